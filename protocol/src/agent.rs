@@ -1,0 +1,263 @@
+//! Between server and agent: one websocket an agent, each message a binary frame of MessagePack
+//! with named fields.
+//!
+//! A rank appends what it has to say to a file of numbered records; its agent (any agent that finds
+//! the file) reads on from the number that the server has acknowledged. So nothing is lost or told
+//! twice whichever of the three dies: the files are the spool.
+
+use crate::{dataset::DatasetInfo, job::JobId, metric::MetricColumn, spec::JobSpec};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Raised when a message changes in a way that older programs cannot read.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// One place a rank can run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Slot {
+    pub index: u32,
+    /// `cpu` or `cuda`.
+    pub device: String,
+    /// `4 cores of AMD EPYC`, `NVIDIA H200`.
+    pub name: String,
+    /// GPU memory; 0 for a CPU slot.
+    pub memory_bytes: u64,
+}
+
+/// A machine as it introduces itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Machine {
+    pub hostname: String,
+    pub cpu: String,
+    pub cores: u32,
+    pub memory_bytes: u64,
+    pub disk_free_bytes: u64,
+    pub version: String,
+}
+
+/// One attempt of a job, as agents and server name it to each other.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct AttemptRef {
+    pub job: JobId,
+    pub attempt: u32,
+    /// Fencing token: grows with every attempt of any job; writes with an old one are refused.
+    pub token: u64,
+}
+
+/// What an agent says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum FromAgent {
+    /// First on every connection.
+    Hello {
+        protocol: u32,
+        /// Made once and kept in the agent's directory, so a restarted agent is the same agent.
+        agent_id: String,
+        name: String,
+        machine: Machine,
+        slots: Vec<Slot>,
+        /// Attempts whose ranks are alive here.
+        attempts: Vec<AttemptRef>,
+        /// Serve this job alone.
+        only_job: Option<JobId>,
+    },
+    /// Every `heartbeat_secs` of `Welcome`.
+    Heartbeat { attempts: Vec<AttemptRef> },
+    /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
+    /// are acknowledged. Records below the acknowledged number are ignored by the server.
+    Report { attempt: AttemptRef, source: Source, first: u64, events: Vec<AttemptEvent> },
+    /// The answer to `Ask`.
+    Answer { request: u64, answer: Result<Answer, String> },
+    /// An orderly stop: no new work, please.
+    Leaving { reason: String },
+}
+
+/// Who wrote a file of records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    Rank(u32),
+    Agent,
+}
+
+/// How many records of a source are stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Acknowledged {
+    pub attempt: AttemptRef,
+    pub source: Source,
+    /// Records `0..records` are stored.
+    pub records: u64,
+}
+
+/// What happened in an attempt.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum AttemptEvent {
+    /// All ranks have met, the dataset is read, the first step is next.
+    Running {
+        total_steps: u64,
+        steps_per_epoch: u64,
+        start_step: u64,
+    },
+    Metrics {
+        rank: u32,
+        columns: Vec<MetricColumn>,
+    },
+    Log {
+        rank: u32,
+        lines: Vec<LogLine>,
+    },
+    Rank {
+        rank: u32,
+        report: RankReport,
+    },
+    Checkpoint(CheckpointInfo),
+    /// A checkpoint's files were deleted, as `keep` says.
+    CheckpointRemoved {
+        epoch: u32,
+        step: u64,
+    },
+    Evaluation(Evaluation),
+    /// Every rank of this agent is gone. The last event of an attempt.
+    Ended(Ending),
+}
+
+/// One line of a rank's log (`rank.<r>.log`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LogLine {
+    /// From 1, within the attempt and rank.
+    pub number: u64,
+    #[schema(value_type = String)]
+    pub at: jiff::Timestamp,
+    /// Without the newline; at most 4096 bytes.
+    pub text: String,
+}
+
+/// Where a rank is and how its time goes: averages since the last report, at most one a second.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RankReport {
+    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `failed`.
+    pub status: String,
+    pub step: u64,
+    pub epoch: u32,
+    pub step_ms: f64,
+    /// Waiting for other ranks' gradients, of `step_ms`.
+    pub all_reduce_ms: f64,
+    /// Waiting for data, of `step_ms`.
+    pub data_ms: f64,
+    pub images_per_second: f64,
+    pub pid: u32,
+    /// `CPU, 1 thread`, `GPU 0`.
+    pub device: String,
+}
+
+/// A complete checkpoint on disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct CheckpointInfo {
+    pub epoch: u32,
+    pub step: u64,
+    pub val_accuracy: Option<f64>,
+    pub val_loss: Option<f64>,
+    /// Best by `keep_best` so far.
+    pub best: bool,
+    /// Of all its files.
+    pub size_bytes: u64,
+}
+
+/// Validation over the whole split, every sample counted once.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Evaluation {
+    pub epoch: u32,
+    pub step: u64,
+    pub samples: u64,
+    /// 0 to 1.
+    pub accuracy: f64,
+    pub loss: f64,
+    pub secs: f64,
+}
+
+/// How an attempt ended on one agent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "how", rename_all = "snake_case")]
+pub enum Ending {
+    Succeeded {
+        step: u64,
+    },
+    /// Stopped because the server said so.
+    Stopped,
+    Failed {
+        /// For a person: `rank 1 was killed by signal 9 at step 41`.
+        reason: String,
+        /// Whether another attempt may fare better (a killed process may; a missing file will not).
+        retriable: bool,
+    },
+}
+
+/// What the server says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ToAgent {
+    /// Answers `Hello`.
+    Welcome {
+        heartbeat_secs: f64,
+        /// Ranks whose agent has had no `Welcome` or `HeartbeatAck` for this long are fenced.
+        lease_secs: f64,
+        /// For the attempts of `Hello`, how far each source's records are stored.
+        acknowledged: Vec<Acknowledged>,
+        /// Attempts of `Hello` that are no longer theirs to run: end them.
+        revoked: Vec<AttemptRef>,
+    },
+    /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
+    Refused {
+        reason: String,
+    },
+    HeartbeatAck,
+    /// Stored, on disk.
+    Ack(Acknowledged),
+    Start(Box<StartAttempt>),
+    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`.
+    Stop {
+        attempt: AttemptRef,
+        reason: String,
+    },
+    Ask {
+        request: u64,
+        question: Question,
+    },
+}
+
+/// Start these ranks of an attempt.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StartAttempt {
+    pub attempt: AttemptRef,
+    /// Complete: every default filled in.
+    pub spec: JobSpec,
+    /// The dataset's path on this machine.
+    pub dataset_path: String,
+    pub world_size: u32,
+    /// The ranks to start here: global rank and slot index.
+    pub ranks: Vec<(u32, u32)>,
+    /// Where rank 0 listens. Port 0 (single machine): the agent picks a free one.
+    pub master_addr: String,
+    pub master_port: u16,
+    /// Shared secret of the attempt, hexadecimal.
+    pub secret: String,
+    /// The job's folder when the server's data directory is on this machine; else the agent's own.
+    pub job_dir: Option<String>,
+    /// Checkpoint to continue from: its folder's name, `<epoch>-<step>`.
+    pub resume: Option<String>,
+}
+
+/// What the server, which opens no dataset itself, asks of an agent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Question {
+    InspectDataset { path: String },
+}
+
+/// The answers, in kind.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Answer {
+    Dataset { path: String, info: DatasetInfo },
+}

@@ -1,0 +1,212 @@
+//! A job as the server knows it: its id, its states and the moves between them.
+
+use crate::spec::JobSpec;
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+use utoipa::ToSchema;
+
+/// Opaque id of a job: 22 lower-case letters and digits at most, sortable by creation time.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[serde(transparent)]
+pub struct JobId(String);
+
+impl JobId {
+    /// A new id, later in order than those made before it.
+    pub fn generate() -> Self {
+        // The 128 bits of a version 7 UUID in base 32, most significant first.
+        const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+        let bits = uuid::Uuid::now_v7().as_u128();
+        let digit = |i: u32| DIGITS[(bits >> (125 - 5 * i) & 31) as usize] as char;
+        Self(format!(
+            "j{}",
+            (0..26)
+                .map(|i| if i < 25 { digit(i) } else { DIGITS[(bits & 7) as usize] as char })
+                .collect::<String>()
+        ))
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Text that is no job id.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InvalidJobId;
+
+impl fmt::Display for InvalidJobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a job id is the letter j and 26 lower-case letters and digits")
+    }
+}
+
+impl std::error::Error for InvalidJobId {}
+
+impl FromStr for JobId {
+    type Err = InvalidJobId;
+
+    /// Accepts exactly what [`JobId::generate`] makes, so an id is always safe as a file name.
+    fn from_str(text: &str) -> Result<Self, InvalidJobId> {
+        let well_formed = text.len() == 27
+            && text.starts_with('j')
+            && text.bytes().all(|b| b.is_ascii_digit() || b.is_ascii_lowercase());
+        if well_formed { Ok(Self(text.into())) } else { Err(InvalidJobId) }
+    }
+}
+
+/// Where a job stands. See [`JobState::may_become`] for the legal moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum JobState {
+    Queued,
+    Starting,
+    Running,
+    Pausing,
+    Paused,
+    /// An attempt failed; the next one is about to start.
+    Restarting,
+    /// Its agent has been silent past the lease.
+    Lost,
+    Succeeded,
+    Failed,
+    Cancelled,
+}
+
+impl JobState {
+    /// Every state, in the order of a job's life.
+    pub const ALL: [JobState; 10] = [
+        JobState::Queued,
+        JobState::Starting,
+        JobState::Running,
+        JobState::Pausing,
+        JobState::Paused,
+        JobState::Restarting,
+        JobState::Lost,
+        JobState::Succeeded,
+        JobState::Failed,
+        JobState::Cancelled,
+    ];
+
+    /// The word used in SQL, JSON and on pages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            JobState::Queued => "queued",
+            JobState::Starting => "starting",
+            JobState::Running => "running",
+            JobState::Pausing => "pausing",
+            JobState::Paused => "paused",
+            JobState::Restarting => "restarting",
+            JobState::Lost => "lost",
+            JobState::Succeeded => "succeeded",
+            JobState::Failed => "failed",
+            JobState::Cancelled => "cancelled",
+        }
+    }
+
+    /// Over for good: no attempt of it will run again unless somebody retries it.
+    pub fn is_final(self) -> bool {
+        matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
+    }
+
+    /// Holds slots.
+    pub fn is_active(self) -> bool {
+        matches!(self, JobState::Starting | JobState::Running | JobState::Pausing)
+    }
+
+    /// Whether a job may move from this state to `next`.
+    pub fn may_become(self, next: JobState) -> bool {
+        use JobState::*;
+        match self {
+            Queued => matches!(next, Starting | Cancelled | Failed),
+            Starting => matches!(next, Running | Queued | Restarting | Lost | Failed | Cancelled),
+            Running => matches!(next, Succeeded | Failed | Cancelled | Pausing | Restarting | Lost | Queued),
+            Pausing => matches!(next, Paused | Failed | Cancelled | Lost | Succeeded | Restarting),
+            Paused => matches!(next, Queued | Cancelled),
+            Restarting => matches!(next, Starting | Running | Failed | Cancelled | Queued),
+            Lost => matches!(next, Restarting | Failed | Cancelled | Running),
+            Succeeded | Failed | Cancelled => matches!(next, Queued),
+        }
+    }
+}
+
+impl fmt::Display for JobState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for JobState {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        JobState::ALL.into_iter().find(|s| s.as_str() == text).ok_or_else(|| {
+            let names: Vec<_> = JobState::ALL.iter().map(|s| s.as_str()).collect();
+            format!("no state is called {text:?}; the states are {}", names.join(", "))
+        })
+    }
+}
+
+/// A job as `GET /jobs/{id}` shows it. Times are RFC 3339 UTC.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Job {
+    #[schema(value_type = String)]
+    pub id: JobId,
+    pub name: String,
+    pub state: JobState,
+    /// Why it is in this state, in words a person can act on; absent on the happy path.
+    pub reason: Option<String>,
+    pub spec: JobSpec,
+    /// 0 before the first start.
+    pub attempt: u32,
+    pub ranks: u32,
+    /// Names of the agents that hold its slots, in rank order, without repetition.
+    pub agents: Vec<String>,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The epoch under way, from 1; 0 before the first.
+    pub epoch: u32,
+    /// Optimizer steps of the whole run; 0 until its ranks have read the dataset.
+    pub total_steps: u64,
+    pub steps_per_epoch: u64,
+    pub images_per_second: Option<f64>,
+    pub eta_secs: Option<f64>,
+    #[schema(value_type = String)]
+    pub created_at: jiff::Timestamp,
+    #[schema(value_type = Option<String>)]
+    pub started_at: Option<jiff::Timestamp>,
+    #[schema(value_type = Option<String>)]
+    pub finished_at: Option<jiff::Timestamp>,
+    /// Highest validation accuracy so far, 0 to 1.
+    pub best: Option<Measured>,
+    /// The newest loss (mean over ranks) and validation accuracy.
+    pub last: LastValues,
+    /// Sequence number of the newest event.
+    pub last_seq: u64,
+    /// About 40 losses (mean over ranks) spread over the run, for a sparkline.
+    pub sparkline: Vec<f32>,
+}
+
+/// A value and where it was measured.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Measured {
+    pub value: f64,
+    pub step: u64,
+    pub epoch: u32,
+}
+
+/// The newest values of a job.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LastValues {
+    pub loss: Option<f64>,
+    pub accuracy: Option<f64>,
+    pub lr: Option<f64>,
+    pub val_loss: Option<f64>,
+    pub val_accuracy: Option<f64>,
+}

@@ -1,0 +1,12 @@
+//! The types that cross a wire: job specifications and states, metrics, and the messages between
+//! server, agents, ranks and browsers. Data and its checks only; no input or output.
+
+pub mod agent;
+pub mod dataset;
+pub mod job;
+pub mod metric;
+pub mod spec;
+pub mod stream;
+
+pub use job::{Job, JobId, JobState};
+pub use spec::JobSpec;

@@ -1,0 +1,54 @@
+//! Metrics as they travel: columns of steps and values, never a message a point.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Every metric name that a rank may report.
+pub const NAMES: [&str; 14] = [
+    "loss",
+    "accuracy",
+    "lr",
+    "grad_norm",
+    "images_per_second",
+    "step_ms",
+    "data_ms",
+    "all_reduce_ms",
+    "val_loss",
+    "val_accuracy",
+    "gpu_utilization",
+    "gpu_memory_bytes",
+    "gpu_power_watts",
+    "gpu_temperature_celsius",
+];
+
+/// A run of points of one metric of one rank, steps ascending.
+///
+/// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
+/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MetricColumn {
+    pub name: String,
+    /// The optimizer step that a value belongs to, from 1.
+    pub steps: Vec<u64>,
+    /// As many as `steps`. In JSON a value that is not finite is `null`.
+    #[serde(with = "finite_or_null")]
+    pub values: Vec<f32>,
+}
+
+/// JSON has no NaN: a diverged loss travels as `null` and comes back as NaN.
+mod finite_or_null {
+    use serde::{Deserialize, Deserializer, Serializer, ser::SerializeSeq};
+
+    pub(super) fn serialize<S: Serializer>(values: &[f32], to: S) -> Result<S::Ok, S::Error> {
+        let mut out = to.serialize_seq(Some(values.len()))?;
+        for value in values {
+            out.serialize_element(&value.is_finite().then_some(*value))?;
+        }
+        out.end()
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<Vec<f32>, D::Error> {
+        let values = Vec::<Option<f32>>::deserialize(from)?;
+        Ok(values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect())
+    }
+}

@@ -1,0 +1,418 @@
+//! The job specification: TOML for people, the same shape as JSON for programs.
+//!
+//! Every key has a default but `data.dataset`. Parsing goes through [`check`], which reports all
+//! mistakes of a document at once.
+
+mod check;
+
+pub use check::{SpecError, apply_set, from_json, from_toml};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// A training job, complete: what to train, on what, how, and on how many ranks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct JobSpec {
+    /// Shown on the dashboard; not unique. 1 to 200 characters.
+    pub name: String,
+    /// Higher starts first; -1000 to 1000.
+    pub priority: i32,
+    pub model: ModelSpec,
+    pub data: DataSpec,
+    pub train: TrainSpec,
+    pub parallel: ParallelSpec,
+    pub checkpoint: CheckpointSpec,
+    pub recovery: RecoverySpec,
+    pub evaluate: EvaluateSpec,
+    pub log: LogSpec,
+}
+
+/// The network.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelSpec {
+    pub arch: Arch,
+    pub stem: Stem,
+    /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
+    pub zero_init_residual: bool,
+    /// Path of a safetensors file with torchvision's names, or a checkpoint's id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pretrained: Option<String>,
+}
+
+/// Networks known by name. `resnet20` to `resnet110` are the CIFAR family of He et al. 2015, section 4.2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Arch {
+    ResNet18,
+    ResNet34,
+    ResNet50,
+    ResNet101,
+    ResNet152,
+    ResNet20,
+    ResNet32,
+    ResNet44,
+    ResNet56,
+    ResNet110,
+}
+
+impl Arch {
+    /// Every architecture with its name in a specification.
+    pub const ALL: [(Arch, &'static str); 10] = [
+        (Arch::ResNet18, "resnet18"),
+        (Arch::ResNet34, "resnet34"),
+        (Arch::ResNet50, "resnet50"),
+        (Arch::ResNet101, "resnet101"),
+        (Arch::ResNet152, "resnet152"),
+        (Arch::ResNet20, "resnet20"),
+        (Arch::ResNet32, "resnet32"),
+        (Arch::ResNet44, "resnet44"),
+        (Arch::ResNet56, "resnet56"),
+        (Arch::ResNet110, "resnet110"),
+    ];
+
+    /// Its name in a specification, e.g. `resnet50`.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(a, _)| *a == self).map_or("resnet18", |(_, n)| n)
+    }
+
+    /// Whether it is of the CIFAR family (three stages of 16, 32 and 64 channels).
+    pub fn is_cifar_family(self) -> bool {
+        matches!(self, Arch::ResNet20 | Arch::ResNet32 | Arch::ResNet44 | Arch::ResNet56 | Arch::ResNet110)
+    }
+}
+
+/// The first layers of the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Stem {
+    /// `cifar` for the CIFAR family and for images under 96 pixels, else `imagenet`.
+    Auto,
+    /// 7x7 convolution of stride 2, then 3x3 max pooling of stride 2.
+    Imagenet,
+    /// 3x3 convolution of stride 1, no pooling.
+    Cifar,
+}
+
+/// What to train on and how a picture becomes an input.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataSpec {
+    /// A registered dataset's name, or (from the command line) a path.
+    pub dataset: String,
+    /// Where validation pictures come from.
+    pub validation: Validation,
+    /// Height and width of the network's input, in pixels; the dataset's own when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image_size: Option<u32>,
+    /// Zero padding in pixels around a picture before a random crop of its own size; 0 for no crop.
+    pub crop_padding: u32,
+    pub horizontal_flip: bool,
+    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mean: Option<Vec<f32>>,
+    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub std: Option<Vec<f32>>,
+    /// Leave out the last, smaller batch of an epoch.
+    pub drop_remainder: bool,
+    /// What a broken file does: end the job, or be left out (named in the log, and counted).
+    pub broken_files: BrokenFiles,
+}
+
+/// Where validation pictures come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+pub enum Validation {
+    /// Held out of the training split at random (seeded): above 0, below 1.
+    Fraction(f64),
+    /// A split of the dataset, such as `test`; `none` for no validation.
+    Split(String),
+}
+
+/// What a file that cannot be decoded does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum BrokenFiles {
+    Fail,
+    Skip,
+}
+
+/// The optimisation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainSpec {
+    /// Passes over the training data; 10 when neither this nor `steps` is given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<u32>,
+    /// Optimizer steps, instead of `epochs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Pictures a rank sees in one micro-batch; 32 when neither this nor `global_batch_size` is given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch_size: Option<u32>,
+    /// Pictures all ranks see in one optimizer step, instead of `batch_size`:
+    /// a multiple of `ranks` x `accumulate`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub global_batch_size: Option<u32>,
+    pub optimizer: OptimizerKind,
+    pub lr: f32,
+    pub momentum: f32,
+    pub weight_decay: f32,
+    pub schedule: ScheduleKind,
+    /// Linear warm-up from 0, in epochs, before the schedule proper.
+    pub warmup_epochs: f32,
+    /// `step`: multiply the learning rate by `gamma` at each of these epochs.
+    pub milestones: Vec<u32>,
+    /// `step`: the factor at each milestone.
+    pub gamma: f32,
+    /// `one_cycle`: the share of all steps in which the learning rate rises to `lr`.
+    pub rise: f32,
+    /// `cosine` and `one_cycle`: the learning rate of the last step, as a share of `lr`.
+    pub final_lr_share: f32,
+    pub label_smoothing: f32,
+    /// Micro-batches a step.
+    pub accumulate: u32,
+    pub precision: Precision,
+    pub loss_scale: LossScale,
+    pub seed: u64,
+}
+
+/// SGD's flavours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// v = m v + g + wd w; w -= lr v (PyTorch's SGD).
+    Momentum,
+    /// PyTorch's SGD with `nesterov=True`.
+    Nesterov,
+    /// Layer-wise adaptive rates (You, Gitman, Ginsburg 2017).
+    Lars,
+}
+
+/// How the learning rate moves over a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    Constant,
+    Step,
+    Cosine,
+    OneCycle,
+}
+
+/// Arithmetic of the convolutions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    Auto,
+    Fp32,
+    Bf16,
+    Fp16,
+}
+
+/// Loss scaling for fp16.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+pub enum LossScale {
+    Static(f32),
+    /// The word `dynamic`.
+    Named(String),
+}
+
+/// How the work is spread over ranks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ParallelSpec {
+    /// Processes that train in lockstep, one a slot; 1 to 1024.
+    pub ranks: u32,
+    pub device: Device,
+    /// Only `data` today.
+    pub mode: String,
+    /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.
+    pub sync_batch_norm: bool,
+    /// Average gradients over ranks; false sums them.
+    pub gradients_mean: bool,
+    /// Send rank 0's weights to all before the first step.
+    pub parameter_broadcast: bool,
+}
+
+/// What ranks compute on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    Auto,
+    Cuda,
+    Cpu,
+}
+
+/// When checkpoints are written and which are kept.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointSpec {
+    /// 1 when neither this nor `every_steps` is given; 0 writes only the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_epochs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_steps: Option<u64>,
+    /// The newest ones kept, never fewer than 2.
+    pub keep: u32,
+    /// A metric whose best checkpoint is kept beside them: `val_accuracy`, `val_loss` or `none`.
+    pub keep_best: String,
+}
+
+/// What happens when a rank or its machine dies.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RecoverySpec {
+    pub max_restarts: u32,
+    /// A rank with no progress for this long is dead.
+    pub stall_timeout_secs: u32,
+}
+
+/// When validation runs. A run's last step is always followed by one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvaluateSpec {
+    /// 0: only at the end.
+    pub every_epochs: u32,
+}
+
+/// Loss lines in the rank logs; metrics always hold every step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LogSpec {
+    /// 0: at most 10 a second and the last of each epoch; 1: every step.
+    pub every_steps: u64,
+}
+
+impl Default for JobSpec {
+    fn default() -> Self {
+        Self {
+            name: "untitled".into(),
+            priority: 0,
+            model: ModelSpec::default(),
+            data: DataSpec::default(),
+            train: TrainSpec::default(),
+            parallel: ParallelSpec::default(),
+            checkpoint: CheckpointSpec::default(),
+            recovery: RecoverySpec::default(),
+            evaluate: EvaluateSpec::default(),
+            log: LogSpec::default(),
+        }
+    }
+}
+
+impl Default for ModelSpec {
+    fn default() -> Self {
+        Self { arch: Arch::ResNet50, stem: Stem::Auto, zero_init_residual: false, pretrained: None }
+    }
+}
+
+impl Default for DataSpec {
+    fn default() -> Self {
+        Self {
+            dataset: String::new(),
+            validation: Validation::Split("test".into()),
+            image_size: None,
+            crop_padding: 4,
+            horizontal_flip: true,
+            mean: None,
+            std: None,
+            drop_remainder: true,
+            broken_files: BrokenFiles::Fail,
+        }
+    }
+}
+
+impl Default for TrainSpec {
+    fn default() -> Self {
+        Self {
+            epochs: None,
+            steps: None,
+            batch_size: None,
+            global_batch_size: None,
+            optimizer: OptimizerKind::Momentum,
+            lr: 0.01,
+            momentum: 0.9,
+            weight_decay: 0.0,
+            schedule: ScheduleKind::Constant,
+            warmup_epochs: 0.0,
+            milestones: Vec::new(),
+            gamma: 0.1,
+            rise: 0.3,
+            final_lr_share: 0.0,
+            label_smoothing: 0.0,
+            accumulate: 1,
+            precision: Precision::Auto,
+            loss_scale: LossScale::Named("dynamic".into()),
+            seed: 0,
+        }
+    }
+}
+
+impl Default for ParallelSpec {
+    fn default() -> Self {
+        Self {
+            ranks: 1,
+            device: Device::Auto,
+            mode: "data".into(),
+            sync_batch_norm: true,
+            gradients_mean: true,
+            parameter_broadcast: true,
+        }
+    }
+}
+
+impl Default for CheckpointSpec {
+    fn default() -> Self {
+        Self { every_epochs: None, every_steps: None, keep: 5, keep_best: "val_accuracy".into() }
+    }
+}
+
+impl Default for RecoverySpec {
+    fn default() -> Self {
+        Self { max_restarts: 3, stall_timeout_secs: 120 }
+    }
+}
+
+impl Default for EvaluateSpec {
+    fn default() -> Self {
+        Self { every_epochs: 1 }
+    }
+}
+
+impl Default for LogSpec {
+    fn default() -> Self {
+        Self { every_steps: 0 }
+    }
+}
+
+impl JobSpec {
+    /// Pictures one rank sees in one micro-batch.
+    pub fn micro_batch_size(&self) -> u32 {
+        match (self.train.batch_size, self.train.global_batch_size) {
+            (Some(b), _) => b,
+            (None, Some(g)) => g / (self.parallel.ranks.max(1) * self.train.accumulate.max(1)),
+            (None, None) => 32,
+        }
+    }
+
+    /// Pictures all ranks see in one optimizer step.
+    pub fn global_batch_size(&self) -> u64 {
+        u64::from(self.micro_batch_size()) * u64::from(self.train.accumulate) * u64::from(self.parallel.ranks)
+    }
+
+    /// Optimizer steps an epoch over `samples` training pictures takes.
+    pub fn steps_per_epoch(&self, samples: u64) -> u64 {
+        let global = self.global_batch_size().max(1);
+        if self.data.drop_remainder { samples / global } else { samples.div_ceil(global) }
+    }
+
+    /// Optimizer steps of the whole run.
+    pub fn total_steps(&self, samples: u64) -> u64 {
+        self.train
+            .steps
+            .unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs.unwrap_or(10)))
+    }
+}

@@ -1,0 +1,89 @@
+//! From server to browser: JSON text frames, one object a frame.
+
+use crate::{
+    agent::{CheckpointInfo, Evaluation, LogLine, RankReport},
+    job::{Job, JobState},
+};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// A frame of a stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Frame {
+    /// First on a job's stream. Events `first_seq..=last_seq` are stored.
+    Hello { job: Box<Job>, first_seq: u64, last_seq: u64 },
+    /// The replay is over; what follows is new.
+    Live { seq: u64 },
+    /// On `/api/v1/stream` only: a job as it now is.
+    Job { job: Box<Job> },
+    /// On `/api/v1/stream` only: the job is no more.
+    JobDeleted { id: String },
+    #[serde(untagged)]
+    Event(Event),
+}
+
+/// A stored event of a job. Sequence numbers start at 1 and have no gap.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    pub seq: u64,
+    #[schema(value_type = String)]
+    pub at: jiff::Timestamp,
+    #[serde(flatten)]
+    pub body: EventBody,
+}
+
+/// What an event says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum EventBody {
+    State {
+        state: JobState,
+        reason: Option<String>,
+        attempt: u32,
+    },
+    /// The run's length is known.
+    Plan {
+        attempt: u32,
+        total_steps: u64,
+        steps_per_epoch: u64,
+        start_step: u64,
+    },
+    /// One metric of one rank; `values[i]` belongs to `steps[i]`, and is null where it was not finite.
+    Metrics {
+        attempt: u32,
+        rank: u32,
+        name: String,
+        steps: Vec<u64>,
+        values: Vec<Option<f32>>,
+    },
+    Log {
+        attempt: u32,
+        rank: u32,
+        lines: Vec<LogLine>,
+    },
+    Checkpoint {
+        attempt: u32,
+        id: String,
+        #[serde(flatten)]
+        checkpoint: CheckpointInfo,
+    },
+    CheckpointRemoved {
+        attempt: u32,
+        id: String,
+    },
+    Evaluation {
+        attempt: u32,
+        #[serde(flatten)]
+        evaluation: Evaluation,
+    },
+    Rank {
+        attempt: u32,
+        rank: u32,
+        #[serde(flatten)]
+        report: RankReport,
+    },
+}
+
+/// Close code of a reader that fell behind; the close reason holds the last sequence number it was sent.
+pub const CLOSE_TOO_SLOW: u16 = 4008;

@@ -1,0 +1,108 @@
+//! An engine runs a [`crate::net::Network`]: forward, backward, all-reduce and update of one rank.
+//! Nothing above this folder and `comm/` knows which engine it is.
+
+pub mod cpu;
+
+use crate::{
+    comm::{CommError, Communicator},
+    data::loader::Batch,
+};
+use lockstep_protocol::spec::OptimizerKind;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// A tensor on the host: row-major, float32.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HostTensor {
+    /// torchvision's layout: OIHW for convolutions, `[out, in]` for linear, `[channels]` for batch norm.
+    pub shape: Vec<usize>,
+    pub values: Vec<f32>,
+}
+
+/// Tensors under torchvision's names (`layer1.0.conv1.weight`, `bn1.running_mean`, ...).
+/// `num_batches_tracked` is not among them: the checkpoint writer adds it.
+pub type NamedTensors = BTreeMap<String, HostTensor>;
+
+/// What stays the same over a run.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Pictures of this rank in a micro-batch (the last one of an epoch may be smaller).
+    pub batch_size: usize,
+    pub optimizer: OptimizerKind,
+    pub momentum: f32,
+    pub weight_decay: f32,
+    pub label_smoothing: f32,
+    /// Micro-batches a step.
+    pub accumulate: usize,
+    pub sync_batch_norm: bool,
+    pub gradients_mean: bool,
+    /// Threads of this rank.
+    pub threads: usize,
+}
+
+/// What a step measured on this rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct StepResult {
+    /// Mean cross-entropy over this rank's pictures of the step (label smoothing included).
+    pub loss: f32,
+    /// Right predictions among them.
+    pub correct: u32,
+    pub samples: u32,
+    /// L2 norm of the reduced gradient, before weight decay.
+    pub grad_norm: f32,
+    /// Seconds in which this rank waited for others' gradients or statistics.
+    pub all_reduce_secs: f64,
+}
+
+/// What an evaluation batch measured on this rank. Sums, so that ranks can be added.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EvalResult {
+    pub loss_sum: f64,
+    pub correct: u64,
+    pub samples: u64,
+}
+
+/// Why a step failed.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A tensor that is missing, unknown, or of the wrong shape.
+    #[error("{0}")]
+    Parameters(String),
+}
+
+/// One rank's copy of the network and its optimizer.
+pub trait Engine: Send {
+    /// One optimizer step over `micro_batches` (as many as `accumulate`): forward and backward of
+    /// each, gradients reduced over all ranks while backward is still running, then the update.
+    fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError>;
+    /// Forward with running statistics; no change of state, no communication.
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
+    /// Logits `[samples, classes]` with running statistics.
+    fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
+    /// Weights, biases and running statistics.
+    fn parameters(&self) -> NamedTensors;
+    /// Replaces weights, biases and running statistics; `values` must hold all of them.
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
+    /// Momentum buffers under their parameters' names.
+    fn optimizer_state(&self) -> NamedTensors;
+    /// Replaces the momentum buffers.
+    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
+    /// Rank 0's parameters and running statistics to every rank.
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// `CPU, 2 threads`, `NVIDIA H200`.
+    fn device_name(&self) -> String;
+}
+
+/// Builds the CPU engine for `network` with `parameters` already set from `crate::net::init`.
+///
+/// # Errors
+/// When the initial tensors do not fit the network.
+pub fn build_cpu(
+    network: Arc<crate::net::Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn Communicator>,
+) -> Result<Box<dyn Engine>, EngineError> {
+    cpu::build(network, initial, config, comm)
+}

@@ -1,0 +1,7 @@
+//! Networks as data: a list of operations with shapes and parameter names that every engine runs.
+
+mod graph;
+pub mod init;
+pub mod resnet;
+
+pub use graph::Network;

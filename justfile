@@ -1,0 +1,32 @@
+# Shortcuts; every one is a plain command that works without `just` too.
+
+# Serve, with a job on bundled pictures already running.
+demo:
+    cargo run --release -- demo
+
+# What CI runs.
+ci:
+    bash .ci/run
+
+test:
+    bash tests/run
+
+# The Rust tests whose name contains NAME.
+test-one NAME:
+    cargo test --release --workspace {{NAME}}
+
+fmt:
+    cargo fmt --all
+
+lint:
+    cargo clippy --release --workspace --all-targets -- -D warnings
+    bash .ci/dependency-rule
+
+# Known vulnerabilities; needs the RustSec database from the network.
+advisories:
+    cargo deny check advisories
+
+# Ours against PyTorch (which must be installed) on this machine's CPU.
+bench-cpu:
+    cargo build --release
+    python3 tests/bench/cpu_vs_torch.py

@@ -118,6 +118,18 @@ pub enum AttemptEvent {
         step: u64,
     },
     Evaluation(Evaluation),
+    /// The last words of a rank that cannot go on, before its process ends.
+    RankFailed {
+        rank: u32,
+        /// Optimizer steps it had done.
+        step: u64,
+        /// For a person: what went wrong and, where known, what to do.
+        reason: String,
+        /// Whether another attempt may fare better.
+        retriable: bool,
+        /// It only lost contact to another rank, whose own reason comes first.
+        secondary: bool,
+    },
     /// Every rank of this agent is gone. The last event of an attempt.
     Ended(Ending),
 }

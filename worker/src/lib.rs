@@ -5,3 +5,5 @@ pub mod comm;
 pub mod data;
 pub mod engine;
 pub mod net;
+pub mod rank;
+pub mod report;

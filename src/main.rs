@@ -1,1 +1,60 @@
-fn main() {}
+//! The `lockstep` program: one binary for the server, its agents, their ranks and the command line.
+
+mod cli;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Self-hosted training: submit a job, watch its ranks train in lockstep, never lose a run.
+#[derive(Parser)]
+#[command(name = "lockstep", version, max_term_width = 100, after_help = cli::EXIT_STATUS_HELP)]
+struct Program {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Serve(cli::serve::Args),
+    Demo(cli::demo::Args),
+    Agent(cli::agent::Args),
+    Train(cli::train::Args),
+    #[command(hide = true)]
+    Rank(cli::rank::Args),
+    Submit(cli::submit::Args),
+    List(cli::list::Args),
+    Show(cli::show::Args),
+    Watch(cli::watch::Args),
+    Logs(cli::logs::Args),
+    Cancel(cli::cancel::Args),
+    Download(cli::download::Args),
+    Delete(cli::delete::Args),
+    Dataset(cli::dataset::Args),
+    Doctor(cli::doctor::Args),
+    Bench(cli::bench::Args),
+}
+
+fn main() -> ExitCode {
+    let command = match Program::try_parse() {
+        Ok(program) => program.command,
+        Err(error) => error.exit(),
+    };
+    cli::exit_code(match command {
+        Command::Serve(args) => cli::serve::run(args),
+        Command::Demo(args) => cli::demo::run(args),
+        Command::Agent(args) => cli::agent::run(args),
+        Command::Train(args) => cli::train::run(args),
+        Command::Rank(args) => cli::rank::run(args),
+        Command::Submit(args) => cli::submit::run(args),
+        Command::List(args) => cli::list::run(args),
+        Command::Show(args) => cli::show::run(args),
+        Command::Watch(args) => cli::watch::run(args),
+        Command::Logs(args) => cli::logs::run(args),
+        Command::Cancel(args) => cli::cancel::run(args),
+        Command::Download(args) => cli::download::run(args),
+        Command::Delete(args) => cli::delete::run(args),
+        Command::Dataset(args) => cli::dataset::run(args),
+        Command::Doctor(args) => cli::doctor::run(args),
+        Command::Bench(args) => cli::bench::run(args),
+    })
+}

@@ -1,0 +1,71 @@
+//! One command a file, each `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and what they share.
+
+pub(crate) mod agent;
+pub(crate) mod api;
+pub(crate) mod bench;
+pub(crate) mod cancel;
+pub(crate) mod dataset;
+pub(crate) mod delete;
+pub(crate) mod demo;
+pub(crate) mod doctor;
+pub(crate) mod download;
+pub(crate) mod list;
+pub(crate) mod logs;
+pub(crate) mod output;
+pub(crate) mod rank;
+pub(crate) mod serve;
+pub(crate) mod show;
+pub(crate) mod submit;
+pub(crate) mod train;
+pub(crate) mod watch;
+
+use std::{fmt, future::Future, process::ExitCode};
+
+/// Shown at the end of `lockstep --help`.
+pub(crate) const EXIT_STATUS_HELP: &str =
+    "Exit status: 0 done, 1 failed while running, 2 the request was wrong (the message names every mistake).";
+
+/// The request itself was wrong (a mistake in a file or an argument, a name nobody knows): exit
+/// status 2. Any other error exits with 1.
+#[derive(Debug)]
+pub(crate) struct WrongRequest(pub(crate) String);
+
+impl fmt::Display for WrongRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongRequest {}
+
+/// An error for exit status 2.
+pub(crate) fn wrong(message: impl Into<String>) -> anyhow::Error {
+    anyhow::Error::new(WrongRequest(message.into()))
+}
+
+/// The exit status of a command; its error goes to standard error.
+pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    if output::is_closed_pipe(&error) {
+        return ExitCode::SUCCESS;
+    }
+    output::warn(format_args!("error: {error:#}"));
+    ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
+}
+
+/// Runs a client command on one thread.
+pub(crate) fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
+}
+
+/// Diagnostics of long-running programs, on standard error; `LOCKSTEP_LOG=debug` shows more.
+pub(crate) fn init_tracing(default: &str) {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("LOCKSTEP_LOG").unwrap_or_else(|_| EnvFilter::new(default));
+    // A second call (a command that runs another) keeps the first.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .try_init();
+}

@@ -1,0 +1,13 @@
+//! `lockstep rank`: one rank of an attempt, started by an agent.
+
+/// One rank of an attempt (started by agents)
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+/// Runs the command.
+///
+/// # Errors
+/// A sentence for a person.
+pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
+    anyhow::bail!("not built yet")
+}

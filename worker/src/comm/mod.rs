@@ -1,6 +1,6 @@
 //! Communication among the ranks of one attempt.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// Why a collective did not complete. The group is unusable afterwards.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +51,13 @@ pub trait Communicator: Send + Sync {
     fn abort(&self, reason: &str);
     /// Longest wait for a neighbour before [`CommError::TimedOut`].
     fn timeout(&self) -> Duration;
+    /// A second group of the same ranks whose collectives run at the same time as this one's, in an
+    /// order of their own: a few statistics need not wait behind a bucket of gradients. `None`:
+    /// there is only this one, and calls from several threads must keep one order by themselves.
+    /// Aborting either aborts both.
+    fn beside(&self) -> Option<Arc<dyn Communicator>> {
+        None
+    }
 }
 
 /// A group of one.

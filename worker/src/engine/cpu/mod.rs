@@ -1,5 +1,7 @@
 //! The CPU engine: float32, NHWC; the reference for every other engine.
 
+pub mod conv;
+
 use super::{Engine, EngineConfig, EngineError, NamedTensors};
 use crate::{comm::Communicator, net::Network};
 use std::sync::Arc;

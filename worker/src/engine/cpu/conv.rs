@@ -1,0 +1,197 @@
+//! 2-d convolution without bias, float32: forward, gradient of the input, gradient of the weights.
+//!
+//! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of
+//! [`LANES`] output channels: `[out_c / LANES][kernel][kernel][in_c][lane]`, the last block having
+//! `out_c % LANES` lanes when that is not zero. There is no padding, so an optimizer may treat the
+//! slice as a vector; [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to the order that
+//! checkpoints use.
+
+/// Output channels in a block of weights: the floats in a 512-bit register.
+pub const LANES: usize = 16;
+
+/// A convolution of square kernels over `batch` pictures, the same stride and zero padding both ways.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConvShape {
+    pub batch: usize,
+    /// Height and width of the input in pixels.
+    pub in_h: usize,
+    pub in_w: usize,
+    pub in_c: usize,
+    pub out_c: usize,
+    /// Height and width of the kernel.
+    pub kernel: usize,
+    pub stride: usize,
+    pub padding: usize,
+}
+
+impl ConvShape {
+    /// Height of the output in pixels.
+    pub fn out_h(&self) -> usize {
+        (self.in_h + 2 * self.padding - self.kernel) / self.stride + 1
+    }
+
+    /// Width of the output in pixels.
+    pub fn out_w(&self) -> usize {
+        (self.in_w + 2 * self.padding - self.kernel) / self.stride + 1
+    }
+
+    /// Number of weights.
+    pub fn weight_len(&self) -> usize {
+        self.out_c * self.kernel * self.kernel * self.in_c
+    }
+
+    /// Number of input values, `batch * in_h * in_w * in_c`.
+    pub fn input_len(&self) -> usize {
+        self.batch * self.in_h * self.in_w * self.in_c
+    }
+
+    /// Number of output values, `batch * out_h * out_w * out_c`.
+    pub fn output_len(&self) -> usize {
+        self.batch * self.out_h() * self.out_w() * self.out_c
+    }
+
+    /// Floating-point operations of one pass as they are usually counted: two for every weight at every
+    /// output pixel, those that meet zero padding included.
+    pub fn flops(&self) -> f64 {
+        2.0 * (self.output_len() * self.kernel * self.kernel * self.in_c) as f64
+    }
+
+    /// Where the weight of `(out, ky, kx, input)` is in the flat slice.
+    fn weight_index(&self, out: usize, ky: usize, kx: usize, input: usize) -> usize {
+        let taps = self.kernel * self.kernel * self.in_c;
+        let block = out / LANES;
+        let lanes = LANES.min(self.out_c - block * LANES);
+        block * LANES * taps + ((ky * self.kernel + kx) * self.in_c + input) * lanes + out % LANES
+    }
+}
+
+/// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
+#[derive(Debug, Default)]
+pub struct Scratch {}
+
+/// Weights from the order of checkpoints, `[out_c][in_c][kernel][kernel]`.
+pub fn weight_from_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
+    assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
+    assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
+    each_weight(s, |ours, oihw| dst[ours] = src[oihw]);
+}
+
+/// Weights in the order of checkpoints, `[out_c][in_c][kernel][kernel]`.
+pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
+    assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
+    assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
+    each_weight(s, |ours, oihw| dst[oihw] = src[ours]);
+}
+
+fn each_weight(s: &ConvShape, mut f: impl FnMut(usize, usize)) {
+    let mut oihw = 0;
+    for out in 0..s.out_c {
+        for input in 0..s.in_c {
+            for ky in 0..s.kernel {
+                for kx in 0..s.kernel {
+                    f(s.weight_index(out, ky, kx, input), oihw);
+                    oihw += 1;
+                }
+            }
+        }
+    }
+}
+
+fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
+    assert!(s.stride > 0 && s.kernel > 0, "kernel and stride start at 1: {s:?}");
+    assert!(
+        s.in_h + 2 * s.padding >= s.kernel && s.in_w + 2 * s.padding >= s.kernel,
+        "kernel too large: {s:?}"
+    );
+    assert_eq!((x, w, y), (s.input_len(), s.weight_len(), s.output_len()), "lengths of x, w, y for {s:?}");
+}
+
+/// `y = conv(x, w)`; every value of `y` is written.
+///
+/// # Panics
+/// When a slice has not the length that `s` says.
+pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], _scratch: &mut Scratch) {
+    check(s, x.len(), w.len(), y.len());
+    y.fill(0.0);
+    taps(s, |xi, yi, ky, kx| {
+        for block in 0..s.out_c.div_ceil(LANES) {
+            let first = s.weight_index(block * LANES, ky, kx, 0);
+            let lanes = LANES.min(s.out_c - block * LANES);
+            let y = &mut y[yi + block * LANES..][..lanes];
+            let w = w[first..][..s.in_c * lanes].chunks_exact(lanes);
+            for (w, x) in w.zip(&x[xi..xi + s.in_c]) {
+                for (y, w) in y.iter_mut().zip(w) {
+                    *y += x * w;
+                }
+            }
+        }
+    });
+}
+
+/// The gradient of the input, `dx`, from that of the output, `dy`; every value of `dx` is written.
+///
+/// # Panics
+/// When a slice has not the length that `s` says.
+pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], _scratch: &mut Scratch) {
+    check(s, dx.len(), w.len(), dy.len());
+    dx.fill(0.0);
+    taps(s, |xi, yi, ky, kx| {
+        for block in 0..s.out_c.div_ceil(LANES) {
+            let first = s.weight_index(block * LANES, ky, kx, 0);
+            let lanes = LANES.min(s.out_c - block * LANES);
+            let dy = &dy[yi + block * LANES..][..lanes];
+            let w = w[first..][..s.in_c * lanes].chunks_exact(lanes);
+            for (w, dx) in w.zip(&mut dx[xi..xi + s.in_c]) {
+                *dx += dy.iter().zip(w).map(|(a, b)| a * b).sum::<f32>();
+            }
+        }
+    });
+}
+
+/// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.
+///
+/// # Panics
+/// When a slice has not the length that `s` says.
+pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], _scratch: &mut Scratch) {
+    check(s, x.len(), dw.len(), dy.len());
+    dw.fill(0.0);
+    taps(s, |xi, yi, ky, kx| {
+        for block in 0..s.out_c.div_ceil(LANES) {
+            let first = s.weight_index(block * LANES, ky, kx, 0);
+            let lanes = LANES.min(s.out_c - block * LANES);
+            let dy = &dy[yi + block * LANES..][..lanes];
+            let dw = dw[first..][..s.in_c * lanes].chunks_exact_mut(lanes);
+            for (dw, x) in dw.zip(&x[xi..xi + s.in_c]) {
+                for (dw, dy) in dw.iter_mut().zip(dy) {
+                    *dw += x * dy;
+                }
+            }
+        }
+    });
+}
+
+/// Calls `f(first value of the input pixel, first value of the output pixel, ky, kx)` for every pair that
+/// meets.
+fn taps(s: &ConvShape, mut f: impl FnMut(usize, usize, usize, usize)) {
+    let (out_h, out_w) = (s.out_h(), s.out_w());
+    for n in 0..s.batch {
+        for oy in 0..out_h {
+            for ox in 0..out_w {
+                for ky in 0..s.kernel {
+                    for kx in 0..s.kernel {
+                        let (iy, ix) = (oy * s.stride + ky, ox * s.stride + kx);
+                        if iy < s.padding || ix < s.padding {
+                            continue;
+                        }
+                        let (iy, ix) = (iy - s.padding, ix - s.padding);
+                        if iy < s.in_h && ix < s.in_w {
+                            let xi = ((n * s.in_h + iy) * s.in_w + ix) * s.in_c;
+                            let yi = ((n * out_h + oy) * out_w + ox) * s.out_c;
+                            f(xi, yi, ky, kx);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! The convolutions of the CPU engine against sums in float64 over the definition, and against themselves
+//! on other numbers of threads.
+
+use lockstep_worker::engine::cpu::conv::{
+    ConvShape, Scratch, backward_input, backward_weight, forward, weight_from_oihw, weight_to_oihw,
+};
+
+/// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
+fn shape(v: [usize; 8]) -> ConvShape {
+    let [batch, in_h, in_w, in_c, out_c, kernel, stride, padding] = v;
+    ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding }
+}
+
+/// Values in -1..1 that look random and are the same everywhere.
+fn values(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+struct Passes {
+    y: Vec<f32>,
+    dx: Vec<f32>,
+    /// In the order of checkpoints.
+    dw: Vec<f32>,
+}
+
+/// The three passes; outputs start as NaN, so that a value left unwritten is noticed.
+fn passes(s: &ConvShape, x: &[f32], oihw: &[f32], dy: &[f32], scratch: &mut Scratch) -> Passes {
+    let mut w = vec![f32::NAN; s.weight_len()];
+    weight_from_oihw(s, oihw, &mut w);
+    let mut y = vec![f32::NAN; s.output_len()];
+    forward(s, x, &w, &mut y, scratch);
+    let mut dx = vec![f32::NAN; s.input_len()];
+    backward_input(s, dy, &w, &mut dx, scratch);
+    let mut dw_ours = vec![f32::NAN; s.weight_len()];
+    backward_weight(s, x, dy, &mut dw_ours, scratch);
+    let mut dw = vec![f32::NAN; s.weight_len()];
+    weight_to_oihw(s, &dw_ours, &mut dw);
+    Passes { y, dx, dw }
+}
+
+/// The definition, in float64.
+fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
+    let (out_h, out_w) = (s.out_h(), s.out_w());
+    let mut y = vec![0.0; s.output_len()];
+    let mut dx = vec![0.0; s.input_len()];
+    let mut dw = vec![0.0; s.weight_len()];
+    // Weights as [ky][kx][in][out], so that the innermost loop runs over neighbours.
+    let k = s.kernel;
+    let at = |o: usize, i: usize, ky: usize, kx: usize| ((o * s.in_c + i) * k + ky) * k + kx;
+    let mut hwio = vec![0.0; w.len()];
+    let mut dhwio = vec![0.0; w.len()];
+    let hwio_at = |o: usize, i: usize, ky: usize, kx: usize| ((ky * k + kx) * s.in_c + i) * s.out_c + o;
+    let each = |f: &mut dyn FnMut(usize, usize)| {
+        for o in 0..s.out_c {
+            for i in 0..s.in_c {
+                for ky in 0..k {
+                    for kx in 0..k {
+                        f(hwio_at(o, i, ky, kx), at(o, i, ky, kx));
+                    }
+                }
+            }
+        }
+    };
+    each(&mut |hwio_index, oihw| hwio[hwio_index] = f64::from(w[oihw]));
+    for n in 0..s.batch {
+        for oy in 0..out_h {
+            for ox in 0..out_w {
+                let y0 = ((n * out_h + oy) * out_w + ox) * s.out_c;
+                for ky in 0..k {
+                    for kx in 0..k {
+                        let iy = (oy * s.stride + ky) as isize - s.padding as isize;
+                        let ix = (ox * s.stride + kx) as isize - s.padding as isize;
+                        if iy < 0 || ix < 0 || iy >= s.in_h as isize || ix >= s.in_w as isize {
+                            continue;
+                        }
+                        let x0 = ((n * s.in_h + iy as usize) * s.in_w + ix as usize) * s.in_c;
+                        for i in 0..s.in_c {
+                            let xv = f64::from(x[x0 + i]);
+                            let w0 = hwio_at(0, i, ky, kx);
+                            let mut sum = 0.0;
+                            for o in 0..s.out_c {
+                                let g = f64::from(dy[y0 + o]);
+                                y[y0 + o] += xv * hwio[w0 + o];
+                                dhwio[w0 + o] += xv * g;
+                                sum += g * hwio[w0 + o];
+                            }
+                            dx[x0 + i] += sum;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    each(&mut |hwio_index, oihw| dw[oihw] = dhwio[hwio_index]);
+    [y, dx, dw]
+}
+
+fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
+    let scale = want.iter().fold(0.0f64, |m, v| m.max(v.abs()));
+    for (index, (got, want)) in got.iter().zip(want).enumerate() {
+        let error = (f64::from(*got) - want).abs();
+        assert!(
+            error <= 1e-5 * scale,
+            "{what}[{index}] is {got}, should be {want} (scale {scale}) for {s:?}"
+        );
+    }
+}
+
+fn check(shapes: &[[usize; 8]]) {
+    let mut scratch = Scratch::default();
+    for s in shapes.iter().copied().map(shape) {
+        let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
+        let got = passes(&s, &x, &w, &dy, &mut scratch);
+        let [y, dx, dw] = reference(&s, &x, &w, &dy);
+        assert_close("y", &s, &got.y, &y);
+        assert_close("dx", &s, &got.dx, &dx);
+        assert_close("dw", &s, &got.dw, &dw);
+    }
+}
+
+#[test]
+fn resnet20_at_28_and_32_pixels() {
+    for size in [28, 32] {
+        let (half, quarter) = (size / 2, size / 4);
+        check(&[
+            [3, size, size, 1, 16, 3, 1, 1],
+            [3, size, size, 3, 16, 3, 1, 1],
+            [17, size, size, 16, 16, 3, 1, 1],
+            [2, size, size, 16, 32, 3, 2, 1],
+            [2, size, size, 16, 32, 1, 2, 0],
+            [13, half, half, 32, 32, 3, 1, 1],
+            [2, half, half, 32, 64, 3, 2, 1],
+            [2, half, half, 32, 64, 1, 2, 0],
+            [15, quarter, quarter, 64, 64, 3, 1, 1],
+        ]);
+    }
+}
+
+#[test]
+fn resnet18_with_the_small_stem() {
+    check(&[
+        [2, 32, 32, 3, 64, 3, 1, 1],
+        [2, 32, 32, 64, 64, 3, 1, 1],
+        [2, 32, 32, 64, 128, 3, 2, 1],
+        [2, 32, 32, 64, 128, 1, 2, 0],
+        [2, 16, 16, 128, 128, 3, 1, 1],
+        [2, 16, 16, 128, 256, 3, 2, 1],
+        [2, 16, 16, 128, 256, 1, 2, 0],
+        [2, 8, 8, 256, 256, 3, 1, 1],
+        [2, 8, 8, 256, 512, 3, 2, 1],
+        [2, 8, 8, 256, 512, 1, 2, 0],
+        [2, 4, 4, 512, 512, 3, 1, 1],
+    ]);
+}
+
+#[test]
+fn resnet50_with_the_large_stem() {
+    check(&[
+        [3, 32, 32, 3, 64, 7, 2, 3],
+        [3, 8, 8, 64, 64, 1, 1, 0],
+        [3, 8, 8, 64, 64, 3, 1, 1],
+        [3, 8, 8, 64, 256, 1, 1, 0],
+        [3, 8, 8, 256, 64, 1, 1, 0],
+        [3, 8, 8, 256, 128, 1, 1, 0],
+        [3, 8, 8, 128, 128, 3, 2, 1],
+        [3, 4, 4, 128, 512, 1, 1, 0],
+        [3, 8, 8, 256, 512, 1, 2, 0],
+        [3, 4, 4, 512, 128, 1, 1, 0],
+        [3, 4, 4, 128, 128, 3, 1, 1],
+        [3, 4, 4, 512, 256, 1, 1, 0],
+        [3, 4, 4, 256, 256, 3, 2, 1],
+        [3, 2, 2, 256, 1024, 1, 1, 0],
+        [3, 4, 4, 512, 1024, 1, 2, 0],
+        [3, 2, 2, 1024, 256, 1, 1, 0],
+        [3, 2, 2, 256, 256, 3, 1, 1],
+        [3, 2, 2, 1024, 512, 1, 1, 0],
+        [3, 2, 2, 512, 512, 3, 2, 1],
+        [3, 1, 1, 512, 2048, 1, 1, 0],
+        [3, 2, 2, 1024, 2048, 1, 2, 0],
+        [3, 1, 1, 2048, 512, 1, 1, 0],
+        [3, 1, 1, 512, 512, 3, 1, 1],
+    ]);
+}
+
+#[test]
+fn odd_shapes() {
+    check(&[
+        [1, 1, 1, 1, 1, 1, 1, 0],
+        [1, 5, 7, 3, 5, 3, 1, 1],
+        [7, 9, 5, 17, 33, 3, 2, 1],
+        [5, 11, 13, 20, 7, 5, 3, 2],
+        [4, 6, 6, 31, 47, 3, 1, 0],
+        [2, 28, 28, 1, 20, 7, 2, 3],
+        [33, 3, 3, 48, 80, 3, 1, 1],
+        [3, 7, 7, 8, 8, 2, 2, 0],
+        [2, 8, 8, 5, 6, 3, 1, 2],
+        [2, 9, 9, 4, 4, 1, 3, 0],
+        [1, 4, 4, 40, 130, 3, 1, 1],
+        [65, 2, 3, 16, 16, 3, 1, 1],
+    ]);
+}
+
+/// The number of threads decides who computes, never what: one bit of difference would let runs diverge.
+#[test]
+fn same_bits_on_any_number_of_threads() {
+    for s in [
+        [64, 16, 16, 16, 16, 3, 1, 1],
+        [29, 16, 16, 16, 32, 3, 2, 1],
+        [32, 4, 4, 128, 128, 3, 1, 1],
+        [32, 1, 1, 512, 512, 3, 1, 1],
+        [32, 4, 4, 256, 512, 1, 1, 0],
+        [9, 32, 32, 3, 64, 7, 2, 3],
+        [7, 9, 5, 17, 33, 3, 2, 1],
+    ]
+    .map(shape)
+    {
+        let (x, w, dy) = (values(s.input_len(), 4), values(s.weight_len(), 5), values(s.output_len(), 6));
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            pool.install(|| passes(&s, &x, &w, &dy, &mut Scratch::default()))
+        };
+        let one = run(1);
+        for threads in [2, 3] {
+            let many = run(threads);
+            let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same(&one.y, &many.y), "y differs on {threads} threads for {s:?}");
+            assert!(same(&one.dx, &many.dx), "dx differs on {threads} threads for {s:?}");
+            assert!(same(&one.dw, &many.dw), "dw differs on {threads} threads for {s:?}");
+        }
+    }
+}
+
+#[test]
+fn weights_survive_the_round_trip() {
+    for s in [[1, 8, 8, 3, 64, 7, 2, 3], [1, 8, 8, 17, 33, 3, 1, 1], [1, 8, 8, 5, 6, 1, 1, 0]].map(shape) {
+        let oihw = values(s.weight_len(), 7);
+        let mut ours = vec![f32::NAN; s.weight_len()];
+        weight_from_oihw(&s, &oihw, &mut ours);
+        let mut back = vec![f32::NAN; s.weight_len()];
+        weight_to_oihw(&s, &ours, &mut back);
+        assert_eq!(back, oihw);
+    }
+}
+
+/// A diverged run must be seen as one: NaN and infinity pass through.
+#[test]
+fn nan_and_infinity_pass_through() {
+    let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);
+    let (mut x, w, dy) = (values(s.input_len(), 8), values(s.weight_len(), 9), values(s.output_len(), 10));
+    x[0] = f32::NAN;
+    x[5 * 5 * 16] = f32::INFINITY;
+    let got = passes(&s, &x, &w, &dy, &mut Scratch::default());
+    assert!(got.y[..32].iter().all(|v| v.is_nan()));
+    assert!(got.y[5 * 5 * 32..][..32].iter().all(|v| v.is_infinite()));
+    assert!(got.y[2 * 5 * 5 * 32..].iter().all(|v| v.is_finite()));
+}

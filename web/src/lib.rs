@@ -1,1 +1,22 @@
-//! placeholder
+//! The dashboard's pages: plain data in, HTML out. No input or output happens here; the server's
+//! page handlers fill these structs and call `render`.
+//!
+//! | URL | page | live through |
+//! |---|---|---|
+//! | `GET /jobs` (and `/`) | [`jobs::JobsPage`] | `/api/v1/stream` |
+//! | `GET /jobs/new`, `POST /jobs/new` | [`submit::SubmitPage`] | `/api/v1/jobs/validate` |
+//! | `GET /jobs/{id}` | [`job::JobPage`] | `/api/v1/jobs/{id}/stream` |
+//! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
+//! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | anything that failed | [`layout::MessagePage`] | |
+//!
+//! The pages need no inline script and no inline style, so they work under
+//! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.
+
+pub mod datasets;
+pub mod job;
+pub mod jobs;
+pub mod layout;
+pub mod machines;
+pub mod numbers;
+pub mod submit;

@@ -1,0 +1,119 @@
+//! The registered datasets and the form that registers one.
+
+use crate::{
+    layout::Nav,
+    numbers::{age, count},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::dataset::Dataset;
+
+/// What was typed into the form, and what was wrong with it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DatasetForm {
+    /// As typed.
+    pub name: String,
+    /// As typed.
+    pub path: String,
+    /// What is wrong with the name.
+    pub name_error: Option<String>,
+    /// What is wrong with the path.
+    pub path_error: Option<String>,
+}
+
+/// `GET /datasets`; also the answer to a `POST /datasets` with mistakes in it.
+#[derive(Debug, Clone)]
+pub struct DatasetsPage {
+    /// By name.
+    pub datasets: Vec<Dataset>,
+    /// Empty unless a mistake is being shown.
+    pub form: DatasetForm,
+    /// This server's address as the browser sees it, for commands to copy.
+    pub server_url: String,
+    /// What ages are counted from.
+    pub now: Timestamp,
+}
+
+impl DatasetsPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        DatasetsTemplate {
+            cards: self.datasets.iter().map(|d| DatasetCard::new(d, self.now)).collect(),
+            page: self,
+        }
+        .render()
+    }
+}
+
+#[derive(Template)]
+#[template(path = "datasets.html")]
+struct DatasetsTemplate<'a> {
+    cards: Vec<DatasetCard<'a>>,
+    page: &'a DatasetsPage,
+}
+
+impl DatasetsTemplate<'_> {
+    fn nav(&self) -> Nav {
+        Nav::Datasets
+    }
+}
+
+struct DatasetCard<'a> {
+    dataset: &'a Dataset,
+    format: &'static str,
+    pictures: String,
+    normalisation: String,
+    age: String,
+    /// Class name, then its samples in each split.
+    classes: Vec<(&'a str, Vec<String>)>,
+    more_classes: usize,
+    broken: String,
+}
+
+impl<'a> DatasetCard<'a> {
+    /// Classes past these are counted, not named: ImageNet has a thousand.
+    const CLASSES_SHOWN: usize = 100;
+
+    fn new(dataset: &'a Dataset, now: Timestamp) -> Self {
+        let info = &dataset.info;
+        let numbers = |v: &[f32]| v.iter().map(|x| format!("{x:.4}")).collect::<Vec<_>>().join(", ");
+        let classes = info.classes.iter().enumerate().take(Self::CLASSES_SHOWN);
+        Self {
+            dataset,
+            format: match info.format.as_str() {
+                "cifar10" => "CIFAR-10 binary",
+                "cifar100" => "CIFAR-100 binary",
+                "idx" => "IDX",
+                "image_folder" => "image folders",
+                _ => "unknown format",
+            },
+            pictures: match (info.width, info.height) {
+                (0, _) | (_, 0) => "pictures of different sizes".into(),
+                (w, h) => format!("{w} × {h}, {}", if info.channels == 1 { "grey" } else { "colour" }),
+            },
+            normalisation: format!("mean {} · std {}", numbers(&info.mean), numbers(&info.std)),
+            age: age(dataset.added_at, now),
+            classes: classes
+                .map(|(i, name)| {
+                    let samples = |s: &lockstep_protocol::dataset::SplitInfo| {
+                        s.per_class.get(i).map(|n| count(*n)).unwrap_or_default()
+                    };
+                    (name.as_str(), info.splits.iter().map(samples).collect())
+                })
+                .collect(),
+            more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
+            broken: match info.broken_count {
+                0 => String::new(),
+                1 => "1 file cannot be read".into(),
+                n => format!("{} files cannot be read", count(n)),
+            },
+        }
+    }
+
+    fn splits(&self) -> Vec<(&'a str, String)> {
+        self.dataset.info.splits.iter().map(|s| (s.name.as_str(), count(s.samples))).collect()
+    }
+}

@@ -1,0 +1,216 @@
+//! One job: how far, how fast, how good, and whether anything is wrong.
+
+use crate::{
+    layout::{Nav, data_block},
+    numbers::{bytes, clock, count, percent, plural, rate, value},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{CheckpointInfo, RankReport},
+    job::{Job, JobState},
+};
+use serde::Serialize;
+
+/// A checkpoint with the id that its download link needs.
+#[derive(Debug, Clone, Serialize)]
+pub struct Checkpoint {
+    /// Of `/api/v1/checkpoints/{id}`.
+    pub id: String,
+    /// That wrote it.
+    pub attempt: u32,
+    #[serde(flatten)]
+    /// What is known of it.
+    pub info: CheckpointInfo,
+}
+
+/// Where a rank runs, and its newest report if it has made one.
+#[derive(Debug, Clone, Serialize)]
+pub struct RankSeat {
+    /// From 0.
+    pub rank: u32,
+    /// Name of the agent that holds its slot; empty when unknown.
+    pub agent: String,
+    /// Its newest report.
+    pub report: Option<RankReport>,
+}
+
+/// `GET /jobs/{id}`.
+#[derive(Debug, Clone)]
+pub struct JobPage {
+    /// As it now stands.
+    pub job: Job,
+    /// In rank order, of the newest attempt; may be empty: the script then shows what the stream says.
+    pub ranks: Vec<RankSeat>,
+    /// Newest first.
+    pub checkpoints: Vec<Checkpoint>,
+    /// Bytes that deleting the job frees (checkpoints, logs, metrics), if known.
+    pub size_bytes: Option<u64>,
+    /// This server's address as the browser sees it, for commands to copy.
+    pub server_url: String,
+    /// What ages are counted from.
+    pub now: Timestamp,
+}
+
+impl JobPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        #[derive(Serialize)]
+        struct Data<'a> {
+            job: &'a Job,
+            ranks: &'a [RankSeat],
+            checkpoints: &'a [Checkpoint],
+            now: Timestamp,
+        }
+        let data = data_block(&Data {
+            job: &self.job,
+            ranks: &self.ranks,
+            checkpoints: &self.checkpoints,
+            now: self.now,
+        })?;
+        JobTemplate { facts: Facts::new(&self.job), page: self, job: &self.job, data }.render()
+    }
+}
+
+#[derive(Template)]
+#[template(path = "job.html")]
+struct JobTemplate<'a> {
+    page: &'a JobPage,
+    job: &'a Job,
+    facts: Facts,
+    data: String,
+}
+
+impl JobTemplate<'_> {
+    fn nav(&self) -> Nav {
+        Nav::Jobs
+    }
+
+    /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds when it started, in the reader's time.
+    fn about(&self) -> String {
+        let job = self.job;
+        let mut parts = Vec::new();
+        if job.attempt > 0 {
+            parts.push(format!("attempt {}", job.attempt));
+        }
+        let ranks = plural(job.ranks.into(), "rank");
+        parts.push(if job.agents.is_empty() {
+            ranks
+        } else {
+            format!("{ranks} on {}", job.agents.join(", "))
+        });
+        parts.push(format!("{} on {}", job.spec.model.arch.name(), job.spec.data.dataset));
+        parts.join(" · ")
+    }
+
+    /// The specification as TOML, complete with its defaults.
+    fn spec(&self) -> String {
+        // Every field of a specification has a TOML form; should one not, JSON tells as much.
+        toml::to_string_pretty(&self.job.spec)
+            .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
+            .unwrap_or_default()
+    }
+
+    /// The verdict's first words and its sentence, when something is wrong.
+    fn verdict(&self) -> Option<(&'static str, String)> {
+        let reason = self.job.reason.clone().unwrap_or_default();
+        match self.job.state {
+            JobState::Failed => Some(("The job failed.", reason)),
+            JobState::Lost => Some(("Its machine is silent.", reason)),
+            JobState::Restarting => Some(("Starting again.", reason)),
+            JobState::Queued if !reason.is_empty() => Some(("Waiting.", reason)),
+            _ => None,
+        }
+    }
+
+    fn size(&self) -> String {
+        self.page.size_bytes.map(bytes).unwrap_or_default()
+    }
+
+    fn checkpoint_rows(&self) -> Vec<CheckpointRow> {
+        self.page
+            .checkpoints
+            .iter()
+            .map(|c| CheckpointRow {
+                id: c.id.clone(),
+                label: format!("{}-{}", c.info.epoch, c.info.step),
+                best: c.info.best,
+                accuracy: c.info.val_accuracy.map(percent).unwrap_or_default(),
+                size: bytes(c.info.size_bytes),
+                size_bytes: c.info.size_bytes,
+            })
+            .collect()
+    }
+
+    /// An empty row for the script to fill and insert.
+    fn blank(&self) -> CheckpointRow {
+        CheckpointRow::default()
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+struct CheckpointRow {
+    id: String,
+    label: String,
+    best: bool,
+    accuracy: String,
+    size: String,
+    size_bytes: u64,
+}
+
+/// The row of numbers under the title: each value with the small words beside it.
+#[derive(Debug, Clone)]
+struct Facts {
+    step: u64,
+    total_steps: u64,
+    epoch: (String, String),
+    steps: (String, String),
+    left: (String, String),
+    speed: (String, String),
+    loss: (String, String),
+    accuracy: (String, String),
+}
+
+impl Facts {
+    fn new(job: &Job) -> Self {
+        let dash = || "–".to_owned();
+        let none = String::new;
+        let known = job.total_steps > 0;
+        let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
+        let took = match (job.started_at, job.finished_at) {
+            (Some(start), Some(end)) => Some(clock((end.as_second() - start.as_second()) as f64)),
+            _ => None,
+        };
+        Self {
+            step: job.step.min(job.total_steps),
+            total_steps: job.total_steps.max(1),
+            epoch: if known {
+                (count(job.epoch.into()), format!("of {}", count(epochs)))
+            } else {
+                (dash(), none())
+            },
+            steps: if known {
+                (count(job.step), format!("of {}", count(job.total_steps)))
+            } else {
+                (dash(), none())
+            },
+            left: match (took, job.eta_secs) {
+                (Some(took), _) => (took, "in all".into()),
+                (None, Some(left)) => (clock(left), none()),
+                (None, None) => (dash(), none()),
+            },
+            speed: job.images_per_second.map_or_else(
+                || (dash(), none()),
+                |all| (rate(all), format!("{} a rank", rate(all / f64::from(job.ranks.max(1))))),
+            ),
+            loss: (job.last.loss.map_or_else(dash, value), none()),
+            accuracy: (
+                job.last.val_accuracy.map_or_else(dash, percent),
+                job.best.map_or_else(none, |b| format!("best {} at {}", percent(b.value), b.epoch)),
+            ),
+        }
+    }
+}

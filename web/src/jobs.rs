@@ -1,0 +1,198 @@
+//! The list of jobs: one row a job, newest first.
+
+use crate::{
+    layout::Nav,
+    numbers::{age, clock, percent, plural, rate, value},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::job::{Job, JobState};
+
+/// What the list is narrowed to; part of its address.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct JobFilter {
+    /// `?state=running`; `None` for all.
+    pub state: Option<JobState>,
+    /// `?name=cifar`: jobs whose name contains it; empty for all.
+    pub name: String,
+}
+
+/// `GET /jobs`.
+#[derive(Debug, Clone)]
+pub struct JobsPage {
+    /// Those that match `filter`, newest first.
+    pub jobs: Vec<Job>,
+    /// As in the address.
+    pub filter: JobFilter,
+    /// Whether any job exists at all, matching or not: an empty list then says something else.
+    pub any: bool,
+    /// The cursor of the next page of older jobs, if there are more.
+    pub next: Option<String>,
+    /// This server's address as the browser sees it, for commands to copy: `http://127.0.0.1:7070`.
+    pub server_url: String,
+    /// What ages are counted from.
+    pub now: Timestamp,
+}
+
+impl JobsPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        JobsTemplate { rows: self.jobs.iter().map(|job| JobRow::new(job, self.now)).collect(), page: self }
+            .render()
+    }
+}
+
+#[derive(Template)]
+#[template(path = "jobs.html")]
+struct JobsTemplate<'a> {
+    rows: Vec<JobRow>,
+    page: &'a JobsPage,
+}
+
+impl JobsTemplate<'_> {
+    fn nav(&self) -> Nav {
+        Nav::Jobs
+    }
+
+    /// Label, value in the address and whether it is chosen.
+    fn states(&self) -> Vec<(&'static str, &'static str, bool)> {
+        use JobState::{Cancelled, Failed, Queued, Running, Succeeded};
+        let chosen = self.page.filter.state;
+        let mut shown = vec![("all", "", chosen.is_none())];
+        shown.extend(
+            [Running, Queued, Succeeded, Failed, Cancelled]
+                .map(|state| (state.as_str(), state.as_str(), chosen == Some(state))),
+        );
+        // A rarer state reached through the address is shown while it is chosen.
+        if let Some(state) = chosen.filter(|_| !shown.iter().any(|(_, _, on)| *on)) {
+            shown.push((state.as_str(), state.as_str(), true));
+        }
+        shown
+    }
+
+    /// An empty row for the script to fill and insert.
+    fn blank(&self) -> JobRow {
+        JobRow::default()
+    }
+}
+
+/// A row's text.
+#[derive(Debug, Clone, Default)]
+struct JobRow {
+    id: String,
+    state: String,
+    name: String,
+    about: String,
+    reason: String,
+    step: u64,
+    total_steps: u64,
+    progress: String,
+    sparkline: String,
+    loss: String,
+    best: String,
+    speed: String,
+    age: String,
+    created_at: String,
+}
+
+impl JobRow {
+    fn new(job: &Job, now: Timestamp) -> Self {
+        Self {
+            id: job.id.to_string(),
+            state: job.state.to_string(),
+            name: job.name.clone(),
+            about: format!(
+                "{} · {} · {}",
+                job.spec.model.arch.name(),
+                job.spec.data.dataset,
+                plural(job.ranks.into(), "rank")
+            ),
+            reason: job.reason.clone().unwrap_or_default(),
+            step: job.step.min(job.total_steps),
+            total_steps: job.total_steps.max(1),
+            progress: progress(job),
+            sparkline: sparkline(&job.sparkline),
+            loss: job.last.loss.map(value).unwrap_or_default(),
+            best: job.best.map(|b| percent(b.value)).unwrap_or_default(),
+            speed: job.images_per_second.map(rate).unwrap_or_default(),
+            age: age(job.created_at, now),
+            created_at: job.created_at.to_string(),
+        }
+    }
+}
+
+/// How far a job is, in words: `epoch 3 of 10 · 0:12 left`.
+fn progress(job: &Job) -> String {
+    if job.state.is_final() {
+        return match (job.started_at, job.finished_at) {
+            (Some(start), Some(end)) => {
+                format!("took {}", clock((end.as_second() - start.as_second()) as f64))
+            }
+            _ => "never started".into(),
+        };
+    }
+    if job.total_steps == 0 {
+        return String::new();
+    }
+    let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
+    let epoch = format!("epoch {} of {epochs}", job.epoch);
+    match job.eta_secs {
+        Some(left) if job.state == JobState::Running => format!("{epoch} · {} left", clock(left)),
+        _ => epoch,
+    }
+}
+
+/// Points of an SVG polyline in a box of 120 by 28, lowest loss at the bottom; empty for fewer than two.
+pub(crate) fn sparkline(values: &[f32]) -> String {
+    let finite = || values.iter().copied().filter(|v| v.is_finite());
+    let (low, high) = finite().fold((f32::MAX, f32::MIN), |(low, high), v| (low.min(v), high.max(v)));
+    if finite().count() < 2 {
+        return String::new();
+    }
+    let span = (high - low).max(f32::EPSILON);
+    let dx = 118.0 / (values.len() - 1) as f32;
+    let point = |(i, v): (usize, &f32)| {
+        v.is_finite().then(|| format!("{:.1},{:.1}", 1.0 + i as f32 * dx, 2.0 + (high - v) / span * 24.0))
+    };
+    values.iter().enumerate().filter_map(point).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sparkline_runs_from_high_to_low_and_skips_what_is_not_finite() {
+        assert_eq!(sparkline(&[2.0, 1.0, 0.0]), "1.0,2.0 60.0,14.0 119.0,26.0");
+        assert_eq!(sparkline(&[2.0, f32::NAN, 0.0]), "1.0,2.0 119.0,26.0");
+        assert_eq!(sparkline(&[1.0]), "");
+        assert_eq!(sparkline(&[f32::NAN, f32::NAN]), "");
+    }
+
+    #[test]
+    fn an_empty_list_says_what_to_do_next() {
+        let page = JobsPage {
+            jobs: vec![],
+            filter: JobFilter::default(),
+            any: false,
+            next: None,
+            server_url: "http://127.0.0.1:7070".into(),
+            now: Timestamp::UNIX_EPOCH,
+        };
+        let html = page.render().expect("renders");
+        assert!(html.contains("lockstep submit"), "a command to copy");
+        assert!(html.contains("/jobs/new"), "and the form");
+
+        let narrowed = JobsPage {
+            any: true,
+            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into() },
+            ..page
+        };
+        let html = narrowed.render().expect("renders");
+        assert!(html.contains("Show all jobs") && html.contains("lost"), "{html}");
+        assert!(!html.contains("x\"<y"), "the search is escaped");
+    }
+}

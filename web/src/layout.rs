@@ -1,0 +1,87 @@
+//! What every page shares: the navigation, the data block for its script, and the page for an
+//! error.
+
+use askama::Template;
+use serde::Serialize;
+
+/// The entry of the navigation that a page belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Nav {
+    /// The list, the form and each job.
+    Jobs,
+    /// `/datasets`.
+    Datasets,
+    /// `/machines`.
+    Machines,
+    /// A page of its own, such as an error.
+    Elsewhere,
+}
+
+impl Nav {
+    /// Address, label and whether it is the current page, in the order shown.
+    pub fn entries(self) -> [(&'static str, &'static str, bool); 3] {
+        [
+            ("/jobs", "Jobs", self == Nav::Jobs),
+            ("/datasets", "Datasets", self == Nav::Datasets),
+            ("/machines", "Machines", self == Nav::Machines),
+        ]
+    }
+}
+
+/// JSON for a `<script type="application/json">` block: `<`, `>` and `&` are written as escapes, so no
+/// text in it can end the block.
+///
+/// # Errors
+/// A value that has no JSON form, such as a map whose keys are not strings.
+pub(crate) fn data_block<T: Serialize>(value: &T) -> Result<String, askama::Error> {
+    let json = serde_json::to_string(value).map_err(askama::Error::custom)?;
+    Ok(json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026"))
+}
+
+/// A page that says what went wrong and what to do about it.
+#[derive(Debug, Clone, Template)]
+#[template(path = "message.html")]
+pub struct MessagePage {
+    /// HTTP status, shown small.
+    pub status: u16,
+    /// `No job has this id`.
+    pub title: String,
+    /// What to do next, in a sentence.
+    pub detail: String,
+}
+
+impl MessagePage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Nav {
+        Nav::Elsewhere
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_data_block_cannot_be_closed_by_its_content() {
+        let block = data_block(&"</script><script>alert(1)</script>&").expect("a string is JSON");
+        assert!(!block.contains('<') && !block.contains('&'), "{block}");
+        assert_eq!(
+            serde_json::from_str::<String>(&block).expect("still JSON"),
+            "</script><script>alert(1)</script>&"
+        );
+    }
+
+    #[test]
+    fn a_message_is_escaped() {
+        let page = MessagePage { status: 404, title: "<b>".into(), detail: "Go to Jobs.".into() };
+        let html = page.render().expect("renders");
+        assert!(html.contains("&#60;b&#62;") && html.contains("404"), "{html}");
+    }
+}

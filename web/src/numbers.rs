@@ -1,0 +1,119 @@
+//! Numbers written for people. `static/numbers.js` writes the same ones the same way, so that a value
+//! does not change its looks when the page goes live.
+
+use jiff::Timestamp;
+
+/// `2736` as `2,736`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// `0.886` as `88.6 %`.
+pub fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+/// A loss or a learning rate: four decimals, or the same number of digits in powers of ten when small.
+pub fn value(v: f64) -> String {
+    let size = v.abs();
+    if !v.is_finite() {
+        "not finite".into()
+    } else if size >= 1e5 || (size > 0.0 && size < 1e-3) {
+        format!("{v:.2e}")
+    } else if size >= 100.0 {
+        format!("{v:.1}")
+    } else {
+        format!("{v:.4}")
+    }
+}
+
+/// Speeds: `38940.2` as `38,940`, `9.73` as `9.7`.
+pub fn rate(v: f64) -> String {
+    if v >= 100.0 { count(v.round() as u64) } else { format!("{:.1}", v.max(0.0)) }
+}
+
+/// `188743680` as `189 MB` (powers of ten, as disks and networks count).
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
+    if n < 1000 {
+        return format!("{n} B");
+    }
+    let mut size = n as f64 / 1000.0;
+    let mut unit = 0;
+    while size >= 999.5 && unit + 1 < UNITS.len() {
+        size /= 1000.0;
+        unit += 1;
+    }
+    if size < 9.95 { format!("{size:.1} {}", UNITS[unit]) } else { format!("{size:.0} {}", UNITS[unit]) }
+}
+
+/// A duration as a clock shows it: `0:12`, `14:02`, `3:14:02`, `2 d 3 h`.
+pub fn clock(secs: f64) -> String {
+    let s = secs.max(0.0).round() as u64;
+    if s >= 48 * 3600 {
+        format!("{} d {} h", s / 86_400, s % 86_400 / 3600)
+    } else if s >= 3600 {
+        format!("{}:{:02}:{:02}", s / 3600, s % 3600 / 60, s % 60)
+    } else {
+        format!("{}:{:02}", s / 60, s % 60)
+    }
+}
+
+/// How long ago, coarsely: `just now`, `40 s`, `12 min`, `3 h`, `5 d`.
+pub fn age(then: Timestamp, now: Timestamp) -> String {
+    match now.as_second() - then.as_second() {
+        ..5 => "just now".into(),
+        s @ 5..60 => format!("{s} s ago"),
+        s @ 60..3600 => format!("{} min ago", s / 60),
+        s @ 3600..172_800 => format!("{} h ago", s / 3600),
+        s => format!("{} d ago", s / 86_400),
+    }
+}
+
+/// `1 rank`, `4 ranks`.
+pub fn plural(n: u64, noun: &str) -> String {
+    format!("{} {noun}{}", count(n), if n == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_written_for_people() {
+        assert_eq!(count(0), "0");
+        assert_eq!(count(999), "999");
+        assert_eq!(count(1_234_567), "1,234,567");
+        assert_eq!(percent(0.8861), "88.6 %");
+        assert_eq!(value(0.412_71), "0.4127");
+        assert_eq!(value(3.2e-5), "3.20e-5");
+        assert_eq!(value(f64::NAN), "not finite");
+        assert_eq!(rate(38_940.2), "38,940");
+        assert_eq!(rate(9.73), "9.7");
+        assert_eq!(bytes(999), "999 B");
+        assert_eq!(bytes(1_100_000), "1.1 MB");
+        assert_eq!(bytes(188_743_680), "189 MB");
+        assert_eq!(bytes(999_600), "1.0 MB");
+        assert_eq!(clock(12.2), "0:12");
+        assert_eq!(clock(11_642.0), "3:14:02");
+        assert_eq!(clock(200_000.0), "2 d 7 h");
+        assert_eq!(plural(1, "rank"), "1 rank");
+    }
+
+    #[test]
+    fn ages_grow_coarser() {
+        let at = |s| Timestamp::from_second(s).expect("in range");
+        assert_eq!(age(at(100), at(103)), "just now");
+        assert_eq!(age(at(100), at(159)), "59 s ago");
+        assert_eq!(age(at(100), at(100 + 7200)), "2 h ago");
+        assert_eq!(age(at(100), at(50)), "just now", "clocks may disagree");
+    }
+}

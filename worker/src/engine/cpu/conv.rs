@@ -6,6 +6,16 @@
 //! slice as a vector; [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to the order that
 //! checkpoints use.
 
+#![allow(unsafe_code)] // Register tiles work on raw pointers; slices are checked where they come in.
+
+mod memory;
+mod product;
+mod tile;
+mod vector;
+mod weight;
+
+pub use memory::Scratch;
+
 /// Output channels in a block of weights: the floats in a 512-bit register.
 pub const LANES: usize = 16;
 
@@ -65,10 +75,6 @@ impl ConvShape {
     }
 }
 
-/// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
-#[derive(Debug, Default)]
-pub struct Scratch {}
-
 /// Weights from the order of checkpoints, `[out_c][in_c][kernel][kernel]`.
 pub fn weight_from_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
@@ -110,88 +116,26 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
 ///
 /// # Panics
 /// When a slice has not the length that `s` says.
-pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], _scratch: &mut Scratch) {
+pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), w.len(), y.len());
-    y.fill(0.0);
-    taps(s, |xi, yi, ky, kx| {
-        for block in 0..s.out_c.div_ceil(LANES) {
-            let first = s.weight_index(block * LANES, ky, kx, 0);
-            let lanes = LANES.min(s.out_c - block * LANES);
-            let y = &mut y[yi + block * LANES..][..lanes];
-            let w = w[first..][..s.in_c * lanes].chunks_exact(lanes);
-            for (w, x) in w.zip(&x[xi..xi + s.in_c]) {
-                for (y, w) in y.iter_mut().zip(w) {
-                    *y += x * w;
-                }
-            }
-        }
-    });
+    product::Pass::forward(s).run(x, w, y, &scratch.benches);
 }
 
 /// The gradient of the input, `dx`, from that of the output, `dy`; every value of `dx` is written.
 ///
 /// # Panics
 /// When a slice has not the length that `s` says.
-pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], _scratch: &mut Scratch) {
+pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    dx.fill(0.0);
-    taps(s, |xi, yi, ky, kx| {
-        for block in 0..s.out_c.div_ceil(LANES) {
-            let first = s.weight_index(block * LANES, ky, kx, 0);
-            let lanes = LANES.min(s.out_c - block * LANES);
-            let dy = &dy[yi + block * LANES..][..lanes];
-            let w = w[first..][..s.in_c * lanes].chunks_exact(lanes);
-            for (w, dx) in w.zip(&mut dx[xi..xi + s.in_c]) {
-                *dx += dy.iter().zip(w).map(|(a, b)| a * b).sum::<f32>();
-            }
-        }
-    });
+    let w = product::transpose(s, w, &mut scratch.weights);
+    product::Pass::backward(s).run(dy, w, dx, &scratch.benches);
 }
 
 /// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.
 ///
 /// # Panics
 /// When a slice has not the length that `s` says.
-pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], _scratch: &mut Scratch) {
+pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
-    dw.fill(0.0);
-    taps(s, |xi, yi, ky, kx| {
-        for block in 0..s.out_c.div_ceil(LANES) {
-            let first = s.weight_index(block * LANES, ky, kx, 0);
-            let lanes = LANES.min(s.out_c - block * LANES);
-            let dy = &dy[yi + block * LANES..][..lanes];
-            let dw = dw[first..][..s.in_c * lanes].chunks_exact_mut(lanes);
-            for (dw, x) in dw.zip(&x[xi..xi + s.in_c]) {
-                for (dw, dy) in dw.iter_mut().zip(dy) {
-                    *dw += x * dy;
-                }
-            }
-        }
-    });
-}
-
-/// Calls `f(first value of the input pixel, first value of the output pixel, ky, kx)` for every pair that
-/// meets.
-fn taps(s: &ConvShape, mut f: impl FnMut(usize, usize, usize, usize)) {
-    let (out_h, out_w) = (s.out_h(), s.out_w());
-    for n in 0..s.batch {
-        for oy in 0..out_h {
-            for ox in 0..out_w {
-                for ky in 0..s.kernel {
-                    for kx in 0..s.kernel {
-                        let (iy, ix) = (oy * s.stride + ky, ox * s.stride + kx);
-                        if iy < s.padding || ix < s.padding {
-                            continue;
-                        }
-                        let (iy, ix) = (iy - s.padding, ix - s.padding);
-                        if iy < s.in_h && ix < s.in_w {
-                            let xi = ((n * s.in_h + iy) * s.in_w + ix) * s.in_c;
-                            let yi = ((n * out_h + oy) * out_w + ox) * s.out_c;
-                            f(xi, yi, ky, kx);
-                        }
-                    }
-                }
-            }
-        }
-    }
+    weight::gradient(s, x, dy, dw, scratch);
 }

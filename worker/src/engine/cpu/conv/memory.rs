@@ -1,0 +1,79 @@
+//! Working memory that passes reuse.
+
+use std::sync::Mutex;
+
+/// One cache line, one register.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+/// Floats at addresses that are multiples of 64. Only grows; the contents are left over from earlier uses.
+#[derive(Debug, Default)]
+pub(super) struct Buffer(Vec<Line>);
+
+impl Buffer {
+    /// The first `len` floats.
+    pub(super) fn get(&mut self, len: usize) -> &mut [f32] {
+        let lines = len.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0.0; 16]));
+        }
+        // SAFETY: a `Line` is 16 floats without gaps, and at least `len / 16` of them are there.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), len) }
+    }
+}
+
+/// What one task works with.
+#[derive(Debug, Default)]
+pub(super) struct Bench {
+    pub(super) x: Buffer,
+    pub(super) dy: Buffer,
+    pub(super) taps: Vec<super::tile::Tap>,
+    pub(super) starts: Vec<usize>,
+}
+
+/// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// Transposed weights, or partial sums of their gradient.
+    pub(super) weights: Buffer,
+    pub(super) x: Buffer,
+    pub(super) dy: Buffer,
+    /// One for every task that ran at the same time.
+    pub(super) benches: Benches,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Benches(Mutex<Vec<Bench>>);
+
+impl Benches {
+    /// Runs a task with a bench of its own.
+    pub(super) fn with(&self, task: impl FnOnce(&mut Bench)) {
+        let mut bench = self.lock().pop().unwrap_or_default();
+        task(&mut bench);
+        self.lock().push(bench);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Bench>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// A slice that tasks write to in places of their own.
+#[derive(Clone, Copy)]
+pub(super) struct Shared(*mut f32);
+
+// SAFETY: whoever dereferences the pointer answers for the places being disjoint.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    pub(super) fn of(slice: &mut [f32]) -> Self {
+        Self(slice.as_mut_ptr())
+    }
+
+    pub(super) fn pointer(self) -> *mut f32 {
+        self.0
+    }
+}

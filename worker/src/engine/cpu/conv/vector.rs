@@ -1,0 +1,166 @@
+//! Sixteen floats, in whatever registers the machine has.
+
+/// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
+///
+/// # Safety
+/// Pointers must be valid for the floats that a method reads or writes (16, or as many as it is told),
+/// with no alignment asked for; the machine must have the instructions.
+pub(super) trait Vector: Copy {
+    unsafe fn zero() -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    /// The first `count` floats, zeros after them.
+    unsafe fn load_first(from: *const f32, count: usize) -> Self;
+    /// One float, sixteen times.
+    unsafe fn splat(from: *const f32) -> Self;
+    /// `self * by + to`.
+    unsafe fn mul_add(self, by: Self, to: Self) -> Self;
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    unsafe fn store_first(self, to: *mut f32, count: usize);
+}
+
+/// Any machine; what the compiler makes of it (SSE2, NEON).
+#[derive(Clone, Copy)]
+pub(super) struct Plain([f32; 16]);
+
+impl Vector for Plain {
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        Plain([0.0; 16])
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Plain(unsafe { from.cast::<[f32; 16]>().read_unaligned() })
+    }
+    #[inline(always)]
+    unsafe fn load_first(from: *const f32, count: usize) -> Self {
+        let mut out = [0.0; 16];
+        unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count) };
+        Plain(out)
+    }
+    #[inline(always)]
+    unsafe fn splat(from: *const f32) -> Self {
+        Plain([unsafe { *from }; 16])
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, by: Self, to: Self) -> Self {
+        // aarch64 always has a fused instruction; elsewhere `mul_add` would be a library call.
+        #[cfg(target_arch = "aarch64")]
+        return Plain(std::array::from_fn(|i| self.0[i].mul_add(by.0[i], to.0[i])));
+        #[cfg(not(target_arch = "aarch64"))]
+        return Plain(std::array::from_fn(|i| self.0[i] * by.0[i] + to.0[i]));
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        unsafe { std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::Vector;
+    use std::arch::x86_64::*;
+
+    /// AVX-512F.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx512(__m512);
+
+    impl Vector for Avx512 {
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            Avx512(unsafe { _mm512_setzero_ps() })
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            Avx512(unsafe { _mm512_loadu_ps(from) })
+        }
+        #[inline(always)]
+        unsafe fn load_first(from: *const f32, count: usize) -> Self {
+            Avx512(unsafe { _mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from) })
+        }
+        #[inline(always)]
+        unsafe fn splat(from: *const f32) -> Self {
+            Avx512(unsafe { _mm512_set1_ps(*from) })
+        }
+        #[inline(always)]
+        unsafe fn mul_add(self, by: Self, to: Self) -> Self {
+            Avx512(unsafe { _mm512_fmadd_ps(self.0, by.0, to.0) })
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            Avx512(unsafe { _mm512_add_ps(self.0, other.0) })
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            unsafe { _mm512_storeu_ps(to, self.0) }
+        }
+        #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
+        }
+    }
+
+    /// AVX2 and FMA.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx2(__m256, __m256);
+
+    impl Vector for Avx2 {
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { Avx2(_mm256_setzero_ps(), _mm256_setzero_ps()) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            unsafe { Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))) }
+        }
+        #[inline(always)]
+        unsafe fn load_first(from: *const f32, count: usize) -> Self {
+            let mut out = [0.0; 16];
+            unsafe {
+                std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
+                Self::load(out.as_ptr())
+            }
+        }
+        #[inline(always)]
+        unsafe fn splat(from: *const f32) -> Self {
+            unsafe {
+                let v = _mm256_set1_ps(*from);
+                Avx2(v, v)
+            }
+        }
+        #[inline(always)]
+        unsafe fn mul_add(self, by: Self, to: Self) -> Self {
+            unsafe { Avx2(_mm256_fmadd_ps(self.0, by.0, to.0), _mm256_fmadd_ps(self.1, by.1, to.1)) }
+        }
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            unsafe {
+                _mm256_storeu_ps(to, self.0);
+                _mm256_storeu_ps(to.add(8), self.1);
+            }
+        }
+        #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            let mut out = [0.0; 16];
+            unsafe {
+                self.store(out.as_mut_ptr());
+                std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);
+            }
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
+//! gradients that they meet.
+//!
+//! Pictures are packed so that pixels which follow each other in a row, for a few pictures at once, are
+//! neighbours; the sum runs over pieces of about [`PIXELS`] pixels, for which input and gradient stay in
+//! the first-level cache while all kernel offsets pass.
+
+use super::{
+    ConvShape, LANES,
+    memory::{Scratch, Shared},
+    tile::{Outer, Pack, Run, Tiles},
+};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Pixels of a piece: (16 input and 32 output channels) * 4 bytes * 192 = 36 KiB.
+const PIXELS: usize = 192;
+/// Pictures in a group when one is larger than a piece.
+const GROUP: usize = 4;
+/// Weights, up to which tasks share pixels out and keep gradients of their own in the second-level cache.
+const OWN: usize = 64 * 1024;
+/// Packed floats that a task keeps in the second-level cache beside them, input and gradient each.
+const PACKED: usize = 48 * 1024;
+/// Own gradients, at most; they are added in order at the end.
+const SLOTS: usize = 16;
+/// Tasks that weights are shared out to, about.
+const WEIGHT_TASKS: usize = 16;
+
+/// Some rows of output pixels of a group of pictures, and the input rows that they meet.
+struct Piece {
+    rows: Range<usize>,
+    src: Range<usize>,
+    /// Runs for every kernel offset, with pixels counted from the first of `src` and `rows`.
+    runs: Vec<Vec<Run>>,
+}
+
+/// A group of pictures with the pieces that are computed together.
+#[derive(Clone)]
+struct Chunk {
+    pictures: Range<usize>,
+    pieces: Range<usize>,
+}
+
+struct Plan<'a> {
+    s: &'a ConvShape,
+    tiles: &'static Tiles,
+    /// Pictures in a group; the last group may have fewer.
+    group: usize,
+    /// Pieces for a full group, and for the last one.
+    pieces: [Vec<Piece>; 2],
+}
+
+/// The packed pictures of a chunk, `[channel block][row][column][picture][16]`.
+struct Packed {
+    x: *const f32,
+    dy: *const f32,
+    /// Rows of the input that are packed.
+    src: Range<usize>,
+    /// Rows of the gradient that are packed.
+    rows: Range<usize>,
+}
+
+/// `dw = sum over pixels: x * dy`.
+pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+    if s.output_len() == 0 {
+        dw.fill(0.0);
+        return;
+    }
+    let tiles = Tiles::of_this_machine();
+    let plane = s.out_h() * s.out_w();
+    let group = if plane <= PIXELS { PIXELS / plane } else { GROUP }.min(s.batch);
+    let rows = (PIXELS / (s.out_w() * group)).clamp(1, s.out_h());
+    let pieces = [group, s.batch % group].map(|group| pieces(s, group, rows));
+    let plan = Plan { s, tiles, group, pieces };
+    if s.weight_len() > OWN {
+        plan.share_weights(x, dy, dw, scratch);
+    } else {
+        plan.share_pixels(x, dy, dw, scratch);
+    }
+}
+
+impl Plan<'_> {
+    /// Every task computes some weights over all pixels.
+    fn share_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+        let s = self.s;
+        let (x_line, dy_line) = (s.in_c.next_multiple_of(LANES), s.out_c.next_multiple_of(LANES));
+        let (x_picture, dy_picture) = (s.in_h * s.in_w * x_line, s.out_h() * s.out_w() * dy_line);
+        let x_packed = scratch.x.get(s.batch * x_picture);
+        let dy_packed = scratch.dy.get(s.batch * dy_picture);
+        x_packed
+            .par_chunks_mut(x_picture * self.group)
+            .zip(dy_packed.par_chunks_mut(dy_picture * self.group))
+            .enumerate()
+            .for_each(|(chunk, (x_packed, dy_packed))| {
+                let pictures = chunk * self.group..s.batch.min((chunk + 1) * self.group);
+                self.pack_x(x, &pictures, &(0..s.in_h), x_packed);
+                self.pack_dy(dy, &pictures, &(0..s.out_h()), dy_packed);
+            });
+
+        let (x_packed, dy_packed) = (&*x_packed, &*dy_packed);
+        let out = Shared::of(dw);
+        let panels = self.panels();
+        let in_blocks = s.in_c.div_ceil(LANES);
+        let splits = WEIGHT_TASKS.div_ceil(panels.len()).min(in_blocks);
+        (0..panels.len() * splits).into_par_iter().for_each(|task| {
+            let (panel, split) = (&panels[task / splits], task % splits);
+            for in_block in split * in_blocks / splits..(split + 1) * in_blocks / splits {
+                for first in (0..s.batch).step_by(self.group) {
+                    let pictures = first..s.batch.min(first + self.group);
+                    let packed = Packed {
+                        x: x_packed[first * x_picture..].as_ptr(),
+                        dy: dy_packed[first * dy_picture..].as_ptr(),
+                        src: 0..s.in_h,
+                        rows: 0..s.out_h(),
+                    };
+                    let chunk = Chunk { pictures, pieces: 0..self.pieces[0].len() };
+                    // SAFETY: the chunk is packed whole; panel and input block are this task's own.
+                    unsafe { self.accumulate(&chunk, &packed, panel, in_block, out.pointer(), first > 0) };
+                }
+            }
+        });
+    }
+
+    /// Every task computes all weights over some pixels; their sums are added in a fixed order.
+    fn share_pixels(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+        let s = self.s;
+        let chunks = self.chunks();
+        let slots = SLOTS.min(chunks.len());
+        let panels = self.panels();
+        let in_blocks = s.in_c.div_ceil(LANES);
+        let benches = &scratch.benches;
+        let sums = scratch.weights.get(slots * dw.len());
+        sums.par_chunks_mut(dw.len()).enumerate().for_each(|(slot, sum)| {
+            benches.with(|bench| {
+                let own = slot * chunks.len() / slots..(slot + 1) * chunks.len() / slots;
+                for (index, chunk) in chunks[own].iter().enumerate() {
+                    let (src, rows) = self.rows(chunk);
+                    let pictures = chunk.pictures.len();
+                    let x_packed =
+                        bench.x.get(src.len() * s.in_w * s.in_c.next_multiple_of(LANES) * pictures);
+                    let dy_packed =
+                        bench.dy.get(rows.len() * s.out_w() * s.out_c.next_multiple_of(LANES) * pictures);
+                    self.pack_x(x, &chunk.pictures, &src, x_packed);
+                    self.pack_dy(dy, &chunk.pictures, &rows, dy_packed);
+                    let packed = Packed { x: x_packed.as_ptr(), dy: dy_packed.as_ptr(), src, rows };
+                    for panel in &panels {
+                        for in_block in 0..in_blocks {
+                            // SAFETY: the chunk's rows are packed; `sum` is this task's own.
+                            unsafe {
+                                self.accumulate(chunk, &packed, panel, in_block, sum.as_mut_ptr(), index > 0);
+                            }
+                        }
+                    }
+                }
+            });
+        });
+        let sums = &*sums;
+        let len = dw.len();
+        dw.par_chunks_mut(4096).enumerate().for_each(|(piece, dw)| {
+            let start = piece * 4096;
+            dw.copy_from_slice(&sums[start..start + dw.len()]);
+            for slot in 1..slots {
+                for (dw, sum) in dw.iter_mut().zip(&sums[slot * len + start..]) {
+                    *dw += sum;
+                }
+            }
+        });
+    }
+
+    /// Blocks of output channels that a tile takes together; a block that is not full stands alone.
+    fn panels(&self) -> Vec<Range<usize>> {
+        let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));
+        let mut panels = Vec::new();
+        let mut block = 0;
+        while block < blocks {
+            let takes = self.tiles.outer_blocks(self.s.in_c, full.saturating_sub(block));
+            panels.push(block..block + takes);
+            block += takes;
+        }
+        panels
+    }
+
+    /// Groups of pictures, cut by rows so that what is packed fits the cache.
+    fn chunks(&self) -> Vec<Chunk> {
+        let s = self.s;
+        let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
+            * self.group;
+        let count = self.pieces[0].len();
+        let mut each = count;
+        while each > 1 && {
+            let (src, rows) = (&self.pieces[0][..each])
+                .iter()
+                .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
+            src.max(rows) * row > PACKED
+        } {
+            each = each.div_ceil(2);
+        }
+        (0..s.batch)
+            .step_by(self.group)
+            .flat_map(|first| {
+                (0..count).step_by(each).map(move |piece| Chunk {
+                    pictures: first..s.batch.min(first + self.group),
+                    pieces: piece..count.min(piece + each),
+                })
+            })
+            .collect()
+    }
+
+    fn pieces_of(&self, chunk: &Chunk) -> &[Piece] {
+        let pieces = &self.pieces[usize::from(chunk.pictures.len() != self.group)];
+        &pieces[chunk.pieces.clone()]
+    }
+
+    /// Input rows and output rows of a chunk.
+    fn rows(&self, chunk: &Chunk) -> (Range<usize>, Range<usize>) {
+        let pieces = self.pieces_of(chunk);
+        let (first, last) = (&pieces[0], &pieces[pieces.len() - 1]);
+        (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
+    }
+
+    /// Adds a chunk's part to the gradient of one block of input channels and one panel (or, when not
+    /// `add` and for the chunk's first piece, writes it).
+    ///
+    /// # Safety
+    /// `packed` holds the chunk's rows; nobody else uses this part of `dw`.
+    unsafe fn accumulate(
+        &self,
+        chunk: &Chunk,
+        packed: &Packed,
+        panel: &Range<usize>,
+        in_block: usize,
+        dw: *mut f32,
+        add: bool,
+    ) {
+        let s = self.s;
+        let Packed { src, rows, .. } = packed;
+        let pictures = chunk.pictures.len();
+        let x_row = s.in_w * pictures * LANES;
+        let dy_row = s.out_w() * pictures * LANES;
+        let taps = s.kernel * s.kernel;
+        let lanes = LANES.min(s.out_c - panel.start * LANES);
+        let in_channels = LANES.min(s.in_c - in_block * LANES);
+        for (index, piece) in self.pieces_of(chunk).iter().enumerate() {
+            for (tap, runs) in piece.runs.iter().enumerate() {
+                let mut channel = 0;
+                while channel < in_channels {
+                    let (takes, tile) = self.tiles.outer(in_channels - channel, panel.len());
+                    let first = panel.start * LANES * taps * s.in_c
+                        + (tap * s.in_c + in_block * LANES + channel) * lanes;
+                    let x = (in_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
+                    let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
+                    // SAFETY: the runs stay inside of the piece's rows, which are packed; the weights are
+                    // inside of `dw`.
+                    unsafe {
+                        tile(&Outer {
+                            x: packed.x.add(x + channel),
+                            dy: packed.dy.add(dy),
+                            dy_block: rows.len() * dy_row,
+                            runs,
+                            dw: dw.add(first),
+                            dw_block: LANES * taps * s.in_c,
+                            accumulate: add || index > 0,
+                            channels: takes.min(in_channels - channel),
+                            lanes,
+                        });
+                    }
+                    channel += takes;
+                }
+            }
+        }
+    }
+
+    fn pack_x(&self, x: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
+        pack(self.tiles, x, [self.s.in_h, self.s.in_w, self.s.in_c], pictures, rows, to);
+    }
+
+    fn pack_dy(&self, dy: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
+        pack(self.tiles, dy, [self.s.out_h(), self.s.out_w(), self.s.out_c], pictures, rows, to);
+    }
+}
+
+/// Cuts the output rows into pieces and lists, for every kernel offset, the pixels that meet.
+fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
+    let (out_h, out_w) = (s.out_h(), s.out_w());
+    let meets = |d: usize, k: usize, src: usize| {
+        (d * s.stride + k).checked_sub(s.padding).filter(|position| *position < src)
+    };
+    let piece = |first: usize| {
+        let rows = first..out_h.min(first + rows);
+        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| meets(row, k, s.in_h)));
+        let src = met().min().unwrap_or(0)..met().max().map_or(0, |last| last + 1);
+        let runs = (0..s.kernel * s.kernel).map(|tap| {
+            let (ky, kx) = (tap / s.kernel, tap % s.kernel);
+            let mut runs: Vec<Run> = Vec::new();
+            for row in rows.clone() {
+                let Some(y) = meets(row, ky, s.in_h) else { continue };
+                for column in 0..out_w {
+                    let Some(x) = meets(column, kx, s.in_w) else { continue };
+                    let x = (((y - src.start) * s.in_w + x) * group) as u32;
+                    let dy = (((row - rows.start) * out_w + column) * group) as u32;
+                    match runs.last_mut() {
+                        Some(run) if run.x + run.len == x && run.dy + run.len == dy => {
+                            run.len += group as u32;
+                        }
+                        _ => runs.push(Run { x, dy, len: group as u32 }),
+                    }
+                }
+            }
+            runs
+        });
+        Piece { runs: runs.collect(), src, rows }
+    };
+    (0..out_h).step_by(rows).map(piece).collect()
+}
+
+/// Packs rows of some pictures as `[channel block][row][column][picture][16]`, zeros after the last channel.
+fn pack(
+    tiles: &Tiles,
+    from: &[f32],
+    [height, width, channels]: [usize; 3],
+    pictures: &Range<usize>,
+    rows: &Range<usize>,
+    to: &mut [f32],
+) {
+    let pixels = rows.len() * width;
+    assert!(to.len() >= pixels * channels.next_multiple_of(LANES) * pictures.len());
+    for (index, picture) in pictures.clone().enumerate() {
+        let first = (picture * height + rows.start) * width * channels;
+        let from = &from[first..first + pixels * channels];
+        // SAFETY: `from` has the pixels; `to` has room for them, checked above.
+        unsafe {
+            tiles.pack(&Pack {
+                from: from.as_ptr(),
+                pixels,
+                channels,
+                to: to.as_mut_ptr().add(index * LANES),
+                to_pixel: LANES * pictures.len(),
+                to_block: LANES * pictures.len() * pixels,
+            });
+        }
+    }
+}

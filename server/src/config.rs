@@ -1,0 +1,113 @@
+//! What `lockstep serve` is told, and the checks it must pass before anything is opened.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+/// How the server runs.
+#[derive(Debug, Clone)]
+pub struct ServeConfig {
+    /// Address and port to listen on; port 0 takes a free one. Only loopback addresses are accepted,
+    /// as there is nothing yet that tells one caller from another.
+    pub listen: SocketAddr,
+    /// Where the database, job folders and checkpoints lie; made when missing.
+    pub data_dir: PathBuf,
+    /// `sqlite://PATH`; the data directory's `lockstep.db` when absent.
+    pub database: Option<String>,
+    /// How often an agent says that it is alive.
+    pub heartbeat: Duration,
+    /// An attempt whose agent has been silent for this long is lost.
+    pub lease: Duration,
+}
+
+impl ServeConfig {
+    /// The defaults: `127.0.0.1:7070`, the data directory's own SQLite file.
+    pub fn new(data_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7070)),
+            data_dir: data_dir.into(),
+            database: None,
+            heartbeat: Duration::from_secs(2),
+            lease: Duration::from_secs(15),
+        }
+    }
+}
+
+/// Why the server did not start, or stopped. Each message says what to change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// An address that other machines can reach.
+    #[error(
+        "refusing to listen on {0}: it can be reached from other machines, and no access token is set up, \
+         so anybody there could run jobs here; listen on 127.0.0.1 or [::1] and use an SSH tunnel"
+    )]
+    NotLoopback(IpAddr),
+    /// Another program listens there.
+    #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
+    PortTaken(SocketAddr, IpAddr),
+    /// The address cannot be listened on for another reason.
+    #[error("cannot listen on {address}: {source}; choose another address with --listen")]
+    Listen {
+        /// The address asked for.
+        address: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The data directory cannot be made or written.
+    #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
+    DataDir {
+        /// The directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Another server has the data directory.
+    #[error(
+        "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
+        path.display(),
+        .pid.as_ref().map(|p| format!(" (process {p})")).unwrap_or_default()
+    )]
+    DataDirInUse {
+        /// The directory.
+        path: PathBuf,
+        /// The other server's process, when it could be read.
+        pid: Option<String>,
+    },
+    /// A database URL that this build cannot open.
+    #[error("the database {0:?} cannot be used: {1}")]
+    DatabaseUrl(String, String),
+    /// The database was written by a later version.
+    #[error(
+        "the database {path} was written by a newer version of lockstep (it has migration {found}, this version \
+         knows up to {known}); install that version, or choose another --data-dir"
+    )]
+    DatabaseTooNew {
+        /// The database.
+        path: String,
+        /// The newest migration in it.
+        found: i64,
+        /// The newest migration here.
+        known: i64,
+    },
+    /// The database cannot be opened.
+    #[error("the database {path} cannot be opened: {detail}")]
+    Database {
+        /// The database.
+        path: String,
+        /// What went wrong.
+        detail: String,
+    },
+    /// It ran, and then could not go on.
+    #[error("the server stopped: {0}")]
+    Stopped(#[source] std::io::Error),
+}
+
+impl ServeError {
+    /// 2 when the request was wrong, 1 when it failed while running.
+    pub fn exit_code(&self) -> u8 {
+        if matches!(self, ServeError::Stopped(_)) { 1 } else { 2 }
+    }
+}

@@ -1,0 +1,73 @@
+//! Starts the server: checks, locks the data directory, listens, runs, and stops in order.
+
+use crate::{
+    app::{App, build_router},
+    config::{ServeConfig, ServeError},
+};
+use std::{
+    fs::{File, TryLockError},
+    future::Future,
+    io::{Read, Seek, Write},
+    net::SocketAddr,
+    path::Path,
+};
+use tokio::net::TcpListener;
+
+/// Runs the server until `shutdown` is done; `ready` is told the address once it accepts connections.
+///
+/// # Errors
+/// [`ServeError`], which knows the exit status it stands for. Nothing is left half done: the address and the
+/// directory are checked before the database is touched.
+pub async fn serve(
+    config: ServeConfig,
+    ready: impl FnOnce(SocketAddr) + Send,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), ServeError> {
+    if !config.listen.ip().is_loopback() {
+        return Err(ServeError::NotLoopback(config.listen.ip()));
+    }
+    let listener = listen(config.listen).await?;
+    let address = listener.local_addr().map_err(ServeError::Stopped)?;
+    let _lock = lock_data_dir(&config.data_dir)?;
+
+    let app = App::open(config).await?;
+    ready(address);
+    axum::serve(listener, build_router(app))
+        .with_graceful_shutdown(shutdown)
+        .await
+        .map_err(ServeError::Stopped)
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
+    TcpListener::bind(address).await.map_err(|source| match source.kind() {
+        std::io::ErrorKind::AddrInUse => ServeError::PortTaken(address, address.ip()),
+        _ => ServeError::Listen { address, source },
+    })
+}
+
+/// Makes the data directory and takes its lock, which the system frees when this process ends however it ends.
+fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
+    let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
+    std::fs::create_dir_all(path.join("jobs")).map_err(failed)?;
+    let mut file = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path.join("server.lock"))
+        .map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => {
+            let pid = std::process::id().to_string();
+            file.set_len(0).and_then(|()| file.rewind()).map_err(failed)?;
+            file.write_all(pid.as_bytes()).map_err(failed)?;
+            Ok(file)
+        }
+        Err(TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            let pid = file.read_to_string(&mut pid).ok().map(|_| pid).filter(|p| p.parse::<u32>().is_ok());
+            Err(ServeError::DataDirInUse { path: path.to_owned(), pid })
+        }
+        Err(TryLockError::Error(source)) => Err(failed(source)),
+    }
+}

@@ -6,4 +6,5 @@ pub mod data;
 pub mod engine;
 pub mod net;
 pub mod rank;
+pub mod rendezvous;
 pub mod report;

@@ -1,5 +1,8 @@
 //! Communication among the ranks of one attempt.
 
+pub(crate) mod handshake;
+pub mod ring;
+
 use std::{sync::Arc, time::Duration};
 
 /// Why a collective did not complete. The group is unusable afterwards.

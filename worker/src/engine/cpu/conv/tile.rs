@@ -163,40 +163,52 @@ impl Tiles {
     }
 }
 
+/// One input channel of all pictures. Functions rather than closures: what is not inlined into the function
+/// that enables the instructions calls a function for every one of them.
+#[inline(always)]
+unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
+    t: &Product<'_>,
+    sum: &mut [[S; V]; P],
+    x: *const f32,
+    w: *const f32,
+) {
+    unsafe {
+        let mut weights = [S::zero(); V];
+        for (v, weights) in weights.iter_mut().enumerate() {
+            *weights = if PART { S::load_first(w, t.lanes) } else { S::load(w.add(v * t.w_block)) };
+        }
+        for (p, sum) in sum.iter_mut().enumerate() {
+            let x = S::splat(x.add(p * 16));
+            for (sum, weights) in sum.iter_mut().zip(weights) {
+                *sum = x.mul_add(weights, *sum);
+            }
+        }
+    }
+}
+
 #[inline(always)]
 unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
         let blocks = t.channels.div_ceil(16);
         let mut sum = [[S::zero(); V]; P];
-        let step = |sum: &mut [[S; V]; P], x: *const f32, w: *const f32| {
-            let weights: [S; V] = std::array::from_fn(|v| {
-                if PART { S::load_first(w, lanes) } else { S::load(w.add(v * t.w_block)) }
-            });
-            for p in 0..P {
-                let x = S::splat(x.add(p * 16));
-                for v in 0..V {
-                    sum[p][v] = x.mul_add(weights[v], sum[p][v]);
-                }
-            }
-        };
         for tap in t.taps {
             let mut x = t.x.add(tap.position as usize * blocks * P * 16);
             let mut w = t.w.add(tap.tap as usize * t.channels * lanes);
             for _ in 0..t.channels / 16 {
                 let end = x.add(16);
                 while x < end {
-                    step(&mut sum, x, w);
-                    step(&mut sum, x.add(1), w.add(lanes));
-                    step(&mut sum, x.add(2), w.add(2 * lanes));
-                    step(&mut sum, x.add(3), w.add(3 * lanes));
+                    step::<S, P, V, PART>(t, &mut sum, x, w);
+                    step::<S, P, V, PART>(t, &mut sum, x.add(1), w.add(lanes));
+                    step::<S, P, V, PART>(t, &mut sum, x.add(2), w.add(2 * lanes));
+                    step::<S, P, V, PART>(t, &mut sum, x.add(3), w.add(3 * lanes));
                     x = x.add(4);
                     w = w.add(4 * lanes);
                 }
                 x = x.add((P - 1) * 16);
             }
             for _ in 0..t.channels % 16 {
-                step(&mut sum, x, w);
+                step::<S, P, V, PART>(t, &mut sum, x, w);
                 x = x.add(1);
                 w = w.add(lanes);
             }
@@ -222,11 +234,14 @@ unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
             let mut x = t.x.add(run.x as usize * 16);
             let mut dy = t.dy.add(run.dy as usize * 16);
             for _ in 0..run.len {
-                let gradients: [S; V] = std::array::from_fn(|v| S::load(dy.add(v * t.dy_block)));
-                for i in 0..I {
+                let mut gradients = [S::zero(); V];
+                for (v, gradients) in gradients.iter_mut().enumerate() {
+                    *gradients = S::load(dy.add(v * t.dy_block));
+                }
+                for (i, sum) in sum.iter_mut().enumerate() {
                     let x = S::splat(x.add(i));
-                    for v in 0..V {
-                        sum[i][v] = x.mul_add(gradients[v], sum[i][v]);
+                    for (sum, gradients) in sum.iter_mut().zip(gradients) {
+                        *sum = x.mul_add(gradients, *sum);
                     }
                 }
                 x = x.add(16);

@@ -1,13 +1,74 @@
-//! A command of its own.
+//! `lockstep agent`: joins a server from any machine.
 
-/// Not built yet
+use super::{init_tracing, wrong};
+use lockstep_protocol::JobId;
+use lockstep_worker::agent::{self, Options};
+use std::path::PathBuf;
+
+/// Join a server: run the ranks it sends to this machine
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Address of the server
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::api::DEFAULT_SERVER)]
+    server: String,
+    /// File that holds the server's access token
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Shown on the dashboard [default: this machine's name]
+    #[arg(long)]
+    name: Option<String>,
+    /// The agent's own folder: who it is, what it holds. One agent a folder
+    #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
+    data_dir: PathBuf,
+    /// Ranks this machine takes at once on its CPU [default: one a core]
+    #[arg(long, value_name = "N")]
+    cpu_slots: Option<u32>,
+    /// GPUs to use, such as 2,3
+    #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
+    gpus: Option<String>,
+    /// Serve this job alone, and exit with it
+    #[arg(long, value_name = "ID")]
+    job: Option<JobId>,
+    /// End with the process that started this one, once no rank is alive
+    #[arg(long, hide = true)]
+    follow_parent: bool,
+}
 
-/// Runs the command.
+/// Runs until it is told to end (SIGTERM, Ctrl-C).
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("info");
+    if let Some(gpus) = &args.gpus {
+        return Err(wrong(format!(
+            "--gpus {gpus}: this build has no CUDA engine yet; use --cpu-slots N to train on the CPU"
+        )));
+    }
+    let token = match &args.token_file {
+        Some(path) => Some(
+            std::fs::read_to_string(path)
+                .map_err(|e| wrong(format!("--token-file {}: {e}", path.display())))?
+                .trim()
+                .to_owned(),
+        ),
+        None => None,
+    };
+    let options = Options {
+        server: args.server,
+        token,
+        name: args.name,
+        dir: args.data_dir,
+        cpu_slots: args.cpu_slots,
+        only_job: args.job,
+        follow_parent: args.follow_parent,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let result = runtime.block_on(agent::run(options));
+    // A question that is still being answered does not hold up the end.
+    runtime.shutdown_background();
+    result.map_err(|error| match error.is_wrong_request() {
+        true => wrong(error.to_string()),
+        false => error.into(),
+    })
 }

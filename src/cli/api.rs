@@ -1,1 +1,226 @@
-//! A command of its own.
+//! The server's REST interface and its streams, as the client commands use them.
+
+use super::wrong;
+use anyhow::{Context, anyhow, bail};
+use futures_util::StreamExt;
+use lockstep_protocol::{Job, stream::Frame};
+use reqwest::{Client, Method, Response, StatusCode};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+use std::{fmt::Write, time::Duration};
+use tokio::net::TcpStream;
+use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
+
+/// Where `lockstep serve` listens unless told otherwise.
+pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
+
+/// The server that a command talks to, and how it prints.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct ServerArgs {
+    /// Address of the server
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = DEFAULT_SERVER)]
+    pub(crate) server: String,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A connection to a server.
+#[derive(Debug, Clone)]
+pub(crate) struct Api {
+    base: String,
+    client: Client,
+}
+
+impl Api {
+    /// Talks to `server`; nothing is sent yet.
+    ///
+    /// # Errors
+    /// An address that is none.
+    pub(crate) fn new(server: &str) -> anyhow::Result<Self> {
+        let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
+        let base = with_scheme.trim_end_matches('/').to_owned();
+        if base.starts_with("https://") {
+            return Err(wrong(format!(
+                "{server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
+            )));
+        }
+        reqwest::Url::parse(&base)
+            .map_err(|e| wrong(format!("{server}: {e}; an address looks like {DEFAULT_SERVER}")))?;
+        let client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy().build()?;
+        Ok(Self { base, client })
+    }
+
+    /// The server's address.
+    pub(crate) fn base(&self) -> &str {
+        &self.base
+    }
+
+    /// The job that `id` names: an id, the start of one, or a name that only one job has.
+    ///
+    /// # Errors
+    /// No such job, or several.
+    pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
+        if id.parse::<lockstep_protocol::JobId>().is_ok() {
+            return self.get(&format!("/jobs/{id}")).await;
+        }
+        let mut found = self.jobs().await?;
+        found.retain(|job| job.id.as_str().starts_with(id) || job.name == id);
+        match found.len() {
+            1 => Ok(found.remove(0)),
+            0 => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
+            n => {
+                let ids: Vec<_> = found.iter().map(|job| job.id.as_str()).collect();
+                Err(wrong(format!("{n} jobs are called {id}: {}; name one by its id", ids.join(", "))))
+            }
+        }
+    }
+
+    /// Every job, newest first.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn jobs(&self) -> anyhow::Result<Vec<Job>> {
+        let mut all = Vec::new();
+        let mut cursor: Option<String> = None;
+        loop {
+            let after = cursor.map(|c| format!("&cursor={c}")).unwrap_or_default();
+            let page: Value = self.get(&format!("/jobs?limit=200{after}")).await?;
+            all.extend(list::<Job>(&page, "jobs")?);
+            match ["next_cursor", "cursor", "next"].iter().find_map(|key| page.get(key)?.as_str()) {
+                Some(next) => cursor = Some(next.to_owned()),
+                None => return Ok(all),
+            }
+        }
+    }
+
+    /// What lies at a path under `/api/v1`.
+    ///
+    /// # Errors
+    /// The server is not reachable, or its problem in words.
+    pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
+        self.read(self.request(Method::GET, path, None::<&()>).await?).await
+    }
+
+    /// Sends a value and reads the answer.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> anyhow::Result<T> {
+        self.read(self.request(Method::POST, path, Some(body)).await?).await
+    }
+
+    /// Sends a request whose answer is looked at by the caller; problems are errors already.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> anyhow::Result<Response> {
+        let mut request = self.client.request(method, format!("{}/api/v1{path}", self.base));
+        if let Some(body) = body {
+            request = request.json(body);
+        }
+        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
+        if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
+    }
+
+    async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
+        let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
+        // An answer without a body reads as null.
+        let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
+        serde_json::from_slice(text)
+            .with_context(|| format!("{} answered with something that no lockstep server says", self.base))
+    }
+
+    fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
+        if error.is_connect() || error.is_timeout() {
+            anyhow!(
+                "no server answers at {}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
+                self.base
+            )
+        } else {
+            anyhow!("{}: {error}", self.base)
+        }
+    }
+
+    /// Opens a job's stream after event `since`.
+    ///
+    /// # Errors
+    /// The server is not reachable.
+    pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
+        let base = self.base.replacen("http", "ws", 1);
+        let url = format!("{base}/api/v1/jobs/{}/stream?since={since}", job.id);
+        match tokio::time::timeout(Duration::from_secs(10), tokio_tungstenite::connect_async(url)).await {
+            Ok(Ok((socket, _))) => Ok(Stream(socket)),
+            Ok(Err(error)) => bail!("the stream of {}: {error}", job.id),
+            Err(_) => bail!("the stream of {}: the server does not answer", job.id),
+        }
+    }
+}
+
+/// The elements under `key` of an answer, or the answer itself when it is a list.
+///
+/// # Errors
+/// They are none.
+pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Result<Vec<T>> {
+    let elements = if answer.is_array() { answer } else { answer.get(key).unwrap_or(&Value::Null) };
+    serde_json::from_value(elements.clone()).with_context(|| format!("the server's list of {key}"))
+}
+
+/// A problem (RFC 9457) in words: its title or detail, then every mistake on a line of its own.
+async fn problem(answer: Response) -> anyhow::Error {
+    let status = answer.status();
+    let body: Value = answer.json().await.unwrap_or_default();
+    let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
+    let mut message = text("detail")
+        .or(text("title"))
+        .map_or_else(|| format!("the server answered {status}"), str::to_owned);
+    for error in body.get("errors").and_then(Value::as_array).into_iter().flatten() {
+        let pointer = error.get("pointer").and_then(Value::as_str).unwrap_or("");
+        let detail = error.get("detail").and_then(Value::as_str).unwrap_or("");
+        let _ = write!(message, "\n  {}", mistake(pointer, detail));
+    }
+    match status {
+        s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
+        _ => wrong(message),
+    }
+}
+
+/// A mistake in a specification as a line: `/train/lr` is `train.lr` to a writer of TOML.
+pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
+    let key = pointer.trim_start_matches('/').replace('/', ".");
+    if key.is_empty() { detail.to_owned() } else { format!("{key}: {detail}") }
+}
+
+/// A job's stream.
+pub(crate) struct Stream(WebSocketStream<MaybeTlsStream<TcpStream>>);
+
+impl Stream {
+    /// The next frame; none when the server has closed the stream.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
+        loop {
+            match self.0.next().await {
+                None | Some(Ok(Message::Close(_))) => return Ok(None),
+                Some(Err(error)) => return Err(error.into()),
+                Some(Ok(Message::Text(text))) => {
+                    // A frame of a type that this version does not know is passed over.
+                    if let Ok(frame) = serde_json::from_str(&text) {
+                        return Ok(Some(frame));
+                    }
+                }
+                Some(Ok(_)) => {}
+            }
+        }
+    }
+}

@@ -1,9 +1,11 @@
 //! Everything that runs on a training machine: the agent (one a machine), ranks (one a slot), and
 //! what they are made of - networks, engines, data, communication, checkpoints.
 
+pub mod agent;
 pub mod comm;
 pub mod data;
 pub mod engine;
+pub mod launch;
 pub mod net;
 pub mod rank;
 pub mod rendezvous;

@@ -1,0 +1,433 @@
+//! One attempt on this machine: its ranks started or taken over, watched, ended, and the verdict.
+
+use super::{
+    home::Held,
+    lease::Lease,
+    machine,
+    verdict::{Failure, RankEnd, cause},
+};
+use crate::{
+    launch::{Exit, RankProcess, rank_file},
+    rank::RankConfig,
+    report::{Records, Tail, TailError, events_path},
+};
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, LogLine};
+use rustix::process::Signal;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::sync::{Notify, mpsc};
+
+/// How often processes are looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often their records are looked at.
+const READ_EVERY: Duration = Duration::from_millis(100);
+/// From TERM to KILL.
+const GRACE: Duration = Duration::from_secs(5);
+/// A rank that only lost contact to another waits this long for the other's own reason.
+const SETTLE: Duration = Duration::from_secs(1);
+/// What is shown of what a dead rank printed outside its log.
+const STDERR_LINES: usize = 20;
+const STDERR_BYTES: usize = 64 << 10;
+
+/// What the agent tells an attempt to do.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// The server says so.
+    Stop,
+    /// This agent is about to end, in order.
+    Leave(String),
+}
+
+/// The agent's hold on an attempt, whose watching is a task of its own.
+#[derive(Debug)]
+pub(super) struct Attempt {
+    held: Held,
+    orders: mpsc::UnboundedSender<Order>,
+    over: Arc<AtomicBool>,
+}
+
+/// What attempts share.
+#[derive(Debug, Clone)]
+pub(super) struct Surroundings {
+    pub(super) program: PathBuf,
+    pub(super) lease: Arc<Lease>,
+    /// Rung when an attempt is over.
+    pub(super) bell: Arc<Notify>,
+}
+
+impl Attempt {
+    /// Starts its ranks; `refusal` says why they cannot be started.
+    pub(super) fn start(held: Held, refusal: Option<String>, around: Surroundings) -> Self {
+        Self::watched(held, around, Beginning::Launch { refusal })
+    }
+
+    /// Takes over what an earlier agent started, alive, dead or never begun.
+    pub(super) fn adopt(held: Held, around: Surroundings) -> Self {
+        Self::watched(held, around, Beginning::Adopt)
+    }
+
+    fn watched(held: Held, around: Surroundings, beginning: Beginning) -> Self {
+        let (orders, received) = mpsc::unbounded_channel();
+        let over = Arc::new(AtomicBool::new(false));
+        if matches!(beginning, Beginning::Adopt) && ending(&held.attempt_dir()).is_some() {
+            over.store(true, Ordering::Release);
+        } else {
+            let over = over.clone();
+            let held = held.clone();
+            tokio::spawn(async move {
+                Supervisor::new(held, &around, beginning).run(received, &around).await;
+                over.store(true, Ordering::Release);
+                around.bell.notify_one();
+            });
+        }
+        Self { held, orders, over }
+    }
+
+    pub(super) fn attempt(&self) -> &AttemptRef {
+        &self.held.start.attempt
+    }
+
+    pub(super) fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Every rank is gone and all that is to be said is on disk.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Whether its end, which is on disk, is a failure.
+    pub(super) fn has_failed(&self) -> bool {
+        matches!(ending(&self.held.attempt_dir()), Some(Ending::Failed { .. }))
+    }
+
+    pub(super) fn order(&self, order: Order) {
+        // Over already: there is nobody left to tell.
+        let _ = self.orders.send(order);
+    }
+}
+
+/// The file of the agent's own records of an attempt.
+pub(super) fn agent_events_path(attempt_dir: &Path) -> PathBuf {
+    attempt_dir.join("agent.events")
+}
+
+/// How an attempt ended, when that is written.
+fn ending(attempt_dir: &Path) -> Option<Ending> {
+    let mut tail = Tail::open(&agent_events_path(attempt_dir), 0);
+    while let Ok(events) = tail.poll() {
+        if events.is_empty() {
+            break;
+        }
+        for event in events {
+            if let AttemptEvent::Ended(ending) = event {
+                return Some(ending);
+            }
+        }
+    }
+    None
+}
+
+/// What is watched of a rank.
+struct Watched {
+    process: RankProcess,
+    tail: Tail,
+    end: RankEnd,
+    last_news: Instant,
+    /// Lines of its log so far.
+    lines: u64,
+    unreadable: Option<String>,
+}
+
+impl Watched {
+    fn new(process: RankProcess, dir: &Path) -> Self {
+        let rank = process.rank();
+        Self {
+            process,
+            tail: Tail::open(&events_path(dir, rank), 0),
+            end: RankEnd { rank, ..RankEnd::default() },
+            last_news: Instant::now(),
+            lines: 0,
+            unreadable: None,
+        }
+    }
+
+    /// Reads what the rank has recorded since.
+    fn read(&mut self) {
+        loop {
+            match self.tail.poll() {
+                Ok(events) if events.is_empty() => return,
+                Ok(events) => {
+                    self.last_news = Instant::now();
+                    events.iter().for_each(|event| self.note(event));
+                }
+                Err(error) => {
+                    if matches!(error, TailError::Damaged { .. }) {
+                        self.unreadable = Some(error.to_string());
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, event: &AttemptEvent) {
+        let step = &mut self.end.step;
+        match event {
+            AttemptEvent::Running { start_step, .. } => *step = (*step).max(*start_step),
+            AttemptEvent::Metrics { columns, .. } => {
+                *step = columns.iter().filter_map(|c| c.steps.last().copied()).fold(*step, u64::max);
+            }
+            AttemptEvent::Log { lines, .. } => {
+                self.lines = lines.iter().map(|l| l.number).fold(self.lines, u64::max);
+            }
+            AttemptEvent::Rank { report, .. } => {
+                *step = (*step).max(report.step);
+                self.end.finished |= report.status == "finished";
+            }
+            AttemptEvent::RankFailed { step: at, reason, retriable, secondary, .. } => {
+                *step = (*step).max(*at);
+                let (reason, retriable, secondary) = (reason.clone(), *retriable, *secondary);
+                self.end.failure.get_or_insert(Failure { reason, retriable, secondary });
+            }
+            _ => {}
+        }
+    }
+
+    /// Looks whether the process has ended; its last words are read before that is believed.
+    fn look(&mut self, dir: &Path) {
+        if self.end.exit.is_none()
+            && let Some(exit) = self.process.poll()
+        {
+            self.read();
+            self.end.exit = Some(exit);
+            self.end.last_stderr_line = stderr_lines(dir, self.end.rank).pop();
+        }
+    }
+}
+
+enum Beginning {
+    Launch { refusal: Option<String> },
+    Adopt,
+}
+
+struct Supervisor {
+    held: Held,
+    dir: PathBuf,
+    ranks: Vec<Watched>,
+    /// Decided before the ranks are gone.
+    verdict: Option<Ending>,
+    /// Since when the ranks are told to end, and how often they were killed.
+    ending: Option<(Instant, u32)>,
+    trouble_since: Option<Instant>,
+}
+
+impl Supervisor {
+    fn new(held: Held, around: &Surroundings, beginning: Beginning) -> Self {
+        let dir = held.attempt_dir();
+        let mut this =
+            Self { held, dir, ranks: Vec::new(), verdict: None, ending: None, trouble_since: None };
+        match beginning {
+            Beginning::Launch { refusal } => {
+                let launched =
+                    refusal.map_or_else(|| this.launch(&around.program), |r| Err(io::Error::other(r)));
+                if let Err(error) = launched {
+                    let reason = format!("the ranks could not be started: {error}");
+                    this.end(Some(Ending::Failed { reason, retriable: false }));
+                }
+            }
+            Beginning::Adopt => {
+                let adopted =
+                    |(rank, _): &(u32, u32)| Watched::new(RankProcess::adopt(&this.dir, *rank), &this.dir);
+                this.ranks = this.held.start.ranks.iter().map(adopted).collect();
+            }
+        }
+        this
+    }
+
+    fn launch(&mut self, program: &Path) -> io::Result<()> {
+        let start = &self.held.start;
+        let local_ranks = u32::try_from(start.ranks.len()).unwrap_or(u32::MAX);
+        let threads = (machine::cores() / local_ranks.max(1)).max(1);
+        for &(rank, slot) in &start.ranks {
+            let config = RankConfig {
+                start: start.clone(),
+                rank,
+                slot,
+                local_ranks,
+                threads,
+                job_dir: self.held.job_dir.clone(),
+            };
+            let process = RankProcess::start(program, &config)?;
+            self.ranks.push(Watched::new(process, &self.dir));
+        }
+        Ok(())
+    }
+
+    async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>, around: &Surroundings) {
+        let mut read_at = Instant::now();
+        loop {
+            tokio::select! {
+                Some(order) = orders.recv() => self.obey(order),
+                () = tokio::time::sleep(LOOK_EVERY) => {}
+            }
+            self.ranks.iter_mut().for_each(|rank| rank.look(&self.dir));
+            if self.ranks.iter().all(|rank| rank.end.exit.is_some()) {
+                break;
+            }
+            if read_at.elapsed() >= READ_EVERY {
+                read_at = Instant::now();
+                self.ranks.iter_mut().for_each(Watched::read);
+            }
+            self.decide(around);
+        }
+        self.conclude().await;
+    }
+
+    fn obey(&mut self, order: Order) {
+        let verdict = match order {
+            Order::Stop => Ending::Stopped,
+            Order::Leave(reason) => Ending::Failed { reason, retriable: true },
+        };
+        // What was decided first stays.
+        self.end(self.ending.is_none().then_some(verdict));
+    }
+
+    /// Ends the ranks when there is a reason to, and sees to it that they do end.
+    fn decide(&mut self, around: &Surroundings) {
+        if let Some((since, killed)) = self.ending {
+            if since.elapsed() >= GRACE + Duration::from_secs(1) * killed {
+                self.ending = Some((since, killed + 1));
+                self.signal(Signal::KILL);
+                if killed == 10 {
+                    tracing::error!(attempt = %self.dir.display(), "ranks do not die of SIGKILL (blocked in the kernel?)");
+                }
+            }
+            return;
+        }
+        if let Some(silent) = around.lease.overdue() {
+            let secs = silent.as_secs();
+            let reason = format!("the server was silent for {secs} s, so its agent ended the ranks");
+            return self.end(Some(Ending::Failed { reason, retriable: true }));
+        }
+        let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
+        if let Some((_, provisional)) = cause(&ends) {
+            let since = *self.trouble_since.get_or_insert_with(Instant::now);
+            if !provisional || since.elapsed() >= SETTLE {
+                self.end(None);
+            }
+        } else if let Some(reason) = self.stalled() {
+            self.end(Some(Ending::Failed { reason, retriable: true }));
+        }
+    }
+
+    /// Which rank holds up the others, when one has had nothing to say for too long.
+    fn stalled(&self) -> Option<String> {
+        let secs = self.held.start.spec.recovery.stall_timeout_secs;
+        let limit = Duration::from_secs(secs.into());
+        let running = || self.ranks.iter().filter(|r| r.end.exit.is_none());
+        running().find(|r| r.last_news.elapsed() > limit)?;
+        // Those that wait for it are as silent as it is.
+        let slowest =
+            running().min_by_key(|r| (!r.process.is_suspended(), r.end.step, r.last_news, r.end.rank))?;
+        let RankEnd { rank, step, .. } = slowest.end;
+        let suspended =
+            if slowest.process.is_suspended() { "; its process is suspended (SIGSTOP)" } else { "" };
+        Some(format!("rank {rank} made no progress for {secs} s at step {step}{suspended}"))
+    }
+
+    fn end(&mut self, verdict: Option<Ending>) {
+        if self.verdict.is_none() {
+            self.verdict = verdict;
+        }
+        if self.ending.is_none() {
+            self.ending = Some((Instant::now(), 0));
+            for rank in &mut self.ranks {
+                rank.look(&self.dir);
+                rank.end.told_to_end = rank.end.exit.is_none();
+            }
+            self.signal(Signal::TERM);
+        }
+    }
+
+    fn signal(&mut self, signal: Signal) {
+        self.ranks.iter_mut().for_each(|rank| rank.process.signal(signal));
+    }
+
+    /// Every rank is gone: writes what is left to say, the verdict last.
+    async fn conclude(mut self) {
+        self.ranks.iter_mut().for_each(Watched::read);
+        let mut events = Vec::new();
+        for watched in &self.ranks {
+            let RankEnd { rank, ref exit, .. } = watched.end;
+            let mut texts = Vec::new();
+            if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(crate::rank::EXIT_STOPPED))) {
+                texts = stderr_lines(&self.dir, rank);
+            }
+            texts.extend(watched.unreadable.clone());
+            if !texts.is_empty() {
+                let at = jiff::Timestamp::now();
+                let line = |(number, text)| LogLine { number, at, text };
+                let lines = (watched.lines + 1..).zip(texts).map(line).collect();
+                events.push(AttemptEvent::Log { rank, lines });
+            }
+        }
+        let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
+        let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
+            Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
+        } else {
+            let unexplained = || Ending::Failed { reason: "the ranks ended".into(), retriable: true };
+            self.verdict.clone().or_else(|| Some(cause(&ends)?.0)).unwrap_or_else(unexplained)
+        };
+        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, ?ending, "attempt ended");
+        events.push(AttemptEvent::Ended(ending));
+        self.write(&events).await;
+    }
+
+    /// A full disk delays the verdict; it does not lose it.
+    async fn write(&self, events: &[AttemptEvent]) {
+        let path = agent_events_path(&self.dir);
+        let mut written = 0;
+        let mut records = None;
+        loop {
+            let mut attempt = || -> io::Result<()> {
+                let records = match &mut records {
+                    Some(records) => records,
+                    None => {
+                        fs::create_dir_all(&self.dir)?;
+                        records.insert(Records::append_to(&path)?)
+                    }
+                };
+                while written < events.len() {
+                    // What is not taken now is kept by `records` and written by the next call.
+                    written += 1;
+                    records.append(&events[written - 1])?;
+                }
+                records.sync()
+            };
+            match attempt() {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; trying again");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+            }
+        }
+    }
+}
+
+/// The last lines of what a rank printed outside its log.
+fn stderr_lines(dir: &Path, rank: u32) -> Vec<String> {
+    let bytes = fs::read(rank_file(dir, rank, "stderr")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES)..]);
+    let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    let cut = |line: &&str| line[..line.floor_char_boundary(4096)].to_owned();
+    lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()
+}

@@ -1,0 +1,203 @@
+//! The agent's own folder: who it is, and which attempts it holds.
+//!
+//! ```text
+//! <dir>/agent_id                     made once
+//! <dir>/agent.lock                   held, with the process id, while an agent runs on the folder
+//! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
+//! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
+//! ```
+
+use crate::launch::write_whole;
+use lockstep_protocol::agent::{AttemptRef, StartAttempt};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File, TryLockError},
+    io::{self, Read, Seek, Write},
+    path::{Path, PathBuf},
+};
+
+/// The folder, locked for this process.
+#[derive(Debug)]
+pub struct Home {
+    dir: PathBuf,
+    agent_id: String,
+    _lock: File,
+}
+
+/// An attempt as it is kept on disk, with everything the server left open filled in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Held {
+    /// With a port and a job folder.
+    pub start: StartAttempt,
+    /// The job's folder.
+    pub job_dir: PathBuf,
+}
+
+impl Held {
+    /// The attempt's folder.
+    pub fn attempt_dir(&self) -> PathBuf {
+        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+    }
+}
+
+/// Why the folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum HomeError {
+    /// It cannot be made, read or written.
+    #[error("the agent's folder {}: {error}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// Another agent runs on it.
+    #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
+        path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
+    Taken {
+        /// The folder.
+        path: PathBuf,
+        /// The other agent's process.
+        pid: Option<i32>,
+    },
+}
+
+impl Home {
+    /// Makes or opens the folder and locks it; the lock ends with this process.
+    ///
+    /// # Errors
+    /// See [`HomeError`].
+    pub fn open(dir: &Path) -> Result<Self, HomeError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |error| HomeError::Io { path, error }
+        };
+        fs::create_dir_all(dir.join("attempts")).map_err(failed(dir))?;
+        let dir = dir.canonicalize().map_err(failed(dir))?;
+        let lock_path = dir.join("agent.lock");
+        let mut lock = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&lock_path)
+            .map_err(failed(&lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {
+                lock.set_len(0).and_then(|()| lock.rewind()).map_err(failed(&lock_path))?;
+                write!(lock, "{}", std::process::id()).map_err(failed(&lock_path))?;
+            }
+            Err(TryLockError::WouldBlock) => {
+                let mut pid = String::new();
+                let pid = lock.read_to_string(&mut pid).ok().and_then(|_| pid.trim().parse().ok());
+                return Err(HomeError::Taken { path: dir, pid });
+            }
+            Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
+        }
+        let id_path = dir.join("agent_id");
+        let agent_id = match fs::read_to_string(&id_path) {
+            Ok(id) if !id.trim().is_empty() => id.trim().to_owned(),
+            Ok(_) => make_id(&id_path).map_err(failed(&id_path))?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => make_id(&id_path).map_err(failed(&id_path))?,
+            Err(e) => return Err(failed(&id_path)(e)),
+        };
+        Ok(Self { dir, agent_id, _lock: lock })
+    }
+
+    /// Made once, the same for every agent that ever runs on this folder.
+    pub fn agent_id(&self) -> &str {
+        &self.agent_id
+    }
+
+    /// The folder, absolute.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where jobs go whose folder the server did not name.
+    pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
+        self.dir.join("jobs").join(attempt.job.as_str())
+    }
+
+    /// Remembers an attempt, before any of its ranks is started.
+    ///
+    /// # Errors
+    /// The disk says no.
+    pub fn hold(&self, held: &Held) -> io::Result<()> {
+        write_whole(&self.held_path(&held.start.attempt), &serde_json::to_vec_pretty(held)?)
+    }
+
+    /// Forgets an attempt: the server knows all of it, or wants none of it.
+    pub fn forget(&self, attempt: &AttemptRef) {
+        let path = self.held_path(attempt);
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, path = %path.display(), "an ended attempt cannot be forgotten");
+        }
+    }
+
+    /// The attempts that an earlier agent held.
+    pub fn held(&self) -> Vec<Held> {
+        let Ok(entries) = fs::read_dir(self.dir.join("attempts")) else { return Vec::new() };
+        let mut all: Vec<Held> = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|e| e == "json"))
+            .filter_map(|path| match fs::read(&path).map(|text| serde_json::from_slice(&text)) {
+                Ok(Ok(held)) => Some(held),
+                Ok(Err(error)) => {
+                    tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
+                    None
+                }
+                Err(error) => {
+                    tracing::warn!(%error, path = %path.display(), "cannot be read");
+                    None
+                }
+            })
+            .collect();
+        all.sort_by_key(|held| held.start.attempt.token);
+        all
+    }
+
+    fn held_path(&self, attempt: &AttemptRef) -> PathBuf {
+        self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
+    }
+}
+
+fn make_id(path: &Path) -> io::Result<String> {
+    let id = uuid::Uuid::new_v4().simple().to_string();
+    write_whole(path, id.as_bytes())?;
+    Ok(id)
+}
+
+/// The process of the agent that runs on `dir` now.
+pub fn running_agent(dir: &Path) -> Option<i32> {
+    let mut lock = File::open(dir.join("agent.lock")).ok()?;
+    match lock.try_lock_shared() {
+        Err(TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            lock.read_to_string(&mut pid).ok()?;
+            pid.trim().parse().ok()
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_stays_the_same_and_is_alone_on_its_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::open(dir.path()).unwrap();
+        let id = home.agent_id().to_owned();
+        assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
+        let error = Home::open(dir.path()).unwrap_err();
+        assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+        drop(home);
+        assert_eq!(running_agent(dir.path()), None);
+        assert_eq!(Home::open(dir.path()).unwrap().agent_id(), id);
+    }
+}

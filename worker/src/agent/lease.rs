@@ -1,0 +1,58 @@
+//! How long ranks may go on without a word from the server.
+
+use std::{
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+/// Until the server has said how long a lease is.
+const UNTIL_TOLD: Duration = Duration::from_secs(60);
+
+/// Renewed by every `Welcome` and `HeartbeatAck`; once over, the server may have given the work to
+/// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
+/// not fence anybody.
+#[derive(Debug)]
+pub(super) struct Lease(Mutex<(Instant, Duration)>);
+
+impl Lease {
+    pub(super) fn new() -> Self {
+        Self(Mutex::new((Instant::now(), UNTIL_TOLD)))
+    }
+
+    /// The server answered something that was sent at `sent`: it counted from then at the earliest.
+    pub(super) fn renew(&self, sent: Instant) {
+        self.lock().0 = sent;
+    }
+
+    /// The server has said how long it waits.
+    pub(super) fn set_length(&self, length: Duration) {
+        self.lock().1 = length;
+    }
+
+    /// How long the server has been silent, when that is past the lease.
+    pub(super) fn overdue(&self) -> Option<Duration> {
+        let (last, length) = *self.lock();
+        Some(last.elapsed()).filter(|silent| *silent > length)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {
+        // Two plain values: whole, whoever panicked.
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_counts_from_the_sending_not_from_the_answer() {
+        let lease = Lease::new();
+        assert_eq!(lease.overdue(), None);
+        lease.set_length(Duration::from_secs(5));
+        lease.renew(Instant::now().checked_sub(Duration::from_secs(6)).unwrap());
+        assert!(lease.overdue().unwrap() >= Duration::from_secs(6));
+        lease.renew(Instant::now());
+        assert_eq!(lease.overdue(), None);
+    }
+}

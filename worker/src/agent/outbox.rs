@@ -1,0 +1,223 @@
+//! What an attempt has to say, read from its files and sent from the number that the server has.
+
+use super::{attempt::agent_events_path, home::Held};
+use crate::report::{Tail, events_path};
+use lockstep_protocol::agent::{Acknowledged, AttemptEvent, FromAgent, Source};
+use std::collections::VecDeque;
+
+/// Reports of a source (each at most about a mebibyte) that may be under way at once.
+const UNDER_WAY: usize = 8;
+
+/// One attempt's reports on one connection.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    ranks: Vec<Stream>,
+    agent: Stream,
+}
+
+/// The records of one source.
+#[derive(Debug)]
+struct Stream {
+    source: Source,
+    tail: Tail,
+    /// Records below this are stored.
+    acknowledged: u64,
+    /// The record after the last of each report that is sent and not acknowledged.
+    under_way: VecDeque<u64>,
+    /// Cannot be read on: what is sent of it is all there will be.
+    broken: bool,
+}
+
+impl Stream {
+    fn new(held: &Held, source: Source, stored: &[Acknowledged]) -> Self {
+        let dir = held.attempt_dir();
+        let path = match source {
+            Source::Rank(rank) => events_path(&dir, rank),
+            Source::Agent => agent_events_path(&dir),
+        };
+        let mine = |a: &&Acknowledged| a.attempt == held.start.attempt && a.source == source;
+        let acknowledged = stored.iter().find(mine).map_or(0, |a| a.records);
+        Self {
+            source,
+            tail: Tail::open(&path, acknowledged),
+            acknowledged,
+            under_way: VecDeque::new(),
+            broken: false,
+        }
+    }
+
+    /// The next records, when there are some and the server keeps up.
+    fn next(&mut self) -> Option<(u64, Vec<AttemptEvent>)> {
+        if self.broken || self.under_way.len() >= UNDER_WAY {
+            return None;
+        }
+        let first = self.tail.next_record();
+        match self.tail.poll() {
+            Ok(events) if events.is_empty() => None,
+            Ok(events) => {
+                self.under_way.push_back(self.tail.next_record());
+                Some((first, events))
+            }
+            Err(error) => {
+                tracing::error!(%error, "no more can be reported of this source");
+                self.broken = true;
+                None
+            }
+        }
+    }
+
+    fn acknowledge(&mut self, records: u64) {
+        self.acknowledged = self.acknowledged.max(records);
+        while self.under_way.front().is_some_and(|end| *end <= self.acknowledged) {
+            self.under_way.pop_front();
+        }
+    }
+
+    fn is_sent(&self) -> bool {
+        self.broken || self.under_way.len() < UNDER_WAY
+    }
+}
+
+impl Outbox {
+    /// Begins after what the server has stored of this attempt.
+    pub(super) fn new(held: &Held, stored: &[Acknowledged]) -> Self {
+        let rank = |(rank, _): &(u32, u32)| Stream::new(held, Source::Rank(*rank), stored);
+        Self {
+            ranks: held.start.ranks.iter().map(rank).collect(),
+            agent: Stream::new(held, Source::Agent, stored),
+        }
+    }
+
+    /// Appends the reports that can be sent now to `reports`. The agent's own records, whose last one
+    /// says that the attempt has ended, come when the attempt is over and all else is sent.
+    pub(super) fn fill(&mut self, held: &Held, over: bool, reports: &mut Vec<FromAgent>) {
+        let attempt = &held.start.attempt;
+        let mut report = |source, (first, events)| {
+            reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
+        };
+        let mut all_sent = true;
+        for stream in &mut self.ranks {
+            while let Some(batch) = stream.next() {
+                report(stream.source, batch);
+            }
+            all_sent &= stream.is_sent();
+        }
+        if over && all_sent {
+            while let Some(batch) = self.agent.next() {
+                report(self.agent.source, batch);
+            }
+        }
+    }
+
+    /// The server has stored records.
+    pub(super) fn acknowledge(&mut self, acknowledged: &Acknowledged) {
+        let streams = self.ranks.iter_mut().chain([&mut self.agent]);
+        if let Some(stream) = streams.into_iter().find(|s| s.source == acknowledged.source) {
+            stream.acknowledge(acknowledged.records);
+        }
+    }
+
+    /// Whether the server has all that an attempt which is over has said.
+    pub(super) fn is_delivered(&self) -> bool {
+        self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.under_way.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::{Records, Reporter};
+    use lockstep_protocol::{
+        agent::{AttemptRef, Ending, StartAttempt},
+        job::JobId,
+        spec::JobSpec,
+    };
+
+    fn held(job_dir: &std::path::Path) -> Held {
+        let start = StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 1 },
+            spec: JobSpec::default(),
+            dataset_path: "/none".into(),
+            world_size: 2,
+            ranks: vec![(0, 0), (1, 1)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: None,
+            resume: None,
+        };
+        let held = Held { start, job_dir: job_dir.into() };
+        std::fs::create_dir_all(held.attempt_dir()).unwrap();
+        held
+    }
+
+    fn sources(reports: &[FromAgent]) -> Vec<(Source, u64, usize)> {
+        reports
+            .iter()
+            .map(|r| match r {
+                FromAgent::Report { source, first, events, .. } => (*source, *first, events.len()),
+                other => panic!("{other:?}"),
+            })
+            .collect()
+    }
+
+    fn stored(held: &Held, source: Source, records: u64) -> Acknowledged {
+        Acknowledged { attempt: held.start.attempt.clone(), source, records }
+    }
+
+    #[test]
+    fn the_end_is_told_last_and_nothing_twice_after_a_reconnect() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = held(dir.path());
+        let attempt_dir = held.attempt_dir();
+        for rank in 0..2 {
+            let reporter = Reporter::create(&attempt_dir, rank).unwrap();
+            for step in 1..=3 {
+                reporter.event(&AttemptEvent::CheckpointRemoved { epoch: 1, step });
+            }
+            reporter.close().unwrap();
+        }
+        let mut outbox = Outbox::new(&held, &[]);
+        let mut reports = Vec::new();
+        outbox.fill(&held, false, &mut reports);
+        assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
+
+        let mut records = Records::append_to(&agent_events_path(&attempt_dir)).unwrap();
+        records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
+        // Another connection, to a server that has two records of rank 1 and none of rank 0.
+        let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
+        let mut reports = Vec::new();
+        outbox.fill(&held, true, &mut reports);
+        assert_eq!(
+            sources(&reports),
+            [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
+        );
+        for (source, records) in [(Source::Rank(0), 3), (Source::Agent, 1)] {
+            outbox.acknowledge(&stored(&held, source, records));
+            assert!(!outbox.is_delivered());
+        }
+        outbox.acknowledge(&stored(&held, Source::Rank(1), 3));
+        assert!(outbox.is_delivered());
+    }
+
+    #[test]
+    fn a_server_that_does_not_keep_up_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = held(dir.path());
+        let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
+        let mut outbox = Outbox::new(&held, &[]);
+        let mut sent = 0;
+        for step in 0..20 {
+            records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
+            let mut reports = Vec::new();
+            outbox.fill(&held, true, &mut reports);
+            sent += reports.len();
+        }
+        assert_eq!(sent, UNDER_WAY);
+        outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
+        let mut reports = Vec::new();
+        outbox.fill(&held, false, &mut reports);
+        // What came meanwhile goes together.
+        assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
+    }
+}

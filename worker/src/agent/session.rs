@@ -1,0 +1,346 @@
+//! One connection to the server, from `Hello` to its loss.
+
+use super::{
+    Agent, Signals, Turn,
+    attempt::{Attempt, Order},
+    machine,
+    outbox::Outbox,
+};
+use crate::data;
+use futures_util::{SinkExt, StreamExt};
+use lockstep_protocol::agent::{
+    Acknowledged, Answer, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent,
+};
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+    time::{Duration, Instant},
+};
+use tokio::{net::TcpStream, task::JoinSet, time};
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{
+        self, Message,
+        client::IntoClientRequest,
+        handshake::client::Request,
+        http::{HeaderValue, header::AUTHORIZATION},
+    },
+};
+
+/// How often the ranks' files are looked at: a point is on its way this long after it was written.
+const PUMP_EVERY: Duration = Duration::from_millis(10);
+/// For the connection, the handshake and the `Welcome`.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// For the system to take a message that the server does not read.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
+const SILENCE: Duration = Duration::from_secs(5);
+
+type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
+
+/// Where the server listens for agents.
+#[derive(Debug)]
+pub(super) struct Address(Request);
+
+/// The address of the agents' websocket on `server`.
+///
+/// # Errors
+/// A sentence that says what a server's address looks like.
+pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, String> {
+    let base = server.trim_end_matches('/');
+    let base = match base.split_once("://") {
+        Some(("http" | "ws", rest)) => format!("ws://{rest}"),
+        Some(("https" | "wss", _)) => {
+            return Err(format!(
+                "--server {server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
+            ));
+        }
+        Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
+        None => format!("ws://{base}"),
+    };
+    let mut request = format!("{base}/api/v1/agent/socket")
+        .into_client_request()
+        .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
+    if let Some(token) = token {
+        let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
+            .map_err(|_| "the token has characters that no token has".to_owned())?;
+        request.headers_mut().insert(AUTHORIZATION, value);
+    }
+    Ok(Address(request))
+}
+
+/// Why a session is over.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    /// The agent is to end.
+    End,
+    /// The server does not want this agent.
+    Refused(String),
+    /// The connection is gone.
+    Lost { reason: String, welcomed: bool },
+}
+
+impl Outcome {
+    fn lost(reason: impl ToString) -> Self {
+        Self::Lost { reason: reason.to_string(), welcomed: true }
+    }
+}
+
+/// A connection before its `Hello`.
+pub(super) struct Session {
+    socket: Socket,
+}
+
+impl Session {
+    pub(super) async fn connect(address: &Address) -> Result<Self, String> {
+        let connecting = tokio_tungstenite::connect_async_with_config(address.0.clone(), None, true);
+        match time::timeout(CONNECT_TIMEOUT, connecting).await {
+            Err(_) => Err("it does not answer".into()),
+            Ok(Ok((socket, _))) => Ok(Self { socket }),
+            Ok(Err(tungstenite::Error::Http(answer))) => {
+                let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
+                Err(format!("it answered {} {}", answer.status(), body.trim()))
+            }
+            Ok(Err(error)) => Err(error.to_string()),
+        }
+    }
+
+    /// Introduces the agent and serves until the connection is lost or the agent is to end.
+    pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
+        let hello = FromAgent::Hello {
+            protocol: PROTOCOL_VERSION,
+            agent_id: agent.home.agent_id().to_owned(),
+            name: agent.name.clone(),
+            machine: machine::look(agent.home.dir()),
+            slots: agent.slots.clone(),
+            attempts: agent.attempt_refs(),
+            only_job: agent.only_job.clone(),
+        };
+        let sent = Instant::now();
+        let answer = async {
+            send(&mut self.socket, &hello).await?;
+            receive(&mut self.socket).await
+        };
+        let welcome = match time::timeout(CONNECT_TIMEOUT, answer).await {
+            Err(_) => Err("it does not answer".to_owned()),
+            Ok(answer) => answer,
+        };
+        match welcome {
+            Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked })) => {
+                agent.around.lease.set_length(seconds(lease_secs));
+                agent.around.lease.renew(sent);
+                tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
+                let connected = Connected {
+                    socket: self.socket,
+                    outboxes: HashMap::new(),
+                    stored: acknowledged,
+                    unwanted: HashSet::new(),
+                    heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
+                    heartbeat_sent: None,
+                    heard: Instant::now(),
+                    answers: JoinSet::new(),
+                };
+                connected.serve(agent, signals, revoked).await
+            }
+            Ok(Some(ToAgent::Refused { reason })) => Outcome::Refused(reason),
+            Ok(Some(_)) => Outcome::Lost {
+                reason: "it answered with something else than Welcome".into(),
+                welcomed: false,
+            },
+            Ok(None) => Outcome::Lost { reason: "it answered in an unknown way".into(), welcomed: false },
+            Err(reason) => Outcome::Lost { reason, welcomed: false },
+        }
+    }
+}
+
+/// A connection after its `Welcome`.
+struct Connected {
+    socket: Socket,
+    outboxes: HashMap<AttemptRef, Outbox>,
+    /// What `Welcome` said is stored.
+    stored: Vec<Acknowledged>,
+    /// The server has given them to others: ended here and not spoken of again.
+    unwanted: HashSet<AttemptRef>,
+    heartbeat: Duration,
+    heartbeat_sent: Option<Instant>,
+    /// When the server last said anything.
+    heard: Instant,
+    answers: JoinSet<FromAgent>,
+}
+
+impl Connected {
+    async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
+        for attempt in revoked {
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "no longer ours: ending its ranks");
+            self.end(agent, &attempt);
+            self.unwanted.insert(attempt);
+        }
+        let mut heartbeat = time::interval(self.heartbeat);
+        heartbeat.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
+        let mut pump = time::interval(PUMP_EVERY);
+        pump.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
+        loop {
+            let outcome = tokio::select! {
+                message = receive(&mut self.socket) => match message {
+                    Ok(message) => {
+                        self.heard = Instant::now();
+                        message.map_or(Ok(()), |message| self.obey(agent, message))
+                    }
+                    Err(reason) => Err(Outcome::lost(reason)),
+                },
+                _ = heartbeat.tick() => self.beat(agent).await,
+                _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
+                Some(Ok(answer)) = self.answers.join_next() => self.send(&answer).await,
+                let_go = signals.next() => match agent.signalled(let_go) {
+                    Turn::End => Err(Outcome::End),
+                    // The pump tells the server.
+                    Turn::GoOn => Ok(()),
+                },
+            };
+            if let Err(outcome) = outcome {
+                if matches!(outcome, Outcome::End) {
+                    // The server need not wait for the lease to learn that we are gone.
+                    let _ = time::timeout(Duration::from_secs(1), self.socket.close(None)).await;
+                }
+                return outcome;
+            }
+        }
+    }
+
+    async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
+        if agent.look_around(true) == Turn::End {
+            return Err(Outcome::End);
+        }
+        let limit = SILENCE.max(self.heartbeat * 3);
+        if self.heard.elapsed() > limit {
+            return Err(Outcome::lost(format!("the server was silent for {} s", limit.as_secs())));
+        }
+        // One at a time, so that an answer belongs to a known moment.
+        if self.heartbeat_sent.is_none() {
+            self.heartbeat_sent = Some(Instant::now());
+            self.send(&FromAgent::Heartbeat { attempts: agent.attempt_refs() }).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends what the ranks have recorded since, and lets go of attempts that are told to the end.
+    async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
+        if let Some(leaving) = &mut agent.leaving
+            && !std::mem::replace(&mut leaving.told, true)
+        {
+            self.send(&FromAgent::Leaving { reason: "the agent was stopped".into() }).await?;
+        }
+        let mut reports = Vec::new();
+        let mut done = Vec::new();
+        for attempt in agent.attempts.values() {
+            let name = attempt.attempt();
+            // Asked before the files are read: what is written before the end is read before it.
+            let over = attempt.is_over();
+            if self.unwanted.contains(name) {
+                if over {
+                    done.push(name.clone());
+                }
+                continue;
+            }
+            let outbox = self
+                .outboxes
+                .entry(name.clone())
+                .or_insert_with(|| Outbox::new(attempt.held(), &self.stored));
+            outbox.fill(attempt.held(), over, &mut reports);
+            if over && outbox.is_delivered() {
+                done.push(name.clone());
+            }
+        }
+        for report in reports {
+            self.send(&report).await?;
+        }
+        for attempt in done {
+            self.outboxes.remove(&attempt);
+            self.unwanted.remove(&attempt);
+            agent.forget(&attempt);
+        }
+        if agent.look_around(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
+    }
+
+    fn obey(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
+        match message {
+            ToAgent::Ack(acknowledged) => {
+                if let Some(outbox) = self.outboxes.get_mut(&acknowledged.attempt) {
+                    outbox.acknowledge(&acknowledged);
+                }
+            }
+            ToAgent::HeartbeatAck => {
+                if let Some(sent) = self.heartbeat_sent.take() {
+                    agent.around.lease.renew(sent);
+                }
+            }
+            ToAgent::Start(start) => agent.start(*start),
+            ToAgent::Stop { attempt, reason } => {
+                tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "told to stop");
+                self.end(agent, &attempt);
+            }
+            ToAgent::Ask { request, question } => self.ask(request, question),
+            ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
+            ToAgent::Welcome { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn end(&self, agent: &Agent, attempt: &AttemptRef) {
+        if let Some(attempt) = agent.attempts.values().find(|a| a.attempt() == attempt) {
+            Attempt::order(attempt, Order::Stop);
+        }
+    }
+
+    /// Questions are answered beside everything else: looking at a large folder takes its time.
+    fn ask(&mut self, request: u64, question: Question) {
+        self.answers.spawn_blocking(move || {
+            let answer = match question {
+                Question::InspectDataset { path } => inspect(&path),
+            };
+            FromAgent::Answer { request, answer }
+        });
+    }
+
+    async fn send(&mut self, message: &FromAgent) -> Result<(), Outcome> {
+        match time::timeout(SEND_TIMEOUT, send(&mut self.socket, message)).await {
+            Ok(sent) => sent.map_err(Outcome::lost),
+            Err(_) => Err(Outcome::lost("the server does not read")),
+        }
+    }
+}
+
+fn inspect(path: &str) -> Result<Answer, String> {
+    let resolved = Path::new(path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
+    let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
+    Ok(Answer::Dataset { path: resolved.to_string_lossy().into_owned(), info })
+}
+
+fn seconds(secs: f64) -> Duration {
+    Duration::try_from_secs_f64(secs).unwrap_or(Duration::from_secs(1))
+}
+
+async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
+    let bytes = rmp_serde::to_vec_named(message).map_err(|e| e.to_string())?;
+    socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
+}
+
+/// The next message; none when it is one that this version does not know, or none at all (a ping).
+async fn receive(socket: &mut Socket) -> Result<Option<ToAgent>, String> {
+    match socket.next().await {
+        None => Err("the connection was closed".into()),
+        Some(Err(error)) => Err(error.to_string()),
+        Some(Ok(Message::Close(frame))) => Err(match frame {
+            Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
+            _ => "the server closed it".into(),
+        }),
+        Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes) {
+            Ok(message) => Ok(Some(message)),
+            Err(error) => {
+                tracing::warn!(%error, "the server said something that this version does not understand");
+                Ok(None)
+            }
+        },
+        Some(Ok(_)) => Ok(None),
+    }
+}

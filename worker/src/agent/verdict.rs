@@ -1,0 +1,171 @@
+//! Why an attempt failed: of all that its ranks recorded and how they ended, the cause that comes first.
+
+use crate::{
+    launch::Exit,
+    rank::{EXIT_FINISHED, EXIT_STOPPED},
+};
+use lockstep_protocol::agent::Ending;
+
+/// What is known of one rank.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct RankEnd {
+    pub(super) rank: u32,
+    /// Absent while it runs.
+    pub(super) exit: Option<Exit>,
+    /// It was still running when its agent told it to end: how it ended then is no cause.
+    pub(super) told_to_end: bool,
+    /// Optimizer steps done, as far as its records say.
+    pub(super) step: u64,
+    /// It recorded that its training is done.
+    pub(super) finished: bool,
+    /// Its last words.
+    pub(super) failure: Option<Failure>,
+    /// The last line it printed outside its log (a panic, the loader's complaint).
+    pub(super) last_stderr_line: Option<String>,
+}
+
+/// What a rank said of its own failure.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Failure {
+    pub(super) reason: String,
+    pub(super) retriable: bool,
+    pub(super) secondary: bool,
+}
+
+impl RankEnd {
+    /// Whether it ended as a rank should.
+    pub(super) fn is_success(&self) -> bool {
+        match self.exit {
+            Some(Exit::Status(EXIT_FINISHED)) => true,
+            Some(Exit::Unseen) => self.finished && self.failure.is_none(),
+            _ => false,
+        }
+    }
+
+    /// How good an explanation this rank's end is of the attempt's: lowest first, none if it is none.
+    fn precedence(&self) -> Option<u32> {
+        if self.is_success() {
+            return None;
+        }
+        match (&self.failure, self.exit) {
+            (Some(failure), _) if !failure.secondary => Some(0),
+            (_, Some(_)) if self.told_to_end && self.failure.is_none() => None,
+            (Some(_), _) => Some(5),
+            (None, Some(Exit::Signal(_))) => Some(1),
+            (None, Some(Exit::Unseen)) => Some(2),
+            (None, Some(Exit::Status(EXIT_STOPPED))) => Some(4),
+            (None, Some(Exit::Status(_))) => Some(3),
+            (None, None) => None,
+        }
+    }
+
+    fn ending(&self) -> Ending {
+        let Self { rank, step, .. } = self;
+        let failed = |reason: String, retriable| Ending::Failed { reason, retriable };
+        match (&self.failure, self.exit) {
+            (Some(f), _) => failed(format!("rank {rank} failed at step {step}: {}", f.reason), f.retriable),
+            (None, Some(Exit::Signal(signal))) => {
+                failed(format!("rank {rank} was killed by signal {signal} at step {step}"), true)
+            }
+            (None, Some(Exit::Status(EXIT_STOPPED))) => failed(
+                format!("rank {rank} was told to stop at step {step} by somebody other than its agent"),
+                true,
+            ),
+            (None, Some(Exit::Status(status))) => {
+                let said = self.last_stderr_line.as_ref().map(|l| format!(": {l}")).unwrap_or_default();
+                failed(format!("rank {rank} ended with exit status {status} at step {step}{said}"), true)
+            }
+            (None, Some(Exit::Unseen) | None) => {
+                failed(format!("rank {rank} died at step {step} while no agent was watching it"), true)
+            }
+        }
+    }
+}
+
+/// The cause that explains the others, among ranks that ended or said why they cannot go on.
+pub(super) fn cause(ranks: &[RankEnd]) -> Option<(Ending, bool)> {
+    let (precedence, rank) =
+        ranks.iter().filter_map(|r| Some((r.precedence()?, r))).min_by_key(|(p, r)| (*p, r.step, r.rank))?;
+    // Whether a better explanation may yet come.
+    Some((rank.ending(), precedence >= 4))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason(ranks: &[RankEnd]) -> String {
+        match cause(ranks) {
+            Some((Ending::Failed { reason, .. }, _)) => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn lost_connection(rank: u32) -> RankEnd {
+        let failure = Failure {
+            reason: "all_reduce: lost the connection to rank 1".into(),
+            retriable: true,
+            secondary: true,
+        };
+        RankEnd { rank, exit: Some(Exit::Status(1)), step: 41, failure: Some(failure), ..Default::default() }
+    }
+
+    #[test]
+    fn a_killed_rank_comes_before_those_that_lost_it() {
+        let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 41, ..Default::default() };
+        let ranks = [lost_connection(0), killed];
+        assert_eq!(reason(&ranks), "rank 1 was killed by signal 9 at step 41");
+        // Before its death is seen, the secondary cause is known to be one.
+        assert!(cause(&ranks[..1]).unwrap().1);
+        assert!(!cause(&ranks).unwrap().1);
+    }
+
+    #[test]
+    fn a_ranks_own_words_come_before_signals() {
+        let failure = Failure { reason: "the loss is NaN".into(), retriable: false, secondary: false };
+        let said = RankEnd {
+            rank: 2,
+            exit: Some(Exit::Status(1)),
+            step: 7,
+            failure: Some(failure),
+            ..Default::default()
+        };
+        let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 7, ..Default::default() };
+        assert_eq!(reason(&[lost_connection(0), killed, said]), "rank 2 failed at step 7: the loss is NaN");
+    }
+
+    #[test]
+    fn what_the_agent_did_itself_is_no_cause() {
+        let ended = RankEnd {
+            rank: 0,
+            exit: Some(Exit::Signal(15)),
+            told_to_end: true,
+            step: 9,
+            ..Default::default()
+        };
+        let panicked = RankEnd {
+            rank: 1,
+            exit: Some(Exit::Status(101)),
+            step: 3,
+            last_stderr_line: Some("index out of bounds".into()),
+            ..Default::default()
+        };
+        assert_eq!(cause(std::slice::from_ref(&ended)), None);
+        assert_eq!(
+            reason(&[ended, panicked]),
+            "rank 1 ended with exit status 101 at step 3: index out of bounds"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_finished_unseen_has_succeeded() {
+        let unseen = RankEnd { rank: 0, exit: Some(Exit::Unseen), step: 9, ..Default::default() };
+        assert_eq!(
+            reason(std::slice::from_ref(&unseen)),
+            "rank 0 died at step 9 while no agent was watching it"
+        );
+        let finished = RankEnd { finished: true, ..unseen };
+        assert!(finished.is_success());
+        assert_eq!(cause(&[finished]), None);
+    }
+}

@@ -1,0 +1,306 @@
+//! Rank processes: started in a group of their own, found again by whoever comes back, ended for sure.
+//!
+//! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
+//! it was started (a process id is used again, the pair is not) and the boot it belongs to.
+
+use crate::rank::RankConfig;
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+/// How a rank process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// With this status.
+    Status(i32),
+    /// Killed by this signal.
+    Signal(i32),
+    /// While no agent was there to see it; what it recorded says more.
+    Unseen,
+}
+
+/// A rank process, ours or one that an earlier agent started.
+#[derive(Debug)]
+pub struct RankProcess {
+    rank: u32,
+    mark: Mark,
+    /// Absent when an earlier agent started it.
+    child: Option<Child>,
+    exit: Option<Exit>,
+}
+
+/// Which process a rank is: the file `rank.<r>.pid`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Mark {
+    pid: i32,
+    /// Clock ticks after boot (`/proc/<pid>/stat`, field 22).
+    start_time: u64,
+    boot_id: String,
+}
+
+/// The program that ranks are: this very binary, also when its file has been replaced since.
+///
+/// # Errors
+/// The system does not say which file this process runs.
+pub fn own_program() -> io::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
+}
+
+/// The file of `rank` with `extension` in an attempt's folder.
+pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
+    attempt_dir.join(format!("rank.{rank}.{extension}"))
+}
+
+impl RankProcess {
+    /// Writes `rank.<r>.json` and starts the rank on it; what it prints goes to `rank.<r>.stderr`.
+    ///
+    /// # Errors
+    /// The sentence names the file or program that could not be used.
+    pub fn start(program: &Path, config: &RankConfig) -> io::Result<Self> {
+        let dir = config.attempt_dir();
+        let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        let config_path = rank_file(&dir, config.rank, "json");
+        write_whole(&config_path, &serde_json::to_vec_pretty(config)?)?;
+        let stderr_path = rank_file(&dir, config.rank, "stderr");
+        let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
+        let stdout = stderr.try_clone()?;
+        let attempt = &config.start.attempt;
+        let child = Command::new(program)
+            .arg("rank")
+            .arg(&config_path)
+            .args(["--job", attempt.job.as_str()])
+            .args(["--attempt", &attempt.attempt.to_string()])
+            .args(["--rank", &config.rank.to_string()])
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr)
+            // Its own group: a Ctrl-C meant for the agent is not meant for it.
+            .process_group(0)
+            .spawn()
+            .map_err(|e| named(program, e))?;
+        let pid = child.id().cast_signed();
+        // A process that has ended already is still there until we have waited for it.
+        let start_time = stat(pid).map_or(0, |s| s.start_time);
+        let mark = Mark { pid, start_time, boot_id: boot_id() };
+        let mut process = Self { rank: config.rank, mark, child: Some(child), exit: None };
+        let mark_path = rank_file(&dir, config.rank, "pid");
+        if let Err(error) = write_whole(&mark_path, &serde_json::to_vec(&process.mark)?) {
+            process.signal(Signal::KILL);
+            process.poll();
+            return Err(error);
+        }
+        Ok(process)
+    }
+
+    /// Takes over a rank that an earlier agent started. It may be gone: [`RankProcess::poll`] says.
+    pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
+        let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))
+            .ok()
+            .and_then(|text| serde_json::from_slice::<Mark>(&text).ok())
+            .filter(|mark| mark.boot_id == boot_id());
+        // The agent may have died between the start and the writing.
+        let mark = recorded.or_else(|| find_by_argument(&rank_file(attempt_dir, rank, "json")));
+        let exit = mark.is_none().then_some(Exit::Unseen);
+        let mark = mark.unwrap_or(Mark { pid: 0, start_time: 0, boot_id: String::new() });
+        Self { rank, mark, child: None, exit }
+    }
+
+    /// Its rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// How it ended, when it has. Once gone it stays gone.
+    pub fn poll(&mut self) -> Option<Exit> {
+        if self.exit.is_none() {
+            self.exit = match &mut self.child {
+                Some(child) => match child.try_wait() {
+                    Ok(None) => None,
+                    Ok(Some(status)) => Some(match (status.code(), status.signal()) {
+                        (Some(code), _) => Exit::Status(code),
+                        (None, Some(signal)) => Exit::Signal(signal),
+                        (None, None) => Exit::Unseen,
+                    }),
+                    Err(_) => (!self.is_there()).then_some(Exit::Unseen),
+                },
+                None => (!self.is_there()).then_some(Exit::Unseen),
+            };
+        }
+        self.exit
+    }
+
+    /// Signals its process group, if it is still the process we mean.
+    pub fn signal(&mut self, signal: Signal) {
+        if self.poll().is_none()
+            && let Some(group) = Pid::from_raw(self.mark.pid)
+        {
+            // It may end at this very moment; the next poll tells.
+            let _ = kill_process_group(group, signal);
+        }
+    }
+
+    /// Whether it is suspended (SIGSTOP, a debugger) rather than slow.
+    pub fn is_suspended(&self) -> bool {
+        self.exit.is_none() && stat(self.mark.pid).is_some_and(|s| matches!(s.state, 'T' | 't'))
+    }
+
+    fn is_there(&self) -> bool {
+        stat(self.mark.pid)
+            .is_some_and(|s| s.start_time == self.mark.start_time && !matches!(s.state, 'Z' | 'X'))
+    }
+}
+
+struct Stat {
+    state: char,
+    start_time: u64,
+}
+
+/// Reads `/proc/<pid>/stat`; see proc_pid_stat(5).
+fn stat(pid: i32) -> Option<Stat> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the name in parentheses, which may hold anything.
+    let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
+    let state = fields.next()?.chars().next()?;
+    let start_time = fields.nth(18)?.parse().ok()?;
+    Some(Stat { state, start_time })
+}
+
+fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// The process that was started with this rank file as an argument.
+fn find_by_argument(config_path: &Path) -> Option<Mark> {
+    let wanted = config_path.as_os_str().as_encoded_bytes();
+    fs::read_dir("/proc").ok()?.flatten().find_map(|entry| {
+        let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
+        let line = fs::read(entry.path().join("cmdline")).ok()?;
+        let arguments: Vec<_> = line.split(|b| *b == 0).collect();
+        arguments.windows(2).any(|pair| pair == [&b"rank"[..], wanted]).then_some(())?;
+        Some(Mark { pid, start_time: stat(pid)?.start_time, boot_id: boot_id() })
+    })
+}
+
+/// Writes a file that others see complete or not at all.
+///
+/// # Errors
+/// The sentence names the file.
+pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".new");
+    let temporary = PathBuf::from(temporary);
+    fs::write(&temporary, content)
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{
+        agent::{AttemptRef, StartAttempt},
+        job::JobId,
+        spec::JobSpec,
+    };
+    use std::time::{Duration, Instant};
+
+    /// A program that takes a rank's place: `rank <file> --job ...` as shell script.
+    fn program(dir: &Path, script: &str) -> PathBuf {
+        use std::os::unix::fs::PermissionsExt;
+        let path = dir.join("program");
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    fn config(job_dir: &Path) -> RankConfig {
+        let start = StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 1 },
+            spec: JobSpec::default(),
+            dataset_path: "/none".into(),
+            world_size: 1,
+            ranks: vec![(0, 0)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: None,
+            resume: None,
+        };
+        let config =
+            RankConfig { start, rank: 0, slot: 0, local_ranks: 1, threads: 1, job_dir: job_dir.into() };
+        fs::create_dir_all(config.attempt_dir()).unwrap();
+        config
+    }
+
+    fn wait(process: &mut RankProcess) -> Exit {
+        let began = Instant::now();
+        loop {
+            if let Some(exit) = process.poll() {
+                return exit;
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "it never ended");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn an_exit_status_and_what_was_printed_are_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        let mut process =
+            RankProcess::start(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config).unwrap();
+        assert_eq!(wait(&mut process), Exit::Status(7));
+        let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
+        assert!(printed.contains("out") && printed.contains("err"), "{printed}");
+        // Gone means gone for whoever comes later, too.
+        assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
+    }
+
+    #[test]
+    fn a_second_agent_finds_it_with_and_without_its_pid_file_and_ends_it() {
+        for lose_mark in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let config = config(dir.path());
+            let mut started =
+                RankProcess::start(&program(dir.path(), "while :; do sleep 0.05; done"), &config).unwrap();
+            if lose_mark {
+                fs::remove_file(rank_file(&config.attempt_dir(), 0, "pid")).unwrap();
+            }
+            let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+            assert_eq!(adopted.poll(), None);
+            assert!(!adopted.is_suspended());
+            adopted.signal(Signal::STOP);
+            let began = Instant::now();
+            while !adopted.is_suspended() {
+                assert!(began.elapsed() < Duration::from_secs(20));
+                std::thread::yield_now();
+            }
+            adopted.signal(Signal::KILL);
+            assert_eq!(wait(&mut started), Exit::Signal(9));
+            assert_eq!(wait(&mut adopted), Exit::Unseen);
+        }
+    }
+
+    #[test]
+    fn a_process_with_the_same_number_is_not_taken_for_the_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = stat(std::process::id().cast_signed()).unwrap();
+        let mark = Mark {
+            pid: std::process::id().cast_signed(),
+            start_time: own.start_time + 1,
+            boot_id: boot_id(),
+        };
+        fs::write(rank_file(dir.path(), 0, "pid"), serde_json::to_vec(&mark).unwrap()).unwrap();
+        let mut process = RankProcess::adopt(dir.path(), 0);
+        // Would end this test if it were.
+        process.signal(Signal::KILL);
+        assert_eq!(process.poll(), Some(Exit::Unseen));
+    }
+}

@@ -1,13 +1,138 @@
-//! A command of its own.
+//! `lockstep dataset`: what jobs can train on.
 
-/// Not built yet
+use super::{
+    api::{Api, ServerArgs, list},
+    block_on, output, wrong,
+};
+use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// Register, list and inspect datasets
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
 
-/// Runs the command.
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Register the files under PATH as NAME; their format is found by looking
+    Add {
+        /// The name that jobs give
+        name: String,
+        /// A folder: CIFAR binary files, IDX files, or train/<class>/*.{jpg,png}
+        path: PathBuf,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// List the registered datasets
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Say what a dataset holds: a registered name, or a path on this machine (no server needed)
+    Inspect {
+        /// A name or a path
+        #[arg(value_name = "NAME-or-PATH")]
+        dataset: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+}
+
+/// Runs the action.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 when the files are no dataset, with what is wrong.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    match args.action {
+        Action::Add { name, path, server } => {
+            let path = path.canonicalize().map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let api = Api::new(&server.server)?;
+            let dataset: Dataset = block_on(api.post("/datasets", &json!({ "name": name, "path": path })))?;
+            if server.json {
+                return output::json(&dataset);
+            }
+            output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
+        }
+        Action::List { server } => {
+            let api = Api::new(&server.server)?;
+            let answer: Value = block_on(api.get("/datasets"))?;
+            let datasets: Vec<Dataset> = list(&answer, "datasets")?;
+            if server.json {
+                return output::json(&datasets);
+            }
+            if datasets.is_empty() {
+                return output::line("no datasets; register one with `lockstep dataset add NAME PATH`");
+            }
+            let rows: Vec<_> = datasets
+                .iter()
+                .map(|d| [d.name.clone(), d.info.format.clone(), splits(&d.info), d.path.clone()])
+                .collect();
+            output::table(["NAME", "FORMAT", "PICTURES", "PATH"], &rows)
+        }
+        Action::Inspect { dataset, server } => inspect(&dataset, &server),
+    }
+}
+
+fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
+    let looks_like_path = name.contains(std::path::is_separator) || PathBuf::from(name).exists();
+    let info = if looks_like_path {
+        lockstep_worker::data::inspect(&PathBuf::from(name)).map_err(|e| wrong(e.to_string()))?
+    } else {
+        let api = Api::new(&server.server)?;
+        let answer: Value = block_on(api.get("/datasets"))?;
+        let found = list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| d.name == name);
+        found
+            .ok_or_else(|| {
+                wrong(format!("no dataset is called {name}; `lockstep dataset list` shows those there are"))
+            })?
+            .info
+    };
+    if server.json {
+        return output::json(&info);
+    }
+    output::line(sentence(&info))?;
+    let numbers = |values: &[f32]| values.iter().map(|v| format!("{v:.4}")).collect::<Vec<_>>().join(", ");
+    output::line(format_args!("mean [{}], std [{}]", numbers(&info.mean), numbers(&info.std)))?;
+    for (index, class) in info.classes.iter().enumerate() {
+        let counts: Vec<_> = info
+            .splits
+            .iter()
+            .map(|s| format!("{} {}", s.per_class.get(index).copied().unwrap_or(0), s.name))
+            .collect();
+        output::line(format_args!("  {index:>4}  {class:<24}{}", counts.join(", ")))?;
+    }
+    for broken in &info.broken {
+        output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
+    }
+    let unnamed = info.broken_count.saturating_sub(info.broken.len() as u64);
+    if unnamed > 0 {
+        output::line(format_args!("and {unnamed} more broken files"))?;
+    }
+    Ok(())
+}
+
+fn splits(info: &DatasetInfo) -> String {
+    info.splits.iter().map(|s| format!("{} {}", s.samples, s.name)).collect::<Vec<_>>().join(", ")
+}
+
+fn sentence(info: &DatasetInfo) -> String {
+    let size = match (info.height, info.width) {
+        (0, _) | (_, 0) => "of several sizes".to_owned(),
+        (height, width) => format!("of {height}x{width} pixels"),
+    };
+    let broken = match info.broken_count {
+        0 => String::new(),
+        1 => ", 1 broken file".to_owned(),
+        n => format!(", {n} broken files"),
+    };
+    format!(
+        "{}, {} classes, pictures {size}, {} channels: {}{broken}",
+        info.format,
+        info.classes.len(),
+        info.channels,
+        splits(info)
+    )
 }

@@ -49,7 +49,13 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    output::warn(format_args!("error: {error:#}"));
+    // `watch` has said already how the job ended.
+    if !error.is::<watch::NotSucceeded>() {
+        // `watch` has said already how the job ended.
+        if !error.is::<watch::NotSucceeded>() {
+            output::warn(format_args!("error: {error:#}"));
+        }
+    }
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 

@@ -1,13 +1,89 @@
-//! A command of its own.
+//! `lockstep submit`: a specification becomes a job.
 
-/// Not built yet
+use super::{
+    api::{Api, ServerArgs, mistake},
+    block_on, output, watch, wrong,
+};
+use lockstep_protocol::{
+    Job, JobSpec,
+    spec::{SpecError, apply_set, from_json},
+};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Submit a job
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// The job's specification, a TOML file
+    #[arg(value_name = "JOB.toml")]
+    job: PathBuf,
+    /// Change a key of it, such as train.lr=0.1 (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// Stay and show its progress; exit with 1 unless it succeeds
+    #[arg(long)]
+    watch: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
 
-/// Runs the command.
+/// Checks the specification here, then there, and submits it.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 with every mistake in the specification on a line of its own.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let document = read(&args.job, &args.sets)?;
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let job: Job = api.post("/jobs", &document).await?;
+        if args.watch {
+            if !args.server.json {
+                output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
+            }
+            return watch::to_the_end(&api, job, args.server.json).await;
+        }
+        if args.server.json {
+            output::json(&job)
+        } else {
+            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
+        }
+    })
+}
+
+/// Reads a TOML file, applies `sets` and looks for mistakes.
+///
+/// # Errors
+/// Exit status 2: the file cannot be read, or all that is wrong in it.
+fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    let mut document: Value = toml::from_str(&text).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    for set in sets {
+        apply_set(&mut document, set).map_err(|e| wrong(format!("--set {set}: {e}")))?;
+    }
+    make_dataset_absolute(&mut document);
+    check(&document).map_err(|mistakes| {
+        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        wrong(format!("{shown} has {}:\n  {}", count(lines.len(), "mistake"), lines.join("\n  ")))
+    })?;
+    Ok(document)
+}
+
+fn check(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
+    from_json(document)
+}
+
+/// A path means one relative to here; the server stands somewhere else.
+fn make_dataset_absolute(document: &mut Value) {
+    let Some(dataset) = document.pointer_mut("/data/dataset") else { return };
+    if let Some(text) = dataset.as_str()
+        && text.contains(std::path::is_separator)
+        && let Ok(absolute) = Path::new(text).canonicalize()
+    {
+        *dataset = Value::String(absolute.to_string_lossy().into_owned());
+    }
+}
+
+fn count(n: usize, noun: &str) -> String {
+    if n == 1 { format!("a {noun}") } else { format!("{n} {noun}s") }
 }

@@ -2,6 +2,7 @@
 //! what they are made of - networks, engines, data, communication, checkpoints.
 
 pub mod agent;
+pub mod checkpoint;
 pub mod comm;
 pub mod data;
 pub mod engine;
@@ -10,3 +11,4 @@ pub mod net;
 pub mod rank;
 pub mod rendezvous;
 pub mod report;
+pub mod schedule;

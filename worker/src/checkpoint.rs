@@ -1,0 +1,454 @@
+//! Checkpoints: a folder `<epoch>-<step>` each, under the job's `checkpoints`, that appears complete
+//! or not at all.
+//!
+//! Everything is written into `.tmp-<epoch>-<step>` and made to last (fsync), `MANIFEST.json` with
+//! sizes and checksums last of all; then the folder gets its name by a rename, and the rename is made
+//! to last too. Equal jobs give equal `model.safetensors`, byte for byte: nothing in it comes from a
+//! clock, a name or an id.
+
+mod keeper;
+mod tensors;
+
+pub use keeper::{Keeper, Kept};
+pub use tensors::read as read_tensors;
+
+use crate::engine::NamedTensors;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// Weights, biases and running statistics.
+pub const MODEL: &str = "model.safetensors";
+/// Momentum buffers.
+pub const OPTIMIZER: &str = "optimizer.safetensors";
+/// A [`State`].
+pub const STATE: &str = "state.json";
+/// A [`Manifest`].
+pub const MANIFEST: &str = "MANIFEST.json";
+const TEMPORARY: &str = ".tmp-";
+
+/// What training needs besides tensors to go on as if it had never stopped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// The epoch that the last step was in, from 1.
+    pub epoch: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    pub data_position: DataPosition,
+    pub random_state: RandomState,
+    pub world_size: u32,
+    /// Pictures of a step, over all ranks.
+    pub global_batch_size: u64,
+    pub steps_per_epoch: u64,
+    /// Validation right after this step, if there was one.
+    pub val_accuracy: Option<f64>,
+    /// Validation right after this step, if there was one.
+    pub val_loss: Option<f64>,
+    /// The best checkpoint so far, this one included.
+    pub best: Option<Best>,
+    /// Of the programs that wrote it.
+    pub versions: BTreeMap<String, String>,
+}
+
+/// The next picture.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DataPosition {
+    /// From 0.
+    pub epoch: u32,
+    /// Steps of that epoch that are done.
+    pub step_in_epoch: u64,
+    /// Pictures of that epoch, in its order, that are done (over all ranks).
+    pub samples_in_epoch: u64,
+}
+
+/// Where randomness comes from: order and augmentation follow from the seed and the position.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct RandomState {
+    pub seed: u64,
+}
+
+/// The best value of `keep_best`'s metric.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    pub metric: String,
+    pub value: f64,
+    pub epoch: u32,
+    pub step: u64,
+}
+
+/// A checkpoint in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Snapshot {
+    pub state: State,
+    pub parameters: NamedTensors,
+    pub optimizer: NamedTensors,
+    /// Batches that batch norm has seen.
+    pub batches: u64,
+    /// For `model.safetensors`: `classes`, `mean`, `std`, `spec`, `arch`, `image_size`, ...
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// Sizes and checksums of a checkpoint's other files.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// 1.
+    pub version: u32,
+    pub epoch: u32,
+    pub step: u64,
+    pub files: BTreeMap<String, ManifestFile>,
+}
+
+/// A file as the manifest knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ManifestFile {
+    pub size_bytes: u64,
+    /// Hexadecimal.
+    pub sha256: String,
+}
+
+/// Why a checkpoint could not be written or read; the sentence names the file.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("{}: {error}", path.display())]
+    Io { path: PathBuf, error: io::Error },
+    /// Not what was written.
+    #[error("checkpoint {name} is damaged: {detail}")]
+    Damaged { name: String, detail: String },
+}
+
+fn at(path: &Path) -> impl Fn(io::Error) -> CheckpointError + '_ {
+    move |error| CheckpointError::Io { path: path.into(), error }
+}
+
+/// The folder's name: `<epoch>-<step>`.
+pub fn folder_name(epoch: u32, step: u64) -> String {
+    format!("{epoch}-{step}")
+}
+
+/// Epoch and step of a checkpoint's folder.
+pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
+    let (epoch, step) = name.split_once('-')?;
+    let parsed = (epoch.parse().ok()?, step.parse().ok()?);
+    // Only as this module writes it: no signs, no leading zeros.
+    (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
+}
+
+/// Writes a checkpoint under `directory` (the job's `checkpoints`, made if need be); gives the size
+/// of all its files. A whole one of the same name stays as it is: it is of the same step of the same job.
+///
+/// # Errors
+/// The disk is full or not writable; nothing half done is left under the checkpoint's name.
+pub fn write(directory: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError> {
+    let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
+    let name = folder_name(epoch, step);
+    let place = directory.join(&name);
+    if place.exists() {
+        if let Ok(manifest) = validate(&place) {
+            return Ok(size_of(&place, &manifest));
+        }
+        fs::remove_dir_all(&place).map_err(at(&place))?;
+    }
+    let temporary = directory.join(format!("{TEMPORARY}{name}"));
+    fs::create_dir_all(directory).map_err(at(directory))?;
+    if temporary.exists() {
+        fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
+    }
+    let written = write_files(&temporary, snapshot).and_then(|size| {
+        fs::rename(&temporary, &place).map_err(at(&place))?;
+        sync_directory(directory)?;
+        Ok(size)
+    });
+    if written.is_err() {
+        // The room it takes may be what others lack.
+        let _ = fs::remove_dir_all(&temporary);
+    }
+    written
+}
+
+fn write_files(folder: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError> {
+    fs::create_dir(folder).map_err(at(folder))?;
+    let mut manifest = Manifest {
+        version: 1,
+        epoch: snapshot.state.epoch,
+        step: snapshot.state.step,
+        files: BTreeMap::new(),
+    };
+    let mut total = 0;
+    let mut note = |name: &str, written: io::Result<tensors::Written>| {
+        let written = written.map_err(at(&folder.join(name)))?;
+        total += written.size_bytes;
+        let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
+        manifest.files.insert(name.into(), file);
+        Ok(())
+    };
+    let (model, optimizer) = (folder.join(MODEL), folder.join(OPTIMIZER));
+    note(MODEL, tensors::write(&model, &snapshot.parameters, Some(snapshot.batches), &snapshot.metadata))?;
+    note(OPTIMIZER, tensors::write(&optimizer, &snapshot.optimizer, None, &BTreeMap::new()))?;
+    note(STATE, write_json(&folder.join(STATE), &snapshot.state))?;
+    let path = folder.join(MANIFEST);
+    total += write_json(&path, &manifest).map_err(at(&path))?.size_bytes;
+    sync_directory(folder)?;
+    Ok(total)
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    tensors::write_bytes(path, &text)
+}
+
+fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|directory| directory.sync_all()).map_err(at(path))
+}
+
+fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
+    let manifest_size = fs::metadata(folder.join(MANIFEST)).map_or(0, |m| m.len());
+    manifest.files.values().map(|f| f.size_bytes).sum::<u64>() + manifest_size
+}
+
+/// Checks every file of a checkpoint against its manifest.
+///
+/// # Errors
+/// What is missing or differs.
+pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
+    let text = fs::read(folder.join(MANIFEST)).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    let manifest: Manifest =
+        serde_json::from_slice(&text).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    if manifest.version != 1 {
+        return Err(damaged(format!("{MANIFEST} is of version {}; this program reads 1", manifest.version)));
+    }
+    for required in [MODEL, OPTIMIZER, STATE] {
+        if !manifest.files.contains_key(required) {
+            return Err(damaged(format!("{MANIFEST} does not name {required}")));
+        }
+    }
+    for (file, wanted) in &manifest.files {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            return Err(damaged(format!("{MANIFEST} names {file:?}, which is no plain file name")));
+        }
+        let found = checksum(&folder.join(file)).map_err(|e| damaged(format!("{file}: {e}")))?;
+        if found.size_bytes != wanted.size_bytes {
+            let (is, was) = (found.size_bytes, wanted.size_bytes);
+            return Err(damaged(format!("{file} has {is} bytes, {was} were written")));
+        }
+        if found.sha256 != wanted.sha256 {
+            return Err(damaged(format!("{file}: its checksum does not match")));
+        }
+    }
+    Ok(manifest)
+}
+
+fn checksum(path: &Path) -> io::Result<ManifestFile> {
+    let mut file = File::open(path)?;
+    let mut hash = Sha256::new();
+    let mut size_bytes = 0;
+    let mut block = vec![0; 1 << 18];
+    loop {
+        match file.read(&mut block)? {
+            0 => break,
+            n => {
+                hash.update(&block[..n]);
+                size_bytes += n as u64;
+            }
+        }
+    }
+    Ok(ManifestFile { size_bytes, sha256: tensors::hexadecimal(&hash.finalize()) })
+}
+
+/// The folders that bear a checkpoint's name, oldest step first, unchecked.
+///
+/// # Errors
+/// The directory is there and cannot be read.
+pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(at(directory)(e)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(at(directory))?.file_name();
+        found.extend(name.to_str().and_then(parse_folder_name));
+    }
+    found.sort_by_key(|(epoch, step)| (*step, *epoch));
+    Ok(found)
+}
+
+/// The newest checkpoint that is whole, and what is wrong with each newer one.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
+    let mut torn = Vec::new();
+    for (epoch, step) in list(directory)?.into_iter().rev() {
+        let folder = directory.join(folder_name(epoch, step));
+        match validate(&folder) {
+            Ok(_) => return Ok((Some(folder), torn)),
+            Err(error) => torn.push(error),
+        }
+    }
+    Ok((None, torn))
+}
+
+/// Reads a checkpoint after checking it.
+///
+/// # Errors
+/// It is damaged.
+pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
+    validate(folder)?;
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
+    let path = folder.join(STATE);
+    let text = fs::read(&path).map_err(at(&path))?;
+    let state = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
+    let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
+    let optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    Ok((state, parameters, optimizer))
+}
+
+/// Removes what writers that were killed have left.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
+    let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
+    for entry in entries.flatten() {
+        if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+            fs::remove_dir_all(entry.path()).map_err(at(&entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a checkpoint: first its name, so that no half of it is ever seen.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointError> {
+    let name = folder_name(epoch, step);
+    let place = directory.join(&name);
+    let hidden = directory.join(format!("{TEMPORARY}gone-{name}"));
+    match fs::rename(&place, &hidden) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(at(&place))?,
+    }
+    fs::remove_dir_all(&hidden).map_err(at(&hidden))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::HostTensor;
+
+    pub(super) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
+        let tensor = |shape: &[usize], from: f32| HostTensor {
+            shape: shape.to_vec(),
+            values: (0..shape.iter().product()).map(|i| from + i as f32 * 0.1).collect(),
+        };
+        let parameters = NamedTensors::from([
+            ("conv1.weight".into(), tensor(&[2, 3, 3, 3], step as f32)),
+            ("bn1.running_mean".into(), tensor(&[2], 0.0)),
+            ("fc.weight".into(), tensor(&[10, 2], f32::MIN_POSITIVE)),
+        ]);
+        let optimizer = NamedTensors::from([("conv1.weight".into(), tensor(&[2, 3, 3, 3], -1.0))]);
+        let state = State {
+            epoch,
+            step,
+            data_position: DataPosition {
+                epoch: epoch - 1,
+                step_in_epoch: step,
+                samples_in_epoch: step * 64,
+            },
+            random_state: RandomState { seed: 3 },
+            world_size: 2,
+            global_batch_size: 64,
+            steps_per_epoch: 100,
+            val_accuracy,
+            val_loss: val_accuracy.map(|a| 1.0 - a),
+            best: None,
+            versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
+        };
+        let metadata =
+            ["arch", "classes", "image_size", "mean", "spec", "std"].map(|k| (k.into(), format!("[{k}]")));
+        Snapshot { state, parameters, optimizer, batches: step, metadata: metadata.into() }
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_the_same_twice() {
+        let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let saved = snapshot(2, 120, Some(0.5));
+        let size = write(one.path(), &saved).unwrap();
+        write(two.path(), &saved).unwrap();
+        let folder = one.path().join("2-120");
+        let (state, parameters, optimizer) = load(&folder).unwrap();
+        assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
+        let mut total = 0;
+        for file in [MODEL, OPTIMIZER, STATE, MANIFEST] {
+            let bytes = fs::read(folder.join(file)).unwrap();
+            total += bytes.len() as u64;
+            assert_eq!(bytes, fs::read(two.path().join("2-120").join(file)).unwrap(), "{file}");
+        }
+        assert_eq!(size, total);
+        // Another reader's view of it.
+        let bytes = fs::read(folder.join(MODEL)).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let tracked = file.tensor("bn1.num_batches_tracked").unwrap();
+        assert_eq!((tracked.dtype(), tracked.shape().len()), (safetensors::Dtype::I64, 0));
+        assert_eq!(tracked.data(), 120i64.to_le_bytes());
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
+        assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
+    }
+
+    #[test]
+    fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(newest(&dir.path().join("none")).unwrap().0.is_none());
+        for step in [9, 10, 11, 100] {
+            write(dir.path(), &snapshot(1, step, None)).unwrap();
+        }
+        fs::create_dir(dir.path().join(".tmp-1-200")).unwrap();
+        let path = dir.path().join("1-100").join(MODEL);
+        let mut bytes = fs::read(&path).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        fs::write(&path, bytes).unwrap();
+        fs::remove_file(dir.path().join("1-11").join(MANIFEST)).unwrap();
+        let (found, torn) = newest(dir.path()).unwrap();
+        assert_eq!(found.unwrap().file_name().unwrap(), "1-10");
+        let torn: Vec<_> = torn.iter().map(ToString::to_string).collect();
+        assert_eq!(torn[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
+        assert!(torn[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{torn:?}");
+        // Writing that step again mends it.
+        write(dir.path(), &snapshot(1, 100, None)).unwrap();
+        assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
+        remove_leftovers(dir.path()).unwrap();
+        assert!(!dir.path().join(".tmp-1-200").exists());
+    }
+
+    #[test]
+    fn only_our_folder_names_are_taken() {
+        for name in ["1-2", "10-4000"] {
+            assert!(parse_folder_name(name).is_some(), "{name}");
+        }
+        for name in ["", "1", "-1-2", "01-2", "1-+2", ".tmp-1-2", "1-2-3", "../1-2"] {
+            assert_eq!(parse_folder_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_written_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("checkpoints");
+        fs::write(&file, "").unwrap();
+        let error = write(&file, &snapshot(1, 1, None)).unwrap_err().to_string();
+        assert!(error.contains("checkpoints"), "{error}");
+    }
+}

@@ -1,0 +1,144 @@
+//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Reading is the
+//! crate's; writing is ours, because its header comes out in another order at every run and equal
+//! jobs must give equal bytes.
+
+use crate::engine::{HostTensor, NamedTensors};
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, BufWriter, Write},
+    path::Path,
+};
+
+/// Counts the batches that batch norm has seen; PyTorch keeps it and `strict=True` asks for it.
+const TRACKED: &str = "num_batches_tracked";
+
+/// A tensor on its way into a file.
+enum Data<'a> {
+    Float32(&'a HostTensor),
+    Int64(i64),
+}
+
+/// A file that was written and made to last.
+pub(super) struct Written {
+    pub(super) size_bytes: u64,
+    /// Hexadecimal.
+    pub(super) sha256: String,
+}
+
+/// Writes `tensors`, in the order of their names; with `batches`, each batch norm gets its
+/// `num_batches_tracked`. Same arguments, same bytes.
+pub(super) fn write(
+    path: &Path,
+    tensors: &NamedTensors,
+    batches: Option<u64>,
+    metadata: &BTreeMap<String, String>,
+) -> io::Result<Written> {
+    let mut entries: BTreeMap<String, Data<'_>> =
+        tensors.iter().map(|(name, tensor)| (name.clone(), Data::Float32(tensor))).collect();
+    if let Some(batches) = batches {
+        for norm in tensors.keys().filter_map(|name| name.strip_suffix("running_mean")) {
+            entries.insert(format!("{norm}{TRACKED}"), Data::Int64(batches as i64));
+        }
+    }
+    // Wider types first keeps every tensor aligned, as the format asks.
+    let mut ordered: Vec<_> = entries.iter().collect();
+    ordered.sort_by_key(|(_, data)| matches!(data, Data::Float32(_)));
+    let mut header = Map::new();
+    header.insert("__metadata__".into(), json!(metadata));
+    let mut offset = 0;
+    for (name, data) in &ordered {
+        let (dtype, shape, size) = match data {
+            Data::Float32(tensor) => ("F32", tensor.shape.as_slice(), tensor.values.len() * 4),
+            Data::Int64(_) => ("I64", [].as_slice(), 8),
+        };
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]});
+        header.insert((*name).clone(), entry);
+        offset += size;
+    }
+    let mut text = serde_json::to_vec(&Value::Object(header))?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+
+    let mut out = Hashing::create(path)?;
+    out.write_all(&(text.len() as u64).to_le_bytes())?;
+    out.write_all(&text)?;
+    for (_, data) in ordered {
+        match data {
+            Data::Float32(tensor) => out.write_all(bytemuck::cast_slice(&tensor.values))?,
+            Data::Int64(value) => out.write_all(&value.to_le_bytes())?,
+        }
+    }
+    out.finish()
+}
+
+/// Writes a small file the same way.
+pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<Written> {
+    let mut out = Hashing::create(path)?;
+    out.write_all(bytes)?;
+    out.finish()
+}
+
+struct Hashing {
+    file: BufWriter<File>,
+    hash: Sha256,
+    size: u64,
+}
+
+impl Hashing {
+    fn create(path: &Path) -> io::Result<Self> {
+        let file = BufWriter::with_capacity(1 << 20, File::create_new(path)?);
+        Ok(Self { file, hash: Sha256::new(), size: 0 })
+    }
+
+    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.hash.update(bytes);
+        self.size += bytes.len() as u64;
+        self.file.write_all(bytes)
+    }
+
+    fn finish(self) -> io::Result<Written> {
+        let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        Ok(Written { size_bytes: self.size, sha256: hexadecimal(&self.hash.finalize()) })
+    }
+}
+
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Reads a file of tensors: float32, or float64 and bfloat16 made into it. `num_batches_tracked` is
+/// left out.
+///
+/// # Errors
+/// The file cannot be read, is no safetensors file, or holds other types; a sentence.
+pub fn read(path: &Path) -> Result<NamedTensors, String> {
+    let naming = |e: String| format!("{}: {e}", path.display());
+    let bytes = std::fs::read(path).map_err(|e| naming(e.to_string()))?;
+    let file =
+        SafeTensors::deserialize(&bytes).map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
+    let mut tensors = NamedTensors::new();
+    for (name, view) in file.iter().filter(|(name, _)| !name.ends_with(TRACKED)) {
+        let data = view.data();
+        let values: Vec<f32> = match view.dtype() {
+            Dtype::F32 => bytemuck::pod_collect_to_vec(data),
+            Dtype::F64 => {
+                bytemuck::pod_collect_to_vec::<u8, f64>(data).into_iter().map(|v| v as f32).collect()
+            }
+            Dtype::BF16 => bytemuck::pod_collect_to_vec::<u8, u16>(data)
+                .into_iter()
+                .map(|v| f32::from_bits(u32::from(v) << 16))
+                .collect(),
+            other => {
+                return Err(naming(format!(
+                    "{name} is of type {other:?}; float32, float64 and bfloat16 are read"
+                )));
+            }
+        };
+        tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
+    }
+    Ok(tensors)
+}

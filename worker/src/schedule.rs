@@ -1,0 +1,144 @@
+//! The learning rate of every step, from the step's number alone: continuing a run needs no state.
+
+use lockstep_protocol::spec::{ScheduleKind, TrainSpec};
+
+/// How the learning rate moves over a run.
+///
+/// The first `warmup` steps rise linearly: step `i` of them (from 0) has `lr (i + 1) / warmup`. Of
+/// the `n` steps after them, step `i` has, with `end = lr * final_lr_share`:
+/// - `constant`: `lr`
+/// - `step`: `lr * gamma^k`, `k` being the milestones (epochs of the whole run) that have begun
+/// - `cosine` (Loshchilov and Hutter 2017): `end + (lr - end) (1 + cos(pi i / (n - 1))) / 2`
+/// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = rise * n` steps, then a straight
+///   line down to `end` at the last step
+#[derive(Debug, Clone)]
+pub struct Schedule {
+    kind: ScheduleKind,
+    lr: f64,
+    end: f64,
+    warmup: u64,
+    total: u64,
+    steps_per_epoch: u64,
+    milestones: Vec<u32>,
+    gamma: f64,
+    rise: f64,
+}
+
+impl Schedule {
+    /// The schedule of a run of `total` steps.
+    pub fn new(spec: &TrainSpec, steps_per_epoch: u64, total: u64) -> Self {
+        let warmup = (f64::from(spec.warmup_epochs) * steps_per_epoch as f64).round() as u64;
+        Self {
+            kind: spec.schedule,
+            lr: f64::from(spec.lr),
+            end: f64::from(spec.lr) * f64::from(spec.final_lr_share),
+            warmup: warmup.min(total),
+            total,
+            steps_per_epoch: steps_per_epoch.max(1),
+            milestones: spec.milestones.clone(),
+            gamma: f64::from(spec.gamma),
+            rise: f64::from(spec.rise),
+        }
+    }
+
+    /// The learning rate of a step, from 0.
+    pub fn lr(&self, step: u64) -> f32 {
+        if step < self.warmup {
+            return (self.lr * (step + 1) as f64 / self.warmup as f64) as f32;
+        }
+        let steps = self.total - self.warmup;
+        let at = step - self.warmup;
+        // 0 at the first of these steps, 1 at the last.
+        let progress = |at: u64, of: u64| if of > 1 { (at as f64 / (of - 1) as f64).min(1.0) } else { 0.0 };
+        let lr = match self.kind {
+            ScheduleKind::Constant => self.lr,
+            ScheduleKind::Step => {
+                let epoch = step / self.steps_per_epoch;
+                let begun = self.milestones.iter().filter(|m| u64::from(**m) <= epoch).count();
+                self.lr * self.gamma.powi(begun as i32)
+            }
+            ScheduleKind::Cosine => {
+                let angle = std::f64::consts::PI * progress(at, steps);
+                self.end + (self.lr - self.end) * (1.0 + angle.cos()) / 2.0
+            }
+            ScheduleKind::OneCycle => {
+                let rise = ((self.rise * steps as f64).round() as u64).clamp(1, steps.max(1));
+                if at < rise {
+                    self.lr * (at + 1) as f64 / rise as f64
+                } else {
+                    // The step before the first of these had `lr`.
+                    self.lr + (self.end - self.lr) * progress(at - rise + 1, steps - rise + 1)
+                }
+            }
+        };
+        lr as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lrs(spec: TrainSpec, steps_per_epoch: u64, total: u64) -> Vec<f32> {
+        let schedule = Schedule::new(&spec, steps_per_epoch, total);
+        (0..total).map(|step| schedule.lr(step)).collect()
+    }
+
+    fn assert_near(got: &[f32], wanted: &[f32]) {
+        assert_eq!(got.len(), wanted.len());
+        for (g, w) in got.iter().zip(wanted) {
+            assert!((g - w).abs() < 1e-6, "{got:?} is not {wanted:?}");
+        }
+    }
+
+    #[test]
+    fn constant_after_a_warm_up() {
+        let spec = TrainSpec { lr: 0.4, warmup_epochs: 0.5, ..TrainSpec::default() };
+        assert_near(&lrs(spec, 8, 6), &[0.1, 0.2, 0.3, 0.4, 0.4, 0.4]);
+    }
+
+    #[test]
+    fn steps_at_milestones() {
+        let spec = TrainSpec {
+            lr: 1.0,
+            schedule: ScheduleKind::Step,
+            milestones: vec![1, 3],
+            gamma: 0.1,
+            ..TrainSpec::default()
+        };
+        assert_near(&lrs(spec, 2, 8), &[1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01]);
+    }
+
+    #[test]
+    fn cosine_ends_at_its_share() {
+        let spec = TrainSpec {
+            lr: 2.0,
+            schedule: ScheduleKind::Cosine,
+            final_lr_share: 0.5,
+            ..TrainSpec::default()
+        };
+        let half = std::f32::consts::FRAC_1_SQRT_2 / 2.0;
+        assert_near(&lrs(spec, 5, 5), &[2.0, 1.5 + half, 1.5, 1.5 - half, 1.0]);
+    }
+
+    #[test]
+    fn one_cycle_rises_to_lr_and_falls_in_a_line() {
+        let spec = TrainSpec {
+            lr: 0.4,
+            schedule: ScheduleKind::OneCycle,
+            rise: 0.4,
+            final_lr_share: 0.25,
+            ..TrainSpec::default()
+        };
+        assert_near(&lrs(spec, 5, 10), &[0.1, 0.2, 0.3, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1]);
+    }
+
+    #[test]
+    fn a_run_of_one_step_trains() {
+        for schedule in
+            [ScheduleKind::Constant, ScheduleKind::Cosine, ScheduleKind::OneCycle, ScheduleKind::Step]
+        {
+            assert_eq!(lrs(TrainSpec { lr: 0.1, schedule, ..TrainSpec::default() }, 1, 1), [0.1]);
+        }
+    }
+}

@@ -279,7 +279,7 @@ pub struct EvaluateSpec {
 }
 
 /// Loss lines in the rank logs; metrics always hold every step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
     /// 0: at most 10 a second and the last of each epoch; 1: every step.
@@ -379,12 +379,6 @@ impl Default for RecoverySpec {
 impl Default for EvaluateSpec {
     fn default() -> Self {
         Self { every_epochs: 1 }
-    }
-}
-
-impl Default for LogSpec {
-    fn default() -> Self {
-        Self { every_steps: 0 }
     }
 }
 

@@ -1,71 +1,66 @@
 //! Batches, prepared ahead of the step by threads of their own.
 
-use super::DataError;
-use lockstep_protocol::spec::DataSpec;
-use std::path::Path;
+use super::{
+    Catalog, DataError, Picture, Samples,
+    augment::{Augmenter, Recipe},
+    inspect::{STATISTICS_SAMPLES, Statistics},
+    picture, shard,
+};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+use rayon::prelude::*;
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, mpsc},
+    thread,
+};
+
+/// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
+const CACHE_BYTES: usize = 1 << 30;
+/// Batches that each thread prepares ahead.
+const AHEAD: usize = 2;
 
 /// A batch ready for an engine.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
     pub images: Vec<f32>,
+    /// Class of each picture.
     pub labels: Vec<u32>,
-    /// Position of each picture in its split, for tests and for naming mistakes.
+    /// Place of each picture in its split, for tests and for naming mistakes.
     pub indices: Vec<u64>,
 }
 
-/// What a training split looks like to a rank.
+/// What a dataset looks like to a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
+    /// Side of the network's input in pixels.
     pub image_size: usize,
+    /// 1 or 3.
     pub channels: usize,
+    /// Names, in the order of the labels.
     pub classes: Vec<String>,
+    /// After held-out and broken pictures are taken away.
     pub train_samples: u64,
+    /// 0 when there is no validation.
     pub validation_samples: u64,
+    /// Of pixels scaled to 0..1, by channel.
     pub mean: Vec<f32>,
+    /// Of pixels scaled to 0..1, by channel.
     pub std: Vec<f32>,
-    /// Broken files left out (`broken_files = "skip"`), each `path: what is wrong`.
+    /// Broken files left out (`broken_files = "skip"`), each with what is wrong.
     pub skipped: Vec<String>,
 }
 
-/// Opens a dataset for one rank. Same files on every rank; which samples a rank gets follows from
-/// its number.
+/// A dataset opened for a job. Every rank reads the same files; which pictures a rank gets follows
+/// from its number.
 #[derive(Debug)]
 pub struct DataSource {
     /// What was found.
     pub shape: Shape,
-}
-
-impl DataSource {
-    /// Reads the dataset's index (and, when small, its pictures).
-    ///
-    /// # Errors
-    /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
-    pub fn open(_path: &Path, _spec: &DataSpec, _seed: u64) -> Result<Self, DataError> {
-        Err(DataError::Invalid("not built yet".into()))
-    }
-
-    /// The micro-batches of `rank` in one epoch (from 0), starting at optimizer step
-    /// `first_step` of that epoch; prepared ahead by `threads` threads.
-    ///
-    /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
-    /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
-    /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
-    /// Augmentation is seeded by (seed, epoch, position of the picture in its split).
-    pub fn epoch(&self, _plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        Box::new(std::iter::empty())
-    }
-
-    /// The part of the validation split that is `rank`'s, in batches: every sample on exactly one rank.
-    pub fn validation(
-        &self,
-        _rank: u32,
-        _world_size: u32,
-        _batch_size: usize,
-        _threads: usize,
-    ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        Box::new(std::iter::empty())
-    }
+    recipe: Arc<Recipe>,
+    train: Arc<Part>,
+    validation: Arc<Part>,
+    seed: u64,
 }
 
 /// Which batches of an epoch a rank wants.
@@ -75,13 +70,419 @@ pub struct EpochPlan {
     pub epoch: u32,
     /// Optimizer step within the epoch to start at, from 0.
     pub first_step: u64,
+    /// From 0.
     pub rank: u32,
+    /// At least 1.
     pub world_size: u32,
     /// Pictures of a rank in a micro-batch.
     pub batch_size: usize,
     /// Micro-batches a step.
     pub accumulate: usize,
+    /// Leave out the last, smaller step.
     pub drop_remainder: bool,
     /// Threads that prepare batches.
     pub threads: usize,
+}
+
+/// Pictures of one size, or files that become such.
+#[derive(Debug)]
+enum Pixels {
+    Memory(Arc<Vec<u8>>),
+    Files {
+        files: Arc<Vec<PathBuf>>,
+        /** A square of this side is made of each; `None` when all have the size. */
+        square: Option<u32>,
+    },
+}
+
+/// The pictures that one purpose uses.
+#[derive(Debug)]
+struct Part {
+    pixels: Pixels,
+    labels: Arc<Vec<u32>>,
+    /// Places in the split, ascending.
+    chosen: Vec<u32>,
+    /// Bytes of a picture in memory.
+    size: usize,
+}
+
+impl Part {
+    fn with_picture<T>(&self, place: usize, then: impl FnOnce(&[u8]) -> T) -> Result<T, DataError> {
+        match &self.pixels {
+            Pixels::Memory(bytes) => Ok(then(&bytes[place * self.size..][..self.size])),
+            Pixels::Files { files, square } => {
+                let picture = Picture::read(&files[place])?;
+                let picture = square.map_or_else(|| picture.clone(), |side| picture.centre_square(side));
+                if picture.pixels.len() != self.size {
+                    let detail = "has changed its size since the job began".into();
+                    return Err(DataError::File { path: files[place].display().to_string(), detail });
+                }
+                Ok(then(&picture.pixels))
+            }
+        }
+    }
+}
+
+/// A split after its broken files were found.
+struct Opened {
+    pixels: Pixels,
+    labels: Arc<Vec<u32>>,
+    height: usize,
+    width: usize,
+    channels: usize,
+}
+
+impl DataSource {
+    /// Reads the dataset's index and, when they are few, its pictures.
+    ///
+    /// Pictures of one size are cropped at that size and then scaled to `image_size`. Where sizes
+    /// differ, the largest centred square of each is scaled to `image_size` first.
+    ///
+    /// # Errors
+    /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
+    pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
+        let mut catalog = Catalog::open(path)?;
+        let mut skipped: Vec<String> =
+            catalog.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let validation_split = match &spec.validation {
+            Validation::Split(name) if name != "none" => Some(name.clone()),
+            _ => None,
+        };
+        if let Some(name) = &validation_split
+            && catalog.split(name).is_none()
+        {
+            let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
+            return Err(DataError::Invalid(format!(
+                "data.validation: the dataset has no split {name:?}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
+                names.join(", ")
+            )));
+        }
+        let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
+        catalog.splits.retain(|s| needed(&s.name));
+        let sizes = sizes(&mut catalog, &mut skipped)?;
+        let opened = open_splits(&mut catalog, sizes, spec, &mut skipped)?;
+        if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
+            return Err(DataError::Invalid(format!(
+                "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
+                skipped.len(),
+                if skipped.len() == 1 { "" } else { "s" },
+                skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
+                if skipped.len() > 5 { "; ..." } else { "" },
+                if skipped.len() == 1 { "it" } else { "them" },
+            )));
+        }
+        Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
+    }
+
+    fn assemble(
+        catalog: Catalog,
+        opened: Vec<Opened>,
+        spec: &DataSpec,
+        seed: u64,
+        has_validation_split: bool,
+        skipped: Vec<String>,
+    ) -> Result<Self, DataError> {
+        let mut opened = opened.into_iter();
+        let Some(train) = opened.next() else {
+            return Err(DataError::Invalid("the dataset has no training split".into()));
+        };
+        let (height, width, channels) = (train.height, train.width, train.channels);
+        let size = height * width * channels;
+        let side = match spec.image_size {
+            Some(side) => side as usize,
+            None if height == width => height,
+            None => {
+                return Err(DataError::Invalid(format!(
+                    "pictures are {width} x {height}: set data.image_size, the side of the square that the network sees"
+                )));
+            }
+        };
+        let total = train.labels.len();
+        let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
+        let (train_chosen, held_out) = match &spec.validation {
+            Validation::Fraction(fraction) => shard::hold_out(total, *fraction, seed),
+            Validation::Split(_) => (all(total), Vec::new()),
+        };
+        let (mean, std) = normalisation(spec, &train, channels, size)?;
+        let validation = match opened.next().filter(|_| has_validation_split) {
+            Some(split) => {
+                let chosen = all(split.labels.len());
+                Part { pixels: split.pixels, labels: split.labels, chosen, size }
+            }
+            None => {
+                let pixels = match &train.pixels {
+                    Pixels::Memory(bytes) => Pixels::Memory(bytes.clone()),
+                    Pixels::Files { files, square } => {
+                        Pixels::Files { files: files.clone(), square: *square }
+                    }
+                };
+                Part { pixels, labels: train.labels.clone(), chosen: held_out, size }
+            }
+        };
+        let train = Part { pixels: train.pixels, labels: train.labels, chosen: train_chosen, size };
+        if train.chosen.is_empty() {
+            return Err(DataError::Invalid("no training picture is left".into()));
+        }
+        let recipe = Recipe {
+            height,
+            width,
+            channels,
+            side,
+            crop_padding: spec.crop_padding as usize,
+            horizontal_flip: spec.horizontal_flip,
+            seed,
+            table: Recipe::normalisation(&mean, &std),
+        };
+        let shape = Shape {
+            image_size: side,
+            channels,
+            classes: catalog.classes,
+            train_samples: train.chosen.len() as u64,
+            validation_samples: validation.chosen.len() as u64,
+            mean,
+            std,
+            skipped,
+        };
+        Ok(Self {
+            shape,
+            recipe: Arc::new(recipe),
+            train: Arc::new(train),
+            validation: Arc::new(validation),
+            seed,
+        })
+    }
+
+    /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
+    ///
+    /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
+    /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
+    /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
+    /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
+    pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
+        let (part, recipe) = (self.train.clone(), self.recipe.clone());
+        let samples = part.chosen.len();
+        let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
+        let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
+        prepare_ahead(steps as usize * plan.accumulate, plan.threads, move |number| {
+            let step = plan.first_step + (number / plan.accumulate) as u64;
+            let places = shard::places(samples, &plan, step, number % plan.accumulate);
+            let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
+            make_batch(&part, &recipe, &chosen, Some(plan.epoch))
+        })
+    }
+
+    /// The part of the validation split that is `rank`'s, in batches: every sample on exactly one rank.
+    pub fn validation(
+        &self,
+        rank: u32,
+        world_size: u32,
+        batch_size: usize,
+        threads: usize,
+    ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
+        let (part, recipe) = (self.validation.clone(), self.recipe.clone());
+        let share = shard::even_share(part.chosen.len(), rank, world_size);
+        let batch_size = batch_size.max(1);
+        prepare_ahead(share.len().div_ceil(batch_size), threads, move |number| {
+            let first = share.start + number * batch_size;
+            let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
+            make_batch(&part, &recipe, chosen, None)
+        })
+    }
+}
+
+fn normalisation(
+    spec: &DataSpec,
+    train: &Opened,
+    channels: usize,
+    size: usize,
+) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+    let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
+        (Vec::new(), Vec::new())
+    } else {
+        match &train.pixels {
+            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels),
+            Pixels::Files { files, .. } => {
+                // Enough for three digits; decoding more would delay the first step.
+                let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
+                let counted: Vec<_> =
+                    files.par_iter().step_by(every).filter_map(|f| Picture::read(f).ok()).collect();
+                let mut all = Statistics::default();
+                counted.iter().for_each(|p| all.add(&Statistics::of(&p.pixels, channels)));
+                all
+            }
+        }
+        .mean_std()
+    };
+    let fit = |name: &str, given: &Option<Vec<f32>>, found: Vec<f32>| match given {
+        Some(values) if values.len() == channels => Ok(values.clone()),
+        Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
+        Some(values) => Err(DataError::Invalid(format!(
+            "data.{name} has {} values, but the pictures have {channels} channel{}",
+            values.len(),
+            if channels == 1 { "" } else { "s" }
+        ))),
+        None => Ok(found),
+    };
+    Ok((fit("mean", &spec.mean, found_mean)?, fit("std", &spec.std, found_std)?))
+}
+
+/// The one size that all pictures have, if they do; files with a broken header are taken out of the
+/// catalog and named.
+fn sizes(catalog: &mut Catalog, skipped: &mut Vec<String>) -> Result<Option<(u32, u32)>, DataError> {
+    let mut all = Vec::new();
+    for split in &mut catalog.splits {
+        match &mut split.samples {
+            Samples::Memory { width, height, .. } => all.push((*width, *height)),
+            Samples::Files(files) => {
+                let looked: Vec<_> = files.par_iter().map(|f| picture::dimensions(f)).collect();
+                all.extend(looked.iter().flatten().copied());
+                leave_out(files, &mut split.labels, &looked, skipped);
+            }
+        }
+        if split.labels.is_empty() {
+            return Err(DataError::Invalid(format!(
+                "no readable picture in split {:?}: {}",
+                split.name,
+                skipped.join("; ")
+            )));
+        }
+    }
+    Ok(all.first().copied().filter(|first| all.iter().all(|s| s == first)))
+}
+
+fn leave_out<T>(
+    files: &mut Vec<PathBuf>,
+    labels: &mut Vec<u32>,
+    looked: &[Result<T, DataError>],
+    skipped: &mut Vec<String>,
+) {
+    skipped.extend(looked.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
+    let mut good = looked.iter().map(Result::is_ok);
+    files.retain(|_| good.next().unwrap_or(false));
+    let mut good = looked.iter().map(Result::is_ok);
+    labels.retain(|_| good.next().unwrap_or(false));
+}
+
+/// Decodes splits that fit into memory.
+fn open_splits(
+    catalog: &mut Catalog,
+    common: Option<(u32, u32)>,
+    spec: &DataSpec,
+    skipped: &mut Vec<String>,
+) -> Result<Vec<Opened>, DataError> {
+    let mut opened = Vec::new();
+    for split in &mut catalog.splits {
+        let mut labels = std::mem::take(&mut split.labels);
+        let (pixels, width, height, channels) = match std::mem::replace(
+            &mut split.samples,
+            Samples::Files(Vec::new()),
+        ) {
+            Samples::Memory { pixels, height, width, channels } => {
+                (Pixels::Memory(Arc::new(pixels)), width, height, channels)
+            }
+            Samples::Files(mut files) => {
+                let (square, width, height) = match (common, spec.image_size) {
+                    (Some((width, height)), _) => (None, width, height),
+                    (None, Some(side)) => (Some(side), side, side),
+                    (None, None) => {
+                        return Err(DataError::Invalid(
+                            "the pictures differ in size: set data.image_size, the side of the square that the network sees".into(),
+                        ));
+                    }
+                };
+                let size = width as usize * height as usize * 3;
+                let pixels = if files.len().saturating_mul(size) <= CACHE_BYTES {
+                    let decoded: Vec<_> = files
+                        .par_iter()
+                        .map(|f| {
+                            Picture::read(f).map(|p| {
+                                square.map_or_else(|| p.clone(), |side| p.centre_square(side)).pixels
+                            })
+                        })
+                        .collect();
+                    leave_out(&mut files, &mut labels, &decoded, skipped);
+                    Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
+                } else {
+                    Pixels::Files { files: Arc::new(files), square }
+                };
+                (pixels, width, height, 3)
+            }
+        };
+        if labels.is_empty() {
+            return Err(DataError::Invalid(format!(
+                "no readable picture in split {:?}: {}",
+                split.name,
+                skipped.join("; ")
+            )));
+        }
+        opened.push(Opened {
+            pixels,
+            labels: Arc::new(labels),
+            height: height as usize,
+            width: width as usize,
+            channels: channels as usize,
+        });
+    }
+    Ok(opened)
+}
+
+/// `epoch` is `None` for evaluation.
+fn make_batch(part: &Part, recipe: &Recipe, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
+    let size = recipe.side * recipe.side * recipe.channels;
+    let mut batch = Batch {
+        images: vec![0.0; chosen.len() * size],
+        labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
+        indices: chosen.iter().map(|c| u64::from(*c)).collect(),
+    };
+    let mut augmenter = Augmenter::new(recipe);
+    for (place, out) in chosen.iter().zip(batch.images.chunks_exact_mut(size)) {
+        part.with_picture(*place as usize, |pixels| match epoch {
+            Some(epoch) => augmenter.training(pixels, epoch, u64::from(*place), out),
+            None => augmenter.plain(pixels, out),
+        })?;
+    }
+    Ok(batch)
+}
+
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, a few ahead, and gives the results in order.
+/// Dropping the iterator ends the threads.
+fn prepare_ahead(
+    count: usize,
+    threads: usize,
+    make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
+) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
+    let threads = threads.clamp(1, count.max(1));
+    let make = Arc::new(make);
+    let lanes: Vec<_> = (0..threads)
+        .map(|lane| {
+            let (sender, receiver) = mpsc::sync_channel(AHEAD);
+            let make = make.clone();
+            let work = move || {
+                for number in (lane..count).step_by(threads) {
+                    let batch = make(number);
+                    let last = batch.is_err();
+                    if sender.send(batch).is_err() || last {
+                        break;
+                    }
+                }
+            };
+            let started = thread::Builder::new().name(format!("data {lane}")).spawn(work);
+            (receiver, started.err())
+        })
+        .collect();
+    let mut number = 0;
+    Box::new(std::iter::from_fn(move || {
+        if number == count {
+            return None;
+        }
+        let (lane, refused) = &lanes[number % threads];
+        number += 1;
+        Some(lane.recv().unwrap_or_else(|_| {
+            let why = refused
+                .as_ref()
+                .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);
+            number = count;
+            Err(DataError::Invalid(why))
+        }))
+    }))
 }

@@ -1,23 +1,140 @@
 //! Datasets, sharding, augmentation and batches.
 
+mod augment;
+mod cifar;
+mod idx;
+mod image_folder;
+mod inspect;
 pub mod loader;
+mod picture;
+mod random;
+mod shard;
 
-use lockstep_protocol::dataset::DatasetInfo;
-use std::path::Path;
+pub use inspect::inspect;
+pub use picture::Picture;
+pub use random::Random;
+
+use lockstep_protocol::dataset::BrokenFile;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 /// Why data could not be read; each sentence names the file and what to change.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
+    /// Something about the dataset, or about it and the job together.
     #[error("{0}")]
     Invalid(String),
-    #[error("{path}: {detail}")]
-    File { path: String, detail: String },
+    /// One file.
+    #[error("{path} {detail}")]
+    File {
+        /// As it was opened.
+        path: String,
+        /// What is wrong, to be read after the path.
+        detail: String,
+    },
 }
 
-/// Looks at the files under `path` and says what they are.
-///
-/// # Errors
-/// When nothing there is a known format; the sentence says which formats were looked for.
-pub fn inspect(_path: &Path) -> Result<DatasetInfo, DataError> {
-    Err(DataError::Invalid("not built yet".into()))
+/// The formats that are found by looking.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Cifar10,
+    Cifar100,
+    Idx,
+    ImageFolder,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Format::Cifar10 => "cifar10",
+            Format::Cifar100 => "cifar100",
+            Format::Idx => "idx",
+            Format::ImageFolder => "image_folder",
+        }
+    }
+}
+
+/// What lies under a dataset's path.
+#[derive(Debug)]
+pub(crate) struct Catalog {
+    format: Format,
+    classes: Vec<String>,
+    /// `train` first.
+    splits: Vec<Split>,
+    /// Files left out, in a fixed order.
+    broken: Vec<BrokenFile>,
+}
+
+/// One split: as many labels as samples.
+#[derive(Debug)]
+pub(crate) struct Split {
+    name: String,
+    labels: Vec<u32>,
+    samples: Samples,
+}
+
+/// Where a split's pictures are.
+#[derive(Debug)]
+pub(crate) enum Samples {
+    /// One after another: height, width, channels.
+    Memory { pixels: Vec<u8>, height: u32, width: u32, channels: u32 },
+    /// A file each; read as RGB.
+    Files(Vec<PathBuf>),
+}
+
+impl Catalog {
+    /// Looks at `path`. Broken CIFAR files are in `broken`; files of a folder are not opened yet.
+    fn open(path: &Path) -> Result<Self, DataError> {
+        if !path.is_dir() {
+            let what =
+                if path.exists() { "is a file; give the folder that it lies in" } else { "does not exist" };
+            return Err(DataError::File { path: path.display().to_string(), detail: what.into() });
+        }
+        // Archives unpack into a folder of their own; people give either.
+        for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
+            if let Some(found) =
+                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir))
+            {
+                let catalog = found?;
+                if !catalog.splits.iter().any(|s| s.name == "train") {
+                    return Err(DataError::Invalid(format!("{} has no training split", path.display())));
+                }
+                return Ok(catalog);
+            }
+        }
+        let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
+            "; this is CIFAR's Python version, which holds pickles: get the binary version"
+        } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
+            "; the folder is empty"
+        } else {
+            ""
+        };
+        Err(DataError::Invalid(format!(
+            "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+             train-images-idx3-ubyte (IDX, .gz or not) and train/<class>/ (pictures){hint}",
+            path.display()
+        )))
+    }
+
+    fn split(&self, name: &str) -> Option<&Split> {
+        self.splits.iter().find(|s| s.name == name)
+    }
+}
+
+/// Class names from a text file with one a line; numbers when there is no such file.
+fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
+    let Ok(text) = fs::read_to_string(path) else {
+        return Ok((0..classes).map(|c| c.to_string()).collect());
+    };
+    let names: Vec<String> =
+        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
+    if names.len() != classes {
+        return Err(DataError::File {
+            path: path.display().to_string(),
+            detail: format!("names {} classes, but the data has {classes}", names.len()),
+        });
+    }
+    Ok(names)
 }

@@ -1,0 +1,98 @@
+//! IDX files, as MNIST and its kin have them (LeCun, Cortes, Burges): gzip or not, one channel.
+
+use super::{Catalog, DataError, Format, Samples, Split, names_from};
+use flate2::read::MultiGzDecoder;
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+/// Type 8 (unsigned byte) with three dimensions, and with one.
+const PICTURES: u32 = 0x0803;
+const LABELS: u32 = 0x0801;
+/// Nothing larger is unpacked.
+const MAX_BYTES: u64 = 8 << 30;
+
+/// Finds the files in `dir`; `None` when there are none.
+pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .ok()?
+        .filter_map(|e| e.ok()?.file_name().into_string().ok())
+        .filter(|n| n.contains("idx"))
+        .collect();
+    names.sort();
+    let file = |split: &[&str], what: &str| -> Option<PathBuf> {
+        let fits = |n: &&String| split.iter().any(|s| n.contains(s)) && n.contains(what);
+        names.iter().find(fits).map(|n| dir.join(n))
+    };
+    let mut found = Vec::new();
+    for (name, words) in [("train", &["train"][..]), ("test", &["t10k", "test"][..])] {
+        if let Some(pictures) = file(words, "images") {
+            found.push((name, pictures, file(words, "labels")));
+        }
+    }
+    if found.is_empty() { None } else { Some(read(dir, found)) }
+}
+
+fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Catalog, DataError> {
+    let mut splits = Vec::new();
+    for (name, pictures, labels) in found {
+        let Some(labels) = labels else {
+            return Err(DataError::Invalid(format!("{} has no labels file beside it", pictures.display())));
+        };
+        let (shape, pixels) = parse(&pictures, PICTURES)?;
+        let (_, label_bytes) = parse(&labels, LABELS)?;
+        if shape[0] != label_bytes.len() {
+            return Err(DataError::Invalid(format!(
+                "{} has {} pictures, but {} has {} labels: they are not of one set",
+                pictures.display(),
+                shape[0],
+                labels.display(),
+                label_bytes.len()
+            )));
+        }
+        splits.push(Split {
+            name: name.into(),
+            labels: label_bytes.into_iter().map(u32::from).collect(),
+            samples: Samples::Memory { pixels, height: shape[1] as u32, width: shape[2] as u32, channels: 1 },
+        });
+    }
+    let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
+    let classes = names_from(&dir.join("classes.txt"), classes)?;
+    Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new() })
+}
+
+fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {
+    let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let mut bytes = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
+    if bytes.starts_with(&[0x1f, 0x8b]) {
+        let mut unpacked = Vec::with_capacity(bytes.len() * 3);
+        MultiGzDecoder::new(&bytes[..])
+            .take(MAX_BYTES)
+            .read_to_end(&mut unpacked)
+            .map_err(|e| broken(format!("cannot be unpacked: {e}; get it again")))?;
+        bytes = unpacked;
+    }
+    let word = |i: usize| bytes.get(4 * i..4 * i + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
+    let found = word(0).ok_or_else(|| broken("is too short for an IDX file".into()))?;
+    if found != magic {
+        return Err(broken(format!(
+            "starts with {found:#010x}; an IDX file of {} starts with {magic:#010x}",
+            if magic == PICTURES { "pictures" } else { "labels" }
+        )));
+    }
+    let dimensions = (magic & 0xff) as usize;
+    let shape: Option<Vec<usize>> = (1..=dimensions).map(|i| word(i).map(|n| n as usize)).collect();
+    let shape = shape.ok_or_else(|| broken("is cut off in its header".into()))?;
+    let header = 4 * (dimensions + 1);
+    let expected = shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b));
+    if expected != Some(bytes.len() - header) || shape.contains(&0) {
+        return Err(broken(format!(
+            "says that it holds {shape:?} bytes, but {} follow its header: it is cut off or damaged; get it again",
+            bytes.len() - header
+        )));
+    }
+    bytes.drain(..header);
+    Ok((shape, bytes))
+}

@@ -1,0 +1,146 @@
+//! What looking at a dataset finds: counts, sizes, mean and standard deviation, broken files.
+
+use super::{Catalog, DataError, Picture, Samples, Split};
+use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo};
+use rayon::prelude::*;
+use std::path::Path;
+
+/// Broken files that are named; all are counted.
+const NAMED: usize = 100;
+/// Mean and standard deviation come from at most this many pictures, evenly spread.
+pub(super) const STATISTICS_SAMPLES: usize = 10_000;
+
+/// Looks at the files under `path`, opens every picture, and says what they are.
+///
+/// # Errors
+/// When nothing there is a known format; the sentence says which formats were looked for.
+pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
+    let mut catalog = Catalog::open(path)?;
+    let mut broken = std::mem::take(&mut catalog.broken);
+    let mut sizes = Vec::new();
+    let mut statistics = Statistics::default();
+    for split in &mut catalog.splits {
+        let train = split.name == "train";
+        match &split.samples {
+            Samples::Memory { pixels, height, width, channels } => {
+                sizes.push((*height, *width, *channels));
+                if train {
+                    statistics = Statistics::of_packed(
+                        pixels,
+                        (height * width * channels) as usize,
+                        *channels as usize,
+                    );
+                }
+            }
+            Samples::Files(files) => {
+                let every = files.len().div_ceil(STATISTICS_SAMPLES).max(1);
+                let looked: Vec<_> = files
+                    .par_iter()
+                    .enumerate()
+                    .map(|(i, file)| {
+                        Picture::read(file).map(|p| {
+                            let counted = (train && i % every == 0).then(|| Statistics::of(&p.pixels, 3));
+                            ((p.height, p.width, p.channels), counted)
+                        })
+                    })
+                    .collect();
+                let mut kept = Vec::with_capacity(files.len());
+                for (i, result) in looked.into_iter().enumerate() {
+                    match result {
+                        Ok((size, counted)) => {
+                            sizes.push(size);
+                            kept.push(split.labels[i]);
+                            if let Some(counted) = counted {
+                                statistics.add(&counted);
+                            }
+                        }
+                        Err(DataError::File { path, detail }) => {
+                            broken.push(BrokenFile { file: path, detail })
+                        }
+                        Err(other) => return Err(other),
+                    }
+                }
+                split.labels = kept;
+            }
+        }
+    }
+    let (height, width, channels) = match sizes.first() {
+        Some(first) if sizes.iter().all(|s| s == first) => *first,
+        _ => (0, 0, 3),
+    };
+    let (mean, std) = statistics.mean_std();
+    Ok(DatasetInfo {
+        format: catalog.format.name().into(),
+        splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
+        classes: catalog.classes,
+        height,
+        width,
+        channels,
+        mean,
+        std,
+        broken_count: broken.len() as u64,
+        broken: broken.into_iter().take(NAMED).collect(),
+    })
+}
+
+fn count(split: &Split, classes: usize) -> SplitInfo {
+    let mut per_class = vec![0; classes];
+    for label in &split.labels {
+        per_class[*label as usize] += 1;
+    }
+    SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
+}
+
+/// How often each byte value occurs in each channel: exact, and the same in any order.
+#[derive(Debug, Default)]
+pub(super) struct Statistics(Vec<[u64; 256]>);
+
+impl Statistics {
+    pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
+        let mut counts = vec![[0u64; 256]; channels];
+        for pixel in pixels.chunks_exact(channels) {
+            for (count, value) in counts.iter_mut().zip(pixel) {
+                count[usize::from(*value)] += 1;
+            }
+        }
+        Self(counts)
+    }
+
+    /// Of pictures of `size` bytes one after another.
+    pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
+        let pictures = pixels.len() / size.max(1);
+        let every = pictures.div_ceil(STATISTICS_SAMPLES).max(1);
+        let mut all = Self::default();
+        for picture in pixels.chunks_exact(size.max(1)).step_by(every) {
+            all.add(&Self::of(picture, channels));
+        }
+        all
+    }
+
+    pub(super) fn add(&mut self, other: &Self) {
+        self.0.resize(self.0.len().max(other.0.len()), [0; 256]);
+        for (a, b) in self.0.iter_mut().zip(&other.0) {
+            for (a, b) in a.iter_mut().zip(b) {
+                *a += b;
+            }
+        }
+    }
+
+    /// Of pixels scaled to 0..1. A channel that never changes gets a standard deviation of 1, so
+    /// that dividing by it is harmless.
+    pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
+        let one = |counts: &[u64; 256]| {
+            let total = counts.iter().sum::<u64>().max(1) as f64;
+            let mean =
+                counts.iter().enumerate().map(|(v, c)| v as f64 / 255.0 * *c as f64).sum::<f64>() / total;
+            let variance = counts
+                .iter()
+                .enumerate()
+                .map(|(v, c)| (v as f64 / 255.0 - mean).powi(2) * *c as f64)
+                .sum::<f64>()
+                / total;
+            (mean as f32, if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 })
+        };
+        self.0.iter().map(one).unzip()
+    }
+}

@@ -1,0 +1,55 @@
+//! Which pictures a rank sees, and when.
+//!
+//! An epoch is one seeded permutation of the training split, the same on every rank. Step `s` takes
+//! the next `global` pictures of it; they are cut into equal runs in the order (micro-batch, rank).
+//! So the pictures of a step are the same at any number of ranks, and shards never overlap.
+
+use super::{loader::EpochPlan, random::Random};
+use std::ops::Range;
+
+/// What a random stream is for, so that streams of one seed differ.
+const SHUFFLE: u64 = 1;
+const HOLD_OUT: u64 = 2;
+
+/// The order of the training pictures in `epoch` (from 0).
+pub(super) fn epoch_order(samples: usize, seed: u64, epoch: u32) -> Vec<u32> {
+    Random::new(&[seed, SHUFFLE, u64::from(epoch)]).permutation(samples)
+}
+
+/// Training and validation pictures when a fraction of the training split is held out. Both are
+/// ascending, and neither is empty when there are two pictures or more.
+pub(super) fn hold_out(samples: usize, fraction: f64, seed: u64) -> (Vec<u32>, Vec<u32>) {
+    let held = ((samples as f64 * fraction).round() as usize).clamp(1, samples.saturating_sub(1).max(1));
+    let mut order = Random::new(&[seed, HOLD_OUT]).permutation(samples);
+    let mut validation = order.split_off(samples - held.min(samples));
+    order.sort_unstable();
+    validation.sort_unstable();
+    (order, validation)
+}
+
+/// Steps of an epoch over `samples` pictures.
+pub(super) fn steps_per_epoch(samples: usize, plan: &EpochPlan) -> u64 {
+    let global = global_batch(plan);
+    (if plan.drop_remainder { samples / global } else { samples.div_ceil(global) }) as u64
+}
+
+/// Places in the epoch's order of micro-batch `micro` of step `step` for the plan's rank. Places past
+/// the end stand for the epoch's first pictures again: they fill up a last step that is too small
+/// to give every rank one.
+pub(super) fn places(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
+    let parts = plan.world_size as usize * plan.accumulate;
+    let first = step as usize * global_batch(plan);
+    let count = samples.saturating_sub(first).min(global_batch(plan)).max(parts);
+    let part = micro * plan.world_size as usize + plan.rank as usize;
+    first + count * part / parts..first + count * (part + 1) / parts
+}
+
+/// The run of `samples` that is `rank`'s: every sample on exactly one rank, sizes differing by one at most.
+pub(super) fn even_share(samples: usize, rank: u32, world_size: u32) -> Range<usize> {
+    let (rank, world_size) = (rank as usize, world_size.max(1) as usize);
+    samples * rank / world_size..samples * (rank + 1) / world_size
+}
+
+fn global_batch(plan: &EpochPlan) -> usize {
+    (plan.batch_size * plan.accumulate * plan.world_size as usize).max(1)
+}

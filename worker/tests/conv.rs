@@ -2,7 +2,8 @@
 //! on other numbers of threads.
 
 use lockstep_worker::engine::cpu::conv::{
-    ConvShape, Scratch, backward_input, backward_weight, forward, weight_from_oihw, weight_to_oihw,
+    ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, weight_from_oihw,
+    weight_to_oihw,
 };
 
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
@@ -113,8 +114,16 @@ fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     }
 }
 
+/// On every kind of instructions that this machine has.
 fn check(shapes: &[[usize; 8]]) {
-    let mut scratch = Scratch::default();
+    for instructions in Instructions::ALL {
+        if let Some(scratch) = Scratch::with_instructions(instructions) {
+            check_on(shapes, scratch);
+        }
+    }
+}
+
+fn check_on(shapes: &[[usize; 8]], mut scratch: Scratch) {
     for s in shapes.iter().copied().map(shape) {
         let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
         let got = passes(&s, &x, &w, &dy, &mut scratch);

@@ -15,6 +15,7 @@ mod vector;
 mod weight;
 
 pub use memory::Scratch;
+pub use tile::Instructions;
 
 /// Output channels in a block of weights: the floats in a 512-bit register.
 pub const LANES: usize = 16;
@@ -22,15 +23,21 @@ pub const LANES: usize = 16;
 /// A convolution of square kernels over `batch` pictures, the same stride and zero padding both ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvShape {
+    /// Pictures.
     pub batch: usize,
-    /// Height and width of the input in pixels.
+    /// Height of the input in pixels.
     pub in_h: usize,
+    /// Width of the input in pixels.
     pub in_w: usize,
+    /// Channels of the input.
     pub in_c: usize,
+    /// Channels of the output.
     pub out_c: usize,
     /// Height and width of the kernel.
     pub kernel: usize,
+    /// Pixels from one output pixel's place in the input to the next one's.
     pub stride: usize,
+    /// Rows and columns of zeros around the input.
     pub padding: usize,
 }
 
@@ -118,7 +125,7 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
 /// When a slice has not the length that `s` says.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), w.len(), y.len());
-    product::Pass::forward(s).run(x, w, y, &scratch.benches);
+    product::Pass::forward(s).run(x, w, y, scratch.tiles, &scratch.benches);
 }
 
 /// The gradient of the input, `dx`, from that of the output, `dy`; every value of `dx` is written.
@@ -127,8 +134,9 @@ pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut
 /// When a slice has not the length that `s` says.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    let w = product::transpose(s, w, &mut scratch.weights);
-    product::Pass::backward(s).run(dy, w, dx, &scratch.benches);
+    let pass = product::Pass::backward(s);
+    let w = pass.transpose(w, scratch.tiles, &mut scratch.weights);
+    pass.run(dy, w, dx, scratch.tiles, &scratch.benches);
 }
 
 /// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.

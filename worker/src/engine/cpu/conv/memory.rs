@@ -1,6 +1,14 @@
 //! Working memory that passes reuse.
 
-use std::sync::Mutex;
+use super::{
+    ConvShape,
+    tile::{Instructions, Tap, Tiles},
+    weight::Pieces,
+};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
 
 /// One cache line, one register.
 #[derive(Debug, Clone, Copy)]
@@ -28,19 +36,44 @@ impl Buffer {
 pub(super) struct Bench {
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
-    pub(super) taps: Vec<super::tile::Tap>,
+    pub(super) taps: Vec<Tap>,
     pub(super) starts: Vec<usize>,
 }
 
 /// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Scratch {
+    pub(super) tiles: &'static Tiles,
+    /// How the weight gradient cuts a shape.
+    pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
     /// Transposed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
     /// One for every task that ran at the same time.
     pub(super) benches: Benches,
+}
+
+impl Default for Scratch {
+    /// For the fastest instructions that this machine has.
+    fn default() -> Self {
+        let fastest = Instructions::ALL.into_iter().find_map(Self::with_instructions);
+        fastest.unwrap_or_else(|| unreachable!("every machine has the plain ones"))
+    }
+}
+
+impl Scratch {
+    /// For these instructions, if this machine has them.
+    pub fn with_instructions(instructions: Instructions) -> Option<Self> {
+        Some(Scratch {
+            tiles: Tiles::of(instructions)?,
+            plans: HashMap::new(),
+            weights: Buffer::default(),
+            x: Buffer::default(),
+            dy: Buffer::default(),
+            benches: Benches::default(),
+        })
+    }
 }
 
 #[derive(Debug, Default)]

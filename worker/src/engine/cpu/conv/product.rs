@@ -15,6 +15,8 @@ use rayon::prelude::*;
 const PACKED: usize = 64 * 1024;
 /// All of the source, when it is small enough that tasks had better share the weights out.
 const PACKED_WHOLE: usize = 160 * 1024;
+/// Tasks at least, if there are rows enough, so that threads finish together.
+const TASKS: usize = 10;
 /// Tasks that the blocks of output channels are shared out to at most.
 const WEIGHT_TASKS: usize = 16;
 
@@ -79,7 +81,7 @@ impl Pass {
     }
 
     /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel][lane]`.
-    pub(super) fn run(&self, src: &[f32], w: &[f32], dst: &mut [f32], benches: &Benches) {
+    pub(super) fn run(&self, src: &[f32], w: &[f32], dst: &mut [f32], tiles: &Tiles, benches: &Benches) {
         let [src_h, src_w, src_c] = self.src;
         let [dst_h, dst_w, dst_c] = self.dst;
         assert_eq!(src.len(), self.batch * src_h * src_w * src_c);
@@ -88,7 +90,6 @@ impl Pass {
         if dst.is_empty() {
             return;
         }
-        let tiles = Tiles::of_this_machine();
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
         let line = src_c.next_multiple_of(LANES);
@@ -112,7 +113,7 @@ impl Pass {
         let mut rows = dst_h;
         while rows > 1 && {
             let (from, to) = self.rows.range(0, rows);
-            (to - from) * row > budget
+            (to - from) * row > budget || groups * dst_h.div_ceil(rows) < TASKS
         } {
             rows = rows.div_ceil(2);
         }
@@ -122,6 +123,40 @@ impl Pass {
             benches
                 .with(|bench| run(bench, (group, group + 1), (first, dst_h.min(first + rows)), (0, blocks)));
         });
+    }
+
+    /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Kernel offsets that never meet
+    /// the picture keep what was there.
+    pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
+        let (out_c, in_c) = (self.src[2], self.dst[2]);
+        let taps = self.kernel * self.kernel;
+        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
+        let (rows, columns) = (0..self.kernel)
+            .map(|k| (used(&self.rows, k), used(&self.columns, k)))
+            .unzip::<_, _, Vec<_>, Vec<_>>();
+        let to = to.get(w.len());
+        to.par_chunks_mut(LANES * taps * out_c).enumerate().for_each(|(block, to)| {
+            let lanes = to.len() / (taps * out_c);
+            for tap in (0..taps).filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]) {
+                for out_block in 0..out_c.div_ceil(LANES) {
+                    let out_lanes = LANES.min(out_c - out_block * LANES);
+                    let first = out_block * LANES * taps * in_c + (tap * in_c + block * LANES) * out_lanes;
+                    let w = &w[first..first + lanes * out_lanes];
+                    let to = &mut to[(tap * out_c + out_block * LANES) * lanes..][..lanes * out_lanes];
+                    match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
+                        (Ok(w), Ok(to)) => tiles.transpose(w, to),
+                        _ => {
+                            for (out, to) in to.chunks_exact_mut(lanes).enumerate() {
+                                for (input, to) in to.iter_mut().enumerate() {
+                                    *to = w[input * out_lanes + out];
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        });
+        to
     }
 
     /// Computes some rows of the output of some groups of pictures for some blocks of output channels.
@@ -239,35 +274,4 @@ fn pack_pixels_first(
             });
         }
     }
-}
-
-/// Weights for the gradient of the input: `[block of 16 in][tap][out][lane]` from the order of [`super`].
-pub(super) fn transpose<'a>(s: &ConvShape, w: &[f32], to: &'a mut Buffer) -> &'a [f32] {
-    let taps = s.kernel * s.kernel;
-    let to = to.get(w.len());
-    to.par_chunks_mut(LANES * taps * s.out_c).enumerate().for_each(|(block, to)| {
-        let lanes = to.len() / (taps * s.out_c);
-        for out_block in 0..s.out_c.div_ceil(LANES) {
-            let out_lanes = LANES.min(s.out_c - out_block * LANES);
-            let w = &w[out_block * LANES * taps * s.in_c..][..taps * s.in_c * out_lanes];
-            for tap in 0..taps {
-                let w = &w[(tap * s.in_c + block * LANES) * out_lanes..][..lanes * out_lanes];
-                let to = &mut to[(tap * s.out_c + out_block * LANES) * lanes..][..lanes * out_lanes];
-                if lanes == LANES && out_lanes == LANES {
-                    for (out, to) in to.chunks_exact_mut(LANES).enumerate() {
-                        for (input, to) in to.iter_mut().enumerate() {
-                            *to = w[input * LANES + out];
-                        }
-                    }
-                } else {
-                    for (out, to) in to.chunks_exact_mut(lanes).enumerate() {
-                        for (input, to) in to.iter_mut().enumerate() {
-                            *to = w[input * out_lanes + out];
-                        }
-                    }
-                }
-            }
-        }
-    });
-    to
 }

@@ -81,6 +81,7 @@ type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
 
 /// The tiles for one kind of machine.
+#[derive(Debug)]
 pub(super) struct Tiles {
     /// Pictures in a group, at most.
     pub(super) group: usize,
@@ -89,21 +90,40 @@ pub(super) struct Tiles {
     /// Rising numbers of input channels, each with its tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
     pack: unsafe fn(&Pack),
+    transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
+}
+
+/// Instructions that the passes can be made of. Fused multiply-adds round once and plain ones twice, so
+/// results differ in their last bits between machines with and without them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Instructions {
+    /// AVX-512F: 512-bit vectors, 32 registers.
+    Avx512,
+    /// AVX2 with FMA: 256-bit vectors, 16 registers.
+    Avx2,
+    /// What every machine of the architecture has.
+    Plain,
+}
+
+impl Instructions {
+    /// Fastest first.
+    pub const ALL: [Instructions; 3] = [Instructions::Avx512, Instructions::Avx2, Instructions::Plain];
 }
 
 impl Tiles {
-    /// The best that this machine runs.
-    pub(super) fn of_this_machine() -> &'static Tiles {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                return &x86::AVX512;
+    /// The tiles for `instructions`, if this machine has them.
+    pub(super) fn of(instructions: Instructions) -> Option<&'static Tiles> {
+        match instructions {
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx512 => is_x86_feature_detected!("avx512f").then_some(&x86::AVX512),
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx2 => {
+                (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&x86::AVX2)
             }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return &x86::AVX2;
-            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Instructions::Avx512 | Instructions::Avx2 => None,
+            Instructions::Plain => Some(&PLAIN),
         }
-        &PLAIN
     }
 
     /// Blocks of output channels that a tile for `pictures` takes when `blocks` full ones are left.
@@ -154,6 +174,12 @@ impl Tiles {
         best.unwrap_or_else(|| unreachable!("every width has tiles"))
     }
 
+    /// Transposes 16 rows of 16 floats.
+    pub(super) fn transpose(&self, from: &[f32; 256], to: &mut [f32; 256]) {
+        // SAFETY: `of` hands out tiles that this machine can run.
+        unsafe { (self.transpose)(from, to) }
+    }
+
     /// Copies a row of pixels.
     ///
     /// # Safety
@@ -191,6 +217,12 @@ unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
         let blocks = t.channels.div_ceil(16);
+        // The lines of the output are far apart and new to the cache: have them come during the sums.
+        for p in 0..P {
+            for v in 0..V {
+                S::prefetch(t.y.add(p * t.y_picture + v * 16));
+            }
+        }
         let mut sum = [[S::zero(); V]; P];
         for tap in t.taps {
             let mut x = t.x.add(tap.position as usize * blocks * P * 16);
@@ -300,7 +332,7 @@ macro_rules! tiles {
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
-            use super::{Outer, Pack, Product, Tiles, outer, pack, product};
+            use super::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
                 unsafe { product::<$vector, P, V, PART>(t) }
@@ -312,6 +344,10 @@ macro_rules! tiles {
             $(#[$feature])?
             unsafe fn pack_rows(t: &Pack) {
                 unsafe { pack::<$vector>(t) }
+            }
+            $(#[$feature])?
+            unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
+                unsafe { <$vector>::transpose(from, to) }
             }
             Tiles {
                 group: $group,
@@ -330,6 +366,7 @@ macro_rules! tiles {
                     ],
                 )),*],
                 pack: pack_rows,
+                transpose: transpose_block,
             }
         };
     };

@@ -17,6 +17,18 @@ pub(super) trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn store(self, to: *mut f32);
     unsafe fn store_first(self, to: *mut f32, count: usize);
+    /// Transposes 16 rows of 16 floats.
+    #[inline(always)]
+    unsafe fn transpose(from: &[f32; 256], to: &mut [f32; 256]) {
+        for (column, to) in to.chunks_exact_mut(16).enumerate() {
+            for (row, to) in to.iter_mut().enumerate() {
+                *to = from[row * 16 + column];
+            }
+        }
+    }
+    /// Asks for a line that will be written; any address will do.
+    #[inline(always)]
+    unsafe fn prefetch(_line: *const f32) {}
 }
 
 /// Any machine; what the compiler makes of it (SSE2, NEON).
@@ -108,6 +120,45 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
             unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
+        }
+        #[inline(always)]
+        unsafe fn transpose(from: &[f32; 256], to: &mut [f32; 256]) {
+            unsafe {
+                let mut rows = [_mm512_setzero_ps(); 16];
+                for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
+                    *row = _mm512_loadu_ps(from.as_ptr());
+                }
+                // Within quarters of 4 x 4 first; then quarters change places, twice.
+                let mut quads = rows;
+                for i in (0..16).step_by(4) {
+                    let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
+                    let (ab, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                    let (cd, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                    quads[i] = _mm512_shuffle_ps::<0x44>(ab, cd);
+                    quads[i + 1] = _mm512_shuffle_ps::<0xEE>(ab, cd);
+                    quads[i + 2] = _mm512_shuffle_ps::<0x44>(ab_high, cd_high);
+                    quads[i + 3] = _mm512_shuffle_ps::<0xEE>(ab_high, cd_high);
+                }
+                for i in 0..4 {
+                    let [a, b, c, d] = [quads[i], quads[4 + i], quads[8 + i], quads[12 + i]];
+                    let (ab, ab_odd) =
+                        (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b));
+                    let (cd, cd_odd) =
+                        (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xDD>(c, d));
+                    for (column, value) in [
+                        (i, _mm512_shuffle_f32x4::<0x88>(ab, cd)),
+                        (i + 4, _mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd)),
+                        (i + 8, _mm512_shuffle_f32x4::<0xDD>(ab, cd)),
+                        (i + 12, _mm512_shuffle_f32x4::<0xDD>(ab_odd, cd_odd)),
+                    ] {
+                        _mm512_storeu_ps(to[column * 16..].as_mut_ptr(), value);
+                    }
+                }
+            }
+        }
+        #[inline(always)]
+        unsafe fn prefetch(line: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(line.cast()) }
         }
     }
 

@@ -11,14 +11,14 @@ use super::{
     tile::{Outer, Pack, Run, Tiles},
 };
 use rayon::prelude::*;
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 /// Pixels of a piece: (16 input and 32 output channels) * 4 bytes * 192 = 36 KiB.
 const PIXELS: usize = 192;
 /// Pictures in a group when one is larger than a piece.
 const GROUP: usize = 4;
 /// Weights, up to which tasks share pixels out and keep gradients of their own in the second-level cache.
-const OWN: usize = 64 * 1024;
+const OWN: usize = 80 * 1024;
 /// Packed floats that a task keeps in the second-level cache beside them, input and gradient each.
 const PACKED: usize = 48 * 1024;
 /// Own gradients, at most; they are added in order at the end.
@@ -26,8 +26,12 @@ const SLOTS: usize = 16;
 /// Tasks that weights are shared out to, about.
 const WEIGHT_TASKS: usize = 16;
 
+/// Pieces for a full group of pictures, and for a last one that is not full.
+pub(super) type Pieces = [Vec<Piece>; 2];
+
 /// Some rows of output pixels of a group of pictures, and the input rows that they meet.
-struct Piece {
+#[derive(Debug)]
+pub(super) struct Piece {
     rows: Range<usize>,
     src: Range<usize>,
     /// Runs for every kernel offset, with pixels counted from the first of `src` and `rows`.
@@ -46,8 +50,7 @@ struct Plan<'a> {
     tiles: &'static Tiles,
     /// Pictures in a group; the last group may have fewer.
     group: usize,
-    /// Pieces for a full group, and for the last one.
-    pieces: [Vec<Piece>; 2],
+    pieces: Arc<Pieces>,
 }
 
 /// The packed pictures of a chunk, `[channel block][row][column][picture][16]`.
@@ -66,12 +69,13 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
         dw.fill(0.0);
         return;
     }
-    let tiles = Tiles::of_this_machine();
     let plane = s.out_h() * s.out_w();
     let group = if plane <= PIXELS { PIXELS / plane } else { GROUP }.min(s.batch);
-    let rows = (PIXELS / (s.out_w() * group)).clamp(1, s.out_h());
-    let pieces = [group, s.batch % group].map(|group| pieces(s, group, rows));
-    let plan = Plan { s, tiles, group, pieces };
+    let pieces = scratch.plans.entry(*s).or_insert_with(|| {
+        let rows = (PIXELS / (s.out_w() * group)).clamp(1, s.out_h());
+        Arc::new([group, s.batch % group].map(|group| pieces(s, group, rows)))
+    });
+    let plan = Plan { s, tiles: scratch.tiles, group, pieces: Arc::clone(pieces) };
     if s.weight_len() > OWN {
         plan.share_weights(x, dy, dw, scratch);
     } else {

@@ -5,7 +5,7 @@
 
 mod check;
 
-pub use check::{SpecError, apply_set, from_json, from_toml};
+pub use check::{KEYS, Kind, Section, SpecError, apply_set, from_json, from_toml, nearest, toml_document};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,0 +1,187 @@
+//! What a person sees who writes a specification, with and without mistakes.
+
+use lockstep_protocol::spec::{JobSpec, KEYS, SpecError, apply_set, from_json, from_toml};
+use serde_json::json;
+
+fn mistakes(toml: &str) -> Vec<SpecError> {
+    from_toml(toml).expect_err("has mistakes")
+}
+
+#[track_caller]
+fn one_mistake(toml: &str, pointer: &str, words: &[&str]) {
+    let found = mistakes(toml);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0].pointer, pointer, "{found:?}");
+    for word in words {
+        assert!(found[0].detail.contains(word), "{:?} should contain {word:?}", found[0].detail);
+    }
+}
+
+/// A document that is right but for `key = value` in `section`.
+fn with(section: &str, line: &str) -> String {
+    if section == "data" {
+        format!("[data]\ndataset = \"d\"\n{line}\n")
+    } else {
+        format!("[data]\ndataset = \"d\"\n[{section}]\n{line}\n")
+    }
+}
+
+#[test]
+fn defaults_are_those_of_the_tutorial_job() {
+    let spec = from_toml("[data]\ndataset = \"cifar10\"").expect("only the dataset is required");
+    assert_eq!((spec.train.lr, spec.train.momentum), (0.01, 0.9));
+    assert_eq!((spec.micro_batch_size(), spec.total_steps(50_000)), (32, 10 * 1562));
+}
+
+#[test]
+fn every_key_is_known_to_the_structs_and_back() {
+    let full = serde_json::to_value(JobSpec {
+        model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
+        data: lockstep_protocol::spec::DataSpec {
+            dataset: "d".into(),
+            image_size: Some(32),
+            mean: Some(vec![0.5]),
+            std: Some(vec![0.5]),
+            ..Default::default()
+        },
+        train: lockstep_protocol::spec::TrainSpec {
+            epochs: Some(1),
+            steps: Some(1),
+            batch_size: Some(1),
+            global_batch_size: Some(1),
+            ..Default::default()
+        },
+        checkpoint: lockstep_protocol::spec::CheckpointSpec {
+            every_epochs: Some(1),
+            every_steps: Some(1),
+            ..Default::default()
+        },
+        ..Default::default()
+    })
+    .expect("plain data");
+    for section in KEYS {
+        let table = if section.name.is_empty() { &full } else { &full[section.name] };
+        let known: Vec<_> = section.keys.iter().map(|(k, _)| *k).collect();
+        for key in &known {
+            assert!(!table[*key].is_null(), "{}.{key} is not in the structs", section.name);
+        }
+        let tables = KEYS.iter().map(|s| s.name);
+        for key in table.as_object().expect("a table").keys() {
+            assert!(
+                known.contains(&key.as_str()) || tables.clone().any(|t| t == key),
+                "{key} is not in KEYS"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_stored_specification_reads_back_the_same() {
+    let spec = from_toml(&with("train", "global_batch_size = 64\nseed = 18446744073709551615")).err();
+    // TOML's integers end at 2^63 - 1; JSON's do not.
+    assert!(spec.is_some());
+    let spec = from_json(&json!({"data": {"dataset": "d"}, "train": {"seed": u64::MAX}})).expect("valid");
+    assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec));
+}
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let found = mistakes(
+        "nam = \"x\"\n[model]\narch = \"resnet5\"\n[train]\nepochs = \"ten\"\nbatchsize = 8\n[data]\ndataset = \"d\"\nimage_size = 0",
+    );
+    let pointers: Vec<_> = found.iter().map(|e| e.pointer.as_str()).collect();
+    assert_eq!(pointers, ["/nam", "/model/arch", "/data/image_size", "/train/epochs", "/train/batchsize"]);
+}
+
+#[test]
+fn unknown_keys_get_the_nearest_right_name() {
+    one_mistake(&with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
+    one_mistake(&with("data", "lr = 0.1"), "/data/lr", &["belongs to [train]"]);
+    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are epochs, steps"]);
+    one_mistake(&with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
+}
+
+#[test]
+fn wrong_types_and_ranges_say_what_is_allowed() {
+    for (section, line, key, words) in [
+        ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
+        ("train", "epochs = 1000000000", "epochs", &["from 1 to 100,000", "1000000000"]),
+        ("train", "epochs = 0", "epochs", &["from 1"]),
+        ("train", "epochs = 1.5", "epochs", &["whole number", "1.5"]),
+        ("train", "lr = 0", "lr", &["above 0"]),
+        ("train", "lr = nan", "lr", &["a number"]),
+        ("train", "momentum = 1.0", "momentum", &["below 1"]),
+        ("train", "label_smoothing = 1.0", "label_smoothing", &["below 1"]),
+        ("train", "milestones = [3, 2]", "milestones", &["ascending"]),
+        ("train", "loss_scale = \"static\"", "loss_scale", &["dynamic"]),
+        ("train", "seed = -1", "seed", &["from 0"]),
+        ("data", "image_size = 0", "image_size", &["from 8 to 4,096"]),
+        ("data", "validation = 1.5", "validation", &["fraction"]),
+        ("data", "validation = \"../x\"", "validation", &["a split"]),
+        ("data", "std = [0.0]", "std", &["positive"]),
+        ("data", "mean = [0.1, 0.2]", "mean", &["1 or 3"]),
+        ("data", "horizontal_flip = 1", "horizontal_flip", &["true or false"]),
+        ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
+        ("parallel", "mode = \"pipeline\"", "mode", &["\"data\""]),
+        ("checkpoint", "keep = 1", "keep", &["from 2"]),
+        ("model", "arch = \"resnet-50\"", "arch", &["did you mean \"resnet50\"", "resnet110"]),
+    ] {
+        one_mistake(&with(section, line), &format!("/{section}/{key}"), words);
+    }
+    one_mistake("name = \"\"\n[data]\ndataset = \"d\"", "/name", &["1 to 200 characters"]);
+    one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
+    one_mistake("train = 3\n[data]\ndataset = \"d\"", "/train", &["a table of keys"]);
+    one_mistake("name = \"x\"", "/data/dataset", &["is missing"]);
+}
+
+#[test]
+fn combinations_that_cannot_work_are_refused() {
+    one_mistake(&with("train", "epochs = 1\nsteps = 1"), "/train/steps", &["not both"]);
+    one_mistake(
+        &with("train", "batch_size = 1\nglobal_batch_size = 1"),
+        "/train/global_batch_size",
+        &["not both"],
+    );
+    one_mistake(
+        &with("checkpoint", "every_epochs = 1\nevery_steps = 1"),
+        "/checkpoint/every_steps",
+        &["not both"],
+    );
+    one_mistake(
+        "[data]\ndataset = \"d\"\n[parallel]\nranks = 3\n[train]\nglobal_batch_size = 64",
+        "/train/global_batch_size",
+        &["3 ranks", "63 or 66"],
+    );
+    one_mistake(
+        "[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"",
+        "/train/precision",
+        &["fp32"],
+    );
+    one_mistake(&with("train", "schedule = \"step\""), "/train/milestones", &["such as [30, 60, 80]"]);
+    one_mistake(&with("data", "mean = [0.5]\nstd = [0.5, 0.5, 0.5]"), "/data/std", &["mean has 1"]);
+}
+
+#[test]
+fn syntax_errors_name_line_and_column() {
+    let found = mistakes("name = \"x\"\n[train\nlr = 1");
+    assert!(found[0].detail.starts_with("line 2, column"), "{found:?}");
+    let found = mistakes("[train]\nlr = 1\nlr = 2");
+    assert!(found[0].detail.starts_with("line 3, column"), "{found:?}");
+    assert!(from_json(&json!([1])).is_err_and(|e| e[0].detail.contains("a list")));
+}
+
+#[test]
+fn settings_from_the_command_line_overrule_the_file() {
+    let mut document = json!({"data": {"dataset": "d"}});
+    for argument in ["train.lr=0.5", "name=a plain name", "data.mean=[0.1]", "parallel.sync_batch_norm=false"]
+    {
+        apply_set(&mut document, argument).expect("applies");
+    }
+    let spec = from_json(&document).expect("valid");
+    assert_eq!(
+        (spec.train.lr, spec.name.as_str(), spec.data.mean, spec.parallel.sync_batch_norm),
+        (0.5, "a plain name", Some(vec![0.1]), false)
+    );
+    assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
+    assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("no table")));
+}

@@ -1,0 +1,377 @@
+// A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
+//
+// A layer is `{ label, colour, series, band, rings, smoothing, alpha }`: every attempt of one series as a
+// line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
+// ring at every value, for what is measured now and then. `smoothing` overrides the chart's.
+//
+// Drawing happens in one animation frame for all charts, at most 20 times a second for new data and at
+// once for what the reader does.
+
+import { drawAttempts, drawAxes, labelWidth } from "./axes.js";
+import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
+import { onThemeChange, palette } from "./palette.js";
+import { clockTicks, linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+
+const DATA_FRAME_MS = 50;
+const charts = new Set();
+let frame = 0;
+
+function schedule() {
+  frame ||= requestAnimationFrame((now) => {
+    frame = 0;
+    let waiting = false;
+    for (const chart of charts) {
+      if (chart.dirty && (chart.urgent || now - chart.drawnAt >= DATA_FRAME_MS)) { chart.drawnAt = now; chart.draw(); }
+      waiting ||= chart.dirty;
+    }
+    if (waiting) schedule();
+  });
+}
+
+onThemeChange(() => { for (const chart of charts) chart.invalidate(true); });
+
+export class Chart {
+  dirty = true;
+  urgent = true;
+  drawnAt = 0;
+  scale = "linear";
+  smoothing = 0;
+  /** Finer series of the zoomed part, by the series they stand in for; used while `detail.zoom` is the zoom. */
+  detail = null;
+  #drag = null;
+  #over = false;
+
+  /**
+   * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
+   * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: told what is shown.
+   */
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero });
+    this.canvas = root.appendChild(document.createElement("canvas"));
+    this.over = root.appendChild(document.createElement("canvas"));
+    this.tip = root.appendChild(document.createElement("div"));
+    this.tip.className = "tip";
+    this.tip.hidden = true;
+    root.tabIndex = 0;
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", `${label}. Arrow keys move the crosshair, plus and minus zoom, 0 shows all.`);
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", label);
+    this.over.setAttribute("aria-hidden", "true");
+    this.status = root.appendChild(document.createElement("p"));
+    this.status.className = "sr";
+    this.status.setAttribute("role", "status");
+    charts.add(this);
+    new ResizeObserver(() => this.invalidate(true)).observe(root);
+    view.addEventListener("zoom", () => this.invalidate(true));
+    view.addEventListener("cursor", () => this.#drawOver());
+    this.#listen();
+    schedule();
+  }
+
+  invalidate(urgent = false) {
+    this.dirty = true;
+    this.urgent ||= urgent;
+    schedule();
+  }
+
+  /** The series to draw for `series`: a finer one of the zoomed part if it is here. */
+  source(series) {
+    return (this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series)) || series;
+  }
+
+  /**
+   * What is drawn, for tests and consoles: per line its label, attempt, number of buckets, newest step and
+   * value. `lockstep.charts.loss.snapshot()`
+   */
+  snapshot() {
+    return this.layers().flatMap(({ label, series }) => series.segments.map((g) => ({
+      label, rank: series.rank, attempt: g.attempt, buckets: g.length, exact: g.exact,
+      points: g.counts.subarray(0, g.length).reduce((a, b) => a + b, 0),
+      step: g.lastStep, value: g.length ? g.mean[g.length - 1] : null,
+    })));
+  }
+
+  /** Segments with their places on the axis, per layer. */
+  #gather() {
+    return this.layers().map((layer) => ({
+      layer,
+      parts: this.source(layer.series).segments
+        .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.places(segment) })),
+    }));
+  }
+
+  draw() {
+    this.dirty = this.urgent = false;
+    const { width, height } = this.root.getBoundingClientRect();
+    if (!width || !height) return;
+    const ratio = devicePixelRatio || 1;
+    for (const c of [this.canvas, this.over]) {
+      const w = Math.round(width * ratio), h = Math.round(height * ratio);
+      if (c.width !== w || c.height !== h) { c.width = w; c.height = h; }
+    }
+    const ctx = this.canvas.getContext("2d");
+    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+    ctx.clearRect(0, 0, width, height);
+    const colours = palette(), view = this.view;
+    const gathered = this.#gather(), parts = gathered.flatMap((g) => g.parts);
+
+    let low = Infinity, high = -Infinity;
+    for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
+    if (!(high > -Infinity)) { low = 0; high = 1; }
+    [low, high] = view.zoom ?? [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high > low ? high : low + 1];
+
+    let bottom = Infinity, top = -Infinity, shown = 0, buckets = 0, exact = true;
+    for (const { segment, xs } of parts) {
+      const [from, to] = visible(segment, xs, low, high);
+      let points = 0;
+      for (let i = from; i < to; i++) {
+        points += segment.counts[i];
+        const a = segment.min[i], b = segment.max[i];
+        if (Number.isFinite(b) && b > top) top = b;
+        if (Number.isFinite(a) && a < bottom && (this.scale === "linear" || a > 0)) bottom = a;
+      }
+      shown = Math.max(shown, points);
+      buckets = Math.max(buckets, to - from);
+      exact &&= segment.exact;
+    }
+    if (this.zero && this.scale === "linear" && bottom > 0) bottom = 0;
+    const [y0, y1] = niceDomain(bottom, top, this.scale);
+
+    const rows = Math.max(2, Math.floor(height / 52));
+    const yTicks = this.scale === "log" ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows);
+    const yLabels = yTicks.map(this.tick);
+    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, yLabels, colours, 24) + 10, right: width - 10, margin: 10 };
+    if (plot.right - plot.left < 20) return;
+    const x = linear([low, high], [plot.left, plot.right]);
+    const y = (this.scale === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]);
+    this.plot = plot;
+    this.x = x;
+    this.y = y;
+    this.gathered = gathered;
+
+    const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
+    drawAxes(ctx, plot, { x, y, yTicks, yLabel: this.tick, colours, ...axis });
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
+    ctx.clip();
+    drawAttempts(ctx, plot, x, attemptStarts(parts), colours);
+    for (const { layer, parts } of gathered) this.#drawLayer(ctx, layer, parts, colours);
+    ctx.restore();
+
+    const pixels = plot.right - plot.left, apiece = shown / Math.min(pixels, buckets || 1);
+    const every = exact && buckets / pixels <= POINTS_A_PIXEL;
+    this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
+    this.root.dataset.drawn = String(shown);
+    this.#drawOver();
+  }
+
+  #drawLayer(ctx, layer, parts, colours) {
+    const { plot, x, y } = this;
+    const colour = colours[layer.colour] ?? layer.colour;
+    for (const { segment, xs } of parts) {
+      const smoothing = layer.smoothing ?? this.smoothing;
+      drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band });
+      if (!layer.rings) continue;
+      const [from, to] = visible(segment, xs, x.low, x.high);
+      for (let i = from; i < to; i++) {
+        if (!Number.isFinite(segment.mean[i])) continue;
+        ctx.fillStyle = colour;
+        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 3.5);
+        ctx.fillStyle = colours.card;
+        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 2);
+      }
+    }
+  }
+
+  // --- crosshair and selection -------------------------------------------------------------------
+
+  #drawOver() {
+    if (!this.plot) return;
+    const ratio = devicePixelRatio || 1, ctx = this.over.getContext("2d"), { plot, x, y, view } = this;
+    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+    ctx.clearRect(0, 0, this.over.width, this.over.height);
+    const colours = palette();
+    if (this.#drag?.to !== undefined) {
+      ctx.fillStyle = colours.accent;
+      ctx.globalAlpha = 0.15;
+      ctx.fillRect(Math.min(this.#drag.from, this.#drag.to), plot.top, Math.abs(this.#drag.to - this.#drag.from), plot.bottom - plot.top);
+      ctx.globalAlpha = 1;
+    }
+    const at = view.cursor;
+    if (at === null || at < x.low || at > x.high) { this.tip.hidden = true; return; }
+    const rows = this.#values(at);
+    const p = Math.round(x.to(rows.length ? rows[0].x : at)) + 0.5;
+    ctx.strokeStyle = colours.muted;
+    ctx.globalAlpha = 0.8;
+    ctx.beginPath();
+    ctx.moveTo(p, plot.top);
+    ctx.lineTo(p, plot.bottom);
+    ctx.stroke();
+    ctx.globalAlpha = 1;
+    for (const row of rows) {
+      const py = y.to(row.value);
+      if (!Number.isFinite(py)) continue;
+      ctx.fillStyle = colours[row.colour] ?? row.colour;
+      dot(ctx, x.to(row.x), py, 3.5);
+    }
+    if (this.#over || this.root === document.activeElement) this.#showTip(rows, p, colours);
+    else this.tip.hidden = true;
+  }
+
+  /** The value of each layer nearest to `at`, of the newest attempt that has one near. */
+  #values(at) {
+    const reach = (this.x.high - this.x.low) / 40;
+    const rows = [];
+    for (const { layer, parts } of this.gathered) {
+      const near = [];
+      for (const { segment, xs } of parts) {
+        const i = segment.find(at, xs);
+        const k = i >= segment.length || (i > 0 && at - xs[i - 1] < xs[i] - at) ? i - 1 : i;
+        const far = Math.abs(xs[k] - at);
+        const inside = at >= xs[0] && at <= xs[segment.length - 1];
+        if (k >= 0 && (inside || far <= reach)) near.push({ segment, k, x: xs[k], value: segment.mean[k] });
+      }
+      if (!near.length) continue;
+      const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));
+      const { segment, k } = newest;
+      rows.push({ label: layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]] });
+    }
+    return rows;
+  }
+
+  #showTip(rows, p, colours) {
+    const head = document.createElement("p");
+    head.textContent = this.describe(rows.length ? rows[0].x : this.view.cursor);
+    const list = rows.map((row) => {
+      const line = document.createElement("p");
+      const swatch = document.createElement("i"), label = document.createElement("span"), value = document.createElement("b");
+      swatch.style.background = colours[row.colour] ?? row.colour;
+      label.textContent = row.label;
+      value.textContent = Number.isFinite(row.value) ? this.format(row.value) : "not finite";
+      value.title = String(row.value);
+      line.append(swatch, label, value);
+      if (row.range[0] < row.range[1]) {
+        const range = document.createElement("small");
+        range.textContent = `${this.format(row.range[0])} to ${this.format(row.range[1])}`;
+        line.append(range);
+      }
+      return line;
+    });
+    this.tip.replaceChildren(head, ...list);
+    this.tip.hidden = false;
+    const width = this.tip.offsetWidth;
+    const left = p + 14 + width > this.plot.right ? p - 14 - width : p + 14;
+    this.tip.style.transform = `translate(${Math.max(0, left)}px, ${this.plot.top + 6}px)`;
+  }
+
+  #listen() {
+    const { root, view } = this;
+    const place = (event) => {
+      const p = event.clientX - root.getBoundingClientRect().left;
+      return Math.min(this.plot.right, Math.max(this.plot.left, p));
+    };
+    root.addEventListener("pointerenter", () => { this.#over = true; });
+    root.addEventListener("pointerleave", () => { this.#over = false; if (!this.#drag) view.setCursor(null); });
+    root.addEventListener("pointerdown", (event) => {
+      if (!this.plot || event.button !== 0) return;
+      if (event.pointerType === "mouse") { root.setPointerCapture(event.pointerId); this.#drag = { from: place(event) }; }
+      else view.setCursor(this.x.from(place(event)));
+    });
+    root.addEventListener("pointermove", (event) => {
+      if (!this.plot) return;
+      const p = place(event);
+      if (this.#drag && Math.abs(p - this.#drag.from) > 4) this.#drag.to = p;
+      const before = view.cursor;
+      view.setCursor(this.x.from(p));
+      if (before === view.cursor && this.#drag) this.#drawOver();
+    });
+    const drop = (event) => {
+      const drag = this.#drag;
+      this.#drag = null;
+      if (!drag || drag.to === undefined || event.type === "pointercancel") return this.#drawOver();
+      const [a, b] = [this.x.from(Math.min(drag.from, drag.to)), this.x.from(Math.max(drag.from, drag.to))];
+      this.#zoomTo(a, b);
+    };
+    root.addEventListener("pointerup", drop);
+    root.addEventListener("pointercancel", drop);
+    root.addEventListener("dblclick", () => view.setZoom(null));
+    root.addEventListener("blur", () => { if (!this.#over) view.setCursor(null); });
+    root.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  #zoomTo(low, high) {
+    // Closer than a few steps there is nothing to see.
+    const least = this.view.axis === "time" ? 0.05 : 4;
+    if (high - low >= least) this.view.setZoom([low, high]);
+  }
+
+  #key(event) {
+    if (!this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { view, x } = this, span = x.high - x.low;
+    const at = view.cursor ?? (x.low + x.high) / 2;
+    const hop = this.#hop(at) * (event.shiftKey ? 10 : 1);
+    const move = (to) => view.setCursor(Math.min(x.high, Math.max(x.low, to)));
+    const keys = {
+      ArrowLeft: () => move(at - hop), ArrowRight: () => move(at + hop),
+      Home: () => move(x.low), End: () => move(x.high),
+      "+": () => this.#zoomTo(at - span / 4, at + span / 4), "=": () => this.#zoomTo(at - span / 4, at + span / 4),
+      "-": () => view.zoom && this.#zoomOut(at, span),
+      0: () => view.setZoom(null), Escape: () => { view.setZoom(null); view.setCursor(null); },
+    };
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+    if (view.cursor !== null) {
+      const rows = this.#values(view.cursor);
+      this.status.textContent = [this.describe(view.cursor), ...rows.map((r) => `${r.label} ${this.format(r.value)}`)].join(", ");
+    }
+  }
+
+  #zoomOut(at, span) {
+    let low = Infinity, high = -Infinity;
+    for (const { segment, xs } of this.gathered.flatMap((g) => g.parts)) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
+    const [a, b] = [at - span, at + span];
+    if (a <= low && b >= high) this.view.setZoom(null);
+    else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);
+  }
+
+  /** The distance to the next bucket, or a pixel if that is more. */
+  #hop(at) {
+    const pixel = (this.x.high - this.x.low) / (this.plot.right - this.plot.left);
+    const part = this.gathered.flatMap((g) => g.parts)[0];
+    if (!part) return pixel;
+    const i = Math.max(1, Math.min(part.segment.length - 1, part.segment.find(at, part.xs)));
+    return Math.max(pixel, part.segment.length > 1 ? part.xs[i] - part.xs[i - 1] : pixel);
+  }
+}
+
+/** Ticks and labels of the horizontal axis. */
+function xAxis(view, low, high, wanted) {
+  const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
+  if (view.axis === "time") {
+    const label = (s) => {
+      const two = (n) => String(Math.floor(n)).padStart(2, "0");
+      if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
+      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
+    };
+    return { xTicks: clockTicks(low, high, wanted), xLabel: label };
+  }
+  if (view.axis === "epoch" && view.stepsPerEpoch) {
+    const k = view.stepsPerEpoch;
+    return { xTicks: linearTicks(low / k, high / k, wanted).map((e) => e * k), xLabel: (v) => grouped(v / k) };
+  }
+  return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
+}
+
+/** Where each attempt but the first starts. */
+function attemptStarts(parts) {
+  const starts = new Map();
+  for (const { segment, xs } of parts) {
+    const before = starts.get(segment.attempt) ?? Infinity;
+    starts.set(segment.attempt, Math.min(before, xs[0]));
+  }
+  const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
+  return sorted.slice(1);
+}

@@ -1,0 +1,127 @@
+// Draws series into a plot: every point where they fit, else the lowest to the highest and the mean of
+// each pixel column. A value that was not finite is a gap.
+
+/** More buckets a pixel than this are drawn as columns. */
+export const POINTS_A_PIXEL = 2;
+
+/** The buckets of a segment that a view from `low` to `high` touches, with one neighbour on each side. */
+export function visible(segment, xs, low, high) {
+  return [Math.max(0, segment.find(low, xs) - 1), Math.min(segment.length, segment.find(high, xs) + 1)];
+}
+
+/** One segment as columns of pixels: lowest, highest and mean of what falls on each. */
+export class Columns {
+  constructor(width) {
+    const size = Math.max(1, Math.ceil(width) + 2);
+    this.min = new Float64Array(size).fill(Infinity);
+    this.max = new Float64Array(size).fill(-Infinity);
+    this.sum = new Float64Array(size);
+    this.weight = new Float64Array(size);
+    this.gap = new Uint8Array(size);
+  }
+
+  add(segment, xs, [from, to], x, left, values = segment.mean) {
+    for (let i = from; i < to; i++) {
+      const column = Math.round(x.to(xs[i]) - left);
+      if (column < 0 || column >= this.sum.length) continue;
+      const v = values[i];
+      if (!Number.isFinite(v)) { this.gap[column] = 1; continue; }
+      const n = segment.counts[i];
+      if (segment.min[i] < this.min[column]) this.min[column] = segment.min[i];
+      if (segment.max[i] > this.max[column]) this.max[column] = segment.max[i];
+      this.sum[column] += v * n;
+      this.weight[column] += n;
+    }
+  }
+
+  /** Band and mean line. */
+  draw(ctx, y, left, { colour, alpha, width, band }) {
+    if (band) {
+      ctx.fillStyle = colour;
+      ctx.globalAlpha = alpha * band;
+      ctx.beginPath();
+      for (let c = 0; c < this.sum.length; c++) {
+        if (!this.weight[c]) continue;
+        const top = y.to(this.max[c]), bottom = y.to(this.min[c]);
+        if (Number.isFinite(top) && Number.isFinite(bottom)) ctx.rect(left + c - 0.5, top, 1, Math.max(1, bottom - top));
+      }
+      ctx.fill();
+    }
+    const points = [];
+    for (let c = 0; c < this.sum.length; c++) {
+      if (this.weight[c]) points.push(left + c, y.to(this.sum[c] / this.weight[c]));
+      else if (this.gap[c]) points.push(NaN, NaN);
+    }
+    stroke(ctx, points, { colour, alpha, width });
+  }
+}
+
+/** A line through [x0, y0, x1, y1, ...]; NaN breaks it, and a point alone between breaks is a dot. */
+function stroke(ctx, points, { colour, alpha, width }) {
+  ctx.strokeStyle = ctx.fillStyle = colour;
+  ctx.globalAlpha = alpha;
+  ctx.lineWidth = width;
+  ctx.lineJoin = "round";
+  ctx.beginPath();
+  const dots = [];
+  let run = 0;
+  for (let i = 0; i <= points.length; i += 2) {
+    if (i < points.length && Number.isFinite(points[i + 1])) {
+      if (run++) ctx.lineTo(points[i], points[i + 1]); else ctx.moveTo(points[i], points[i + 1]);
+    } else {
+      if (run === 1) dots.push(points[i - 2], points[i - 1]);
+      run = 0;
+    }
+  }
+  ctx.stroke();
+  for (let i = 0; i < dots.length; i += 2) dot(ctx, dots[i], dots[i + 1], Math.max(1.5, width));
+  ctx.globalAlpha = 1;
+}
+
+export function dot(ctx, x, y, radius) {
+  ctx.beginPath();
+  ctx.arc(x, y, radius, 0, 2 * Math.PI);
+  ctx.fill();
+}
+
+/** One segment of one rank. */
+export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band }) {
+  const range = visible(segment, xs, x.low, x.high);
+  const crowded = (range[1] - range[0]) / (plot.right - plot.left) > POINTS_A_PIXEL;
+  const one = (values, style) => {
+    if (crowded) {
+      const columns = new Columns(plot.right - plot.left);
+      columns.add(segment, xs, range, x, plot.left, values);
+      return columns.draw(ctx, y, plot.left, style);
+    }
+    if ((band || !segment.exact) && style.band) drawBand(ctx, segment, xs, range, x, y, style);
+    const points = new Float64Array(2 * (range[1] - range[0]));
+    for (let i = range[0], k = 0; i < range[1]; i++) {
+      points[k++] = x.to(xs[i]);
+      points[k++] = y.to(values[i]);
+    }
+    stroke(ctx, points, style);
+  };
+  if (smoothing > 0) {
+    one(segment.mean, { colour, alpha: alpha * 0.28, width: 1, band: 0.4 });
+    one(segment.smooth(smoothing), { colour, alpha, width: 1.75, band: 0 });
+  } else {
+    one(segment.mean, { colour, alpha, width: 1.4, band: 0.22 });
+  }
+}
+
+function drawBand(ctx, segment, xs, [from, to], x, y, { colour, alpha, band }) {
+  ctx.fillStyle = colour;
+  ctx.globalAlpha = alpha * band;
+  ctx.beginPath();
+  let run = from;
+  for (let i = from; i <= to; i++) {
+    const fits = i < to && Number.isFinite(y.to(segment.min[i])) && Number.isFinite(y.to(segment.max[i]));
+    if (fits) continue;
+    for (let k = run; k < i; k++) ctx[k === run ? "moveTo" : "lineTo"](x.to(xs[k]), y.to(segment.max[k]));
+    for (let k = i - 1; k >= run; k--) ctx.lineTo(x.to(xs[k]), y.to(segment.min[k]));
+    run = i + 1;
+  }
+  ctx.fill();
+  ctx.globalAlpha = 1;
+}

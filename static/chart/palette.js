@@ -1,0 +1,34 @@
+// Colours for canvases, read from the page's custom properties so that both themes have one home.
+// Rank colours are told apart by colour-blind eyes: they differ in lightness as well as in hue.
+
+/** Ranks past these share the mean and its band. */
+export const RANK_COLOURS = 8;
+
+const NAMES = ["text", "muted", "line", "grid", "card", "accent", "accent-2", ...Array.from({ length: RANK_COLOURS }, (_, i) => `rank-${i}`)];
+
+let cache = null;
+
+/** `{ text, muted, grid, card, accent, ..., ranks: [...] }` as the canvas understands them. */
+export function palette() {
+  if (cache) return cache;
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  document.body.append(probe);
+  const colours = {};
+  for (const name of NAMES) {
+    probe.style.color = `var(--${name})`;
+    colours[name] = getComputedStyle(probe).color;
+  }
+  probe.remove();
+  colours.ranks = Array.from({ length: RANK_COLOURS }, (_, i) => colours[`rank-${i}`]);
+  colours.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  cache = colours;
+  return colours;
+}
+
+/** Calls `then` whenever the theme changes, by the system or by the button. */
+export function onThemeChange(then) {
+  const changed = () => { cache = null; then(); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+}

@@ -1,0 +1,206 @@
+// The points of one metric of one rank, as attempts: segments of one curve, each in typed arrays.
+//
+// A point is a bucket of `count` steps with the lowest, highest and mean value of them; a raw point is a
+// bucket of one. When a segment outgrows its capacity, neighbours are merged in pairs, so memory and
+// drawing time stay bounded however long a page is open, and no peak is ever lost.
+
+export class Segment {
+  constructor(attempt, capacity) {
+    this.attempt = attempt;
+    this.capacity = capacity;
+    this.length = 0;
+    /** Whether every bucket is one raw point. */
+    this.exact = true;
+    this.#allocate(Math.min(capacity, 256));
+  }
+
+  #allocate(size) {
+    const grow = (Type, old) => { const a = new Type(size); if (old) a.set(old.subarray(0, this.length)); return a; };
+    this.steps = grow(Float64Array, this.steps);
+    this.min = grow(Float32Array, this.min);
+    this.max = grow(Float32Array, this.max);
+    this.mean = grow(Float32Array, this.mean);
+    this.counts = grow(Float64Array, this.counts);
+    this.smoothed = null;
+  }
+
+  get lastStep() { return this.length ? this.steps[this.length - 1] : -1; }
+
+  /** Appends a bucket. One that does not come after the last step is a repetition and is ignored. */
+  push(step, min, max, mean, count = 1) {
+    if (step <= this.lastStep) return false;
+    if (this.length === this.steps.length) {
+      if (this.length >= this.capacity) this.#merge();
+      else this.#allocate(Math.min(this.capacity, this.length * 2));
+    }
+    const i = this.length++;
+    this.steps[i] = step;
+    this.min[i] = min;
+    this.max[i] = max;
+    this.mean[i] = mean;
+    this.counts[i] = count;
+    if (count > 1) this.exact = false;
+    return true;
+  }
+
+  /** Halves the number of buckets. A gap (NaN) swallows nothing: it is merged only with a gap. */
+  #merge() {
+    let to = 0;
+    for (let i = 0; i < this.length; i++, to++) {
+      const j = i + 1;
+      const pair = j < this.length && Number.isNaN(this.mean[i]) === Number.isNaN(this.mean[j]);
+      const n = this.counts[i], m = pair ? this.counts[j] : 0;
+      this.steps[to] = this.steps[pair ? j : i];
+      this.min[to] = pair ? Math.min(this.min[i], this.min[j]) : this.min[i];
+      this.max[to] = pair ? Math.max(this.max[i], this.max[j]) : this.max[i];
+      this.mean[to] = pair ? (this.mean[i] * n + this.mean[j] * m) / (n + m) : this.mean[i];
+      this.counts[to] = n + m;
+      if (pair) i++;
+    }
+    // Gaps on every second point leave nothing to merge: then the oldest half goes coarser by dropping.
+    if (to >= this.capacity) {
+      for (const column of [this.steps, this.min, this.max, this.mean, this.counts]) column.copyWithin(0, to >> 1, to);
+      to -= to >> 1;
+    }
+    this.length = to;
+    this.exact = false;
+    this.smoothed = null;
+  }
+
+  /** Index of the first bucket at or after `x`, where `xs` are this segment's places on the axis. */
+  find(x, xs = this.steps) {
+    let low = 0, high = this.length;
+    while (low < high) {
+      const mid = (low + high) >> 1;
+      if (xs[mid] < x) low = mid + 1; else high = mid;
+    }
+    return low;
+  }
+
+  /** The mean, exponentially smoothed without the bias of its start; a gap leaves the average as it was. */
+  smooth(factor) {
+    let s = this.smoothed;
+    if (!s || s.factor !== factor || s.values.length < this.length) {
+      const values = new Float32Array(this.steps.length);
+      if (s?.factor === factor) values.set(s.values.subarray(0, s.done));
+      s = this.smoothed = { factor, values, done: s?.factor === factor ? s.done : 0,
+        sum: s?.factor === factor ? s.sum : 0, weight: s?.factor === factor ? s.weight : 0 };
+    }
+    for (; s.done < this.length; s.done++) {
+      const v = this.mean[s.done];
+      if (!Number.isFinite(v)) { s.values[s.done] = NaN; continue; }
+      const keep = factor ** this.counts[s.done];
+      s.sum = s.sum * keep + v * (1 - keep);
+      s.weight = s.weight * keep + (1 - keep);
+      s.values[s.done] = s.sum / s.weight;
+    }
+    return s.values;
+  }
+}
+
+export class Series {
+  /** `capacity`: buckets kept per attempt. */
+  constructor(name, rank, capacity = 16384) {
+    this.name = name;
+    this.rank = rank;
+    this.capacity = capacity;
+    this.segments = [];
+  }
+
+  segment(attempt) {
+    let segment = this.segments.findLast((s) => s.attempt === attempt);
+    if (!segment) {
+      segment = new Segment(attempt, this.capacity);
+      this.segments.push(segment);
+      this.segments.sort((a, b) => a.attempt - b.attempt);
+    }
+    return segment;
+  }
+
+  /** Raw points as the stream brings them: a value that was not finite is null there and a gap here. */
+  append(attempt, steps, values) {
+    const segment = this.segment(attempt);
+    let added = 0;
+    for (let i = 0; i < steps.length; i++) {
+      const v = values[i] ?? NaN;
+      if (segment.push(steps[i], v, v, v)) added++;
+    }
+    return added;
+  }
+
+  /** Buckets as `GET /metrics` brings them; `exact` when each is one point. */
+  load(attempt, { steps, min, max, mean }, exact) {
+    const segment = this.segment(attempt);
+    for (let i = 0; i < steps.length; i++) {
+      const value = mean[i] ?? NaN;
+      const count = exact ? 1 : Math.max(1, steps[i] - (i ? steps[i - 1] : segment.lastStep < 0 ? 0 : segment.lastStep));
+      segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
+    }
+    if (!exact) segment.exact = false;
+  }
+
+  get exact() { return this.segments.every((s) => s.exact); }
+  get last() { return this.segments.at(-1); }
+
+  /** The mean of the newest `n` finite values of the newest attempt, or NaN. */
+  recent(n) {
+    const segment = this.segments.at(-1);
+    if (!segment) return NaN;
+    let sum = 0, count = 0;
+    for (let i = segment.length - 1; i >= 0 && count < n; i--) {
+      if (Number.isFinite(segment.mean[i])) { sum += segment.mean[i] * segment.counts[i]; count += segment.counts[i]; }
+    }
+    return count ? sum / count : NaN;
+  }
+}
+
+/** The mean over ranks of one metric: a step counts once every rank has told its value. */
+export class MeanSeries extends Series {
+  #waiting = new Map();
+
+  constructor(name, ranks, capacity) {
+    super(name, null, capacity);
+    this.ranks = ranks;
+  }
+
+  /** As `append`, for one rank's points. */
+  appendRank(attempt, steps, values) {
+    for (let i = 0; i < steps.length; i++) {
+      const key = `${attempt}:${steps[i]}`, v = values[i] ?? NaN;
+      const sum = this.#waiting.get(key) ?? { n: 0, total: 0, min: Infinity, max: -Infinity };
+      sum.n++;
+      sum.total += v;
+      sum.min = Math.min(sum.min, v);
+      sum.max = Math.max(sum.max, v);
+      if (sum.n < this.ranks) { this.#waiting.set(key, sum); continue; }
+      this.#waiting.delete(key);
+      this.segment(attempt).push(steps[i], sum.min, sum.max, sum.total / sum.n);
+    }
+    // Steps that a dead rank never told of.
+    if (this.#waiting.size > 20_000) this.#waiting.clear();
+  }
+
+  /** As `load`, for the buckets of all ranks of an attempt; those of the same step are joined. */
+  loadRanks(attempt, ranks, exact) {
+    const joined = new Map();
+    for (const { steps, min, max, mean } of ranks) {
+      for (let i = 0; i < steps.length; i++) {
+        const value = mean[i] ?? NaN, at = joined.get(steps[i]);
+        const low = min?.[i] ?? value, high = max?.[i] ?? value;
+        if (!at) joined.set(steps[i], { n: 1, sum: value, low, high });
+        else { at.n++; at.sum += value; at.low = Math.min(at.low, low); at.high = Math.max(at.high, high); }
+      }
+    }
+    const all = [...joined].filter(([, b]) => b.n === this.ranks).sort((a, b) => a[0] - b[0]);
+    this.load(attempt, {
+      steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
+      max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
+    }, exact);
+    // What some ranks have told and others not yet waits for the stream.
+    if (!exact) return;
+    for (const { steps, mean } of ranks) {
+      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < this.ranks);
+      if (late >= 0) this.appendRank(attempt, steps.slice(late), mean.slice(late));
+    }
+  }
+}

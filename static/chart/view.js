@@ -1,0 +1,88 @@
+// What the charts of a page share: the horizontal axis (step, epoch or training time), the part of it
+// that is zoomed to, and where the crosshair stands. Charts redraw when it changes.
+
+export class View extends EventTarget {
+  /** `step`, `epoch` or `time`. */
+  axis = "step";
+  /** The zoomed part [from, to] in the axis's unit (steps for `step` and `epoch`, seconds for `time`), or null. */
+  zoom = null;
+  /** Where the crosshair stands, in the same unit, or null. */
+  cursor = null;
+  stepsPerEpoch = 0;
+
+  /** `clock()`: the series of `step_ms` of rank 0, from which training time is summed. */
+  constructor(clock) {
+    super();
+    this.clock = clock;
+  }
+
+  setAxis(axis) {
+    const same = (this.axis === "time") === (axis === "time");
+    this.axis = axis;
+    if (!same) { this.zoom = null; this.cursor = null; }
+    this.dispatchEvent(new Event("zoom"));
+  }
+
+  setZoom(zoom) {
+    this.zoom = zoom;
+    this.dispatchEvent(new Event("zoom"));
+  }
+
+  setCursor(cursor) {
+    if (cursor === this.cursor) return;
+    this.cursor = cursor;
+    this.dispatchEvent(new Event("cursor"));
+  }
+
+  /** Places of a segment's buckets on the axis. */
+  places(segment) {
+    return this.axis === "time" ? this.#times(segment) : segment.steps;
+  }
+
+  /** Seconds of training before each bucket's end: `step_ms` summed, over earlier attempts too. */
+  #times(segment) {
+    const out = new Float64Array(segment.length);
+    const clock = this.clock();
+    let start = 0;
+    for (const c of clock.segments) {
+      if (c.attempt < segment.attempt) { start += total(c); continue; }
+      if (c.attempt > segment.attempt) break;
+      let i = 0, at = start, step = c.length ? c.steps[0] - c.counts[0] : 0, pace = c.length ? c.mean[0] : 0;
+      for (let k = 0; k < segment.length; k++) {
+        while (i < c.length && c.steps[i] <= segment.steps[k]) {
+          if (Number.isFinite(c.mean[i])) pace = c.mean[i];
+          at += (c.steps[i] - step) * pace / 1000;
+          step = c.steps[i++];
+        }
+        out[k] = at + Math.max(0, segment.steps[k] - step) * pace / 1000;
+      }
+      return out;
+    }
+    return out.fill(start);
+  }
+
+  /** The step at a place on the axis, as near as the clock knows. */
+  stepAt(x) {
+    if (this.axis !== "time") return x;
+    let at = 0, step = 0;
+    for (const c of this.clock.segments) {
+      step = c.length ? c.steps[0] - c.counts[0] : step;
+      for (let i = 0; i < c.length; i++) {
+        const secs = (c.steps[i] - step) * (c.mean[i] || 0) / 1000;
+        if (at + secs >= x) return step + (secs ? (x - at) / secs * (c.steps[i] - step) : 0);
+        at += secs;
+        step = c.steps[i];
+      }
+    }
+    return step;
+  }
+}
+
+function total(segment) {
+  let at = 0, step = segment.length ? segment.steps[0] - segment.counts[0] : 0;
+  for (let i = 0; i < segment.length; i++) {
+    at += (segment.steps[i] - step) * (segment.mean[i] || 0) / 1000;
+    step = segment.steps[i];
+  }
+  return at;
+}

@@ -1,0 +1,154 @@
+// The row of numbers, the title's line and the verdict: what one glance has to answer.
+
+import { byId, text } from "../page.js";
+import { clock, count, percent, plural, rate, value } from "../numbers.js";
+
+const FINAL = ["succeeded", "failed", "cancelled"];
+/** A running job with no new step for this long (or 20 usual steps, if that is longer) is worth a sentence. */
+const QUIET_MS = 15_000;
+
+export const isFinal = (state) => FINAL.includes(state);
+
+export class Facts {
+  /** When the newest step was seen; null until one is. */
+  #movedAt = Date.now();
+  #step = 0;
+
+  constructor(job, metrics, ranks) {
+    Object.assign(this, { job, metrics, ranks });
+    this.#step = job.step;
+  }
+
+  draw(now = Date.now()) {
+    const { job, metrics } = this, total = job.total_steps;
+    const loss = metrics.mean("loss").last;
+    const newest = metrics.of("loss").last;
+    // A new attempt goes back to its checkpoint; the newest attempt's step is the job's.
+    const step = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
+    const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
+    const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
+    const speed = metrics.of("images_per_second").recent(20) || job.images_per_second;
+    const done = isFinal(job.state);
+
+    fact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
+    fact("step", total ? count(step) : "–", total ? `of ${count(total)}` : "");
+    const bar = byId("progress");
+    bar.max = total || 1;
+    bar.value = Math.min(step, total);
+    bar.dataset.state = job.state;
+
+    if (done && job.started_at && job.finished_at) {
+      label("left", "Took");
+      fact("left", clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000), "");
+    } else {
+      label("left", "Left");
+      const left = job.state === "running" ? this.#left(total - step, speed, now) : null;
+      fact("left", left === null ? "–" : clock(left), "");
+    }
+    fact("speed", speed ? rate(speed) : "–", speed && job.ranks > 1 ? `${rate(speed / job.ranks)} a rank` : "");
+    const last = loss?.length ? loss.mean[loss.length - 1] : job.last.loss;
+    fact("loss", last == null ? "–" : value(last), "");
+    byId("loss").title = last == null ? "" : String(last);
+
+    const [measured, best] = this.#accuracy();
+    fact("accuracy", measured == null ? "–" : percent(measured), best ? `best ${percent(best.value)} at ${best.epoch}` : "");
+    const wait = this.ranks.waitShare();
+    text(byId("wait"), Number.isFinite(wait) ? percent(wait) : "–");
+
+    const share = total ? Math.floor(100 * step / total) : 0;
+    document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;
+    this.#verdict(now, step);
+  }
+
+  #left(steps, speed, now) {
+    if (!speed || steps < 0) return this.job.eta_secs;
+    const batch = this.globalBatch();
+    const since = Math.min(5, (now - this.#movedAt) / 1000);
+    return Math.max(0, steps * batch / speed - since);
+  }
+
+  globalBatch() {
+    const { train, parallel } = this.job.spec;
+    if (train.batch_size == null && train.global_batch_size != null) return train.global_batch_size;
+    return (train.batch_size ?? 32) * train.accumulate * parallel.ranks;
+  }
+
+  #accuracy() {
+    const { job, metrics } = this;
+    let best = null, last = null;
+    for (const segment of metrics.of("val_accuracy").segments) {
+      for (let i = 0; i < segment.length; i++) {
+        const v = segment.mean[i];
+        if (!Number.isFinite(v)) continue;
+        last = v;
+        if (!best || segment.max[i] > best.value) best = { value: segment.max[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
+      }
+    }
+    return [last ?? job.last.val_accuracy, best ?? job.best];
+  }
+
+  title() {
+    const { job } = this;
+    const state = byId("state");
+    text(state, job.state);
+    state.dataset.state = job.state;
+    const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
+    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${plural(job.ranks, "rank")}${where}`,
+      `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
+    if (job.started_at) {
+      const at = new Date(job.started_at), today = at.toDateString() === new Date().toDateString();
+      const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+      text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${time}`);
+      byId("started").title = job.started_at;
+    }
+    byId("cancel").hidden = isFinal(job.state);
+    byId("delete").hidden = !isFinal(job.state);
+  }
+
+  #verdict(now, step) {
+    const found = this.#trouble(now, step), band = byId("verdict");
+    band.hidden = !found;
+    if (!found) return;
+    const { tone, what, why, link = ["#log", "Log"] } = found;
+    band.dataset.tone = tone;
+    text(byId("verdict-what"), what);
+    text(byId("verdict-why"), why ?? "");
+    const a = byId("verdict-link");
+    a.setAttribute("href", link[0]);
+    text(a, link[1]);
+  }
+
+  #trouble(now, step) {
+    const { job, ranks } = this, reason = job.reason ?? "";
+    switch (job.state) {
+      case "failed": return { tone: "bad", what: "The job failed.", why: reason };
+      case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
+      case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
+      case "queued": return reason ? { tone: "warn", what: "Waiting.", why: reason, link: ["/machines", "Machines"] } : null;
+      case "running": break;
+      default: return null;
+    }
+    const stepMs = this.metrics.of("step_ms").recent(50) || 0;
+    const quiet = now - this.#movedAt;
+    const busy = [...Array(job.ranks).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
+    if (this.live && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
+      const reports = [...Array(job.ranks).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
+      const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
+      const one = reports.some((r) => r.step > behind.step);
+      return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
+        why: `Its last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+    }
+    const slow = ranks.slow();
+    return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
+  }
+}
+
+function fact(id, main, more) {
+  text(byId(id), main);
+  text(byId(`${id}-more`), more);
+}
+
+function label(id, words) {
+  text(byId(id).closest("div").querySelector("dt"), words);
+}

@@ -1,0 +1,142 @@
+// The ranks: a lane each, with how its steps divide into computing, waiting and data, and what the
+// agents last said of it. Pressing a rank's name brings its line forward in the loss chart.
+
+import { byId, text } from "../page.js";
+import { count, millis, rate } from "../numbers.js";
+import { RANK_COLOURS } from "../chart/palette.js";
+
+const WINDOW = 50;
+/** A rank this much slower than the median of the others is worth a sentence. */
+const SLOW = 1.2;
+
+export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
+
+export class Ranks {
+  #rows = new Map();
+  #reports = new Map();
+  #seats = new Map();
+  #slowSince = new Map();
+  /** Ranks whose lines are brought forward; empty: all alike. */
+  chosen = new Set();
+
+  constructor(metrics, onChoose) {
+    this.metrics = metrics;
+    this.onChoose = onChoose;
+    this.list = byId("ranks");
+  }
+
+  seat({ rank, agent, report }) {
+    this.#seats.set(rank, agent);
+    if (report) this.#reports.set(rank, report);
+  }
+
+  report(event) { this.#reports.set(event.rank, event); }
+
+  reportOf(rank) { return this.#reports.get(rank); }
+
+  /** A new attempt: what was said of the old one's ranks no longer holds. */
+  forget() { this.#reports.clear(); this.#slowSince.clear(); }
+
+  /** How a rank's step divides, in milliseconds, over the newest steps. */
+  split(rank) {
+    const step = this.metrics.of("step_ms", rank).recent(WINDOW);
+    const wait = this.metrics.of("all_reduce_ms", rank).recent(WINDOW) || 0;
+    const data = this.metrics.of("data_ms", rank).recent(WINDOW) || 0;
+    return { step, wait, data, compute: Math.max(0, step - wait - data) };
+  }
+
+  /** Share of a step that goes into waiting for other ranks, or NaN. */
+  waitShare() {
+    let step = 0, wait = 0;
+    for (let r = 0; r < this.metrics.ranks; r++) {
+      const s = this.split(r);
+      if (Number.isFinite(s.step)) { step += s.step; wait += s.wait; }
+    }
+    return step ? wait / step : NaN;
+  }
+
+  /** The rank that holds the others up: `{ rank, share, since, cause }`, or null. */
+  slow() {
+    const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
+      .filter((s) => Number.isFinite(s.step));
+    if (splits.length < 2) return null;
+    let worst = null;
+    for (const s of splits) {
+      const segment = this.metrics.of("step_ms", s.rank).last;
+      const others = splits.filter((o) => o !== s);
+      const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
+      const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
+      if (!slow) { this.#slowSince.delete(s.rank); continue; }
+      if (!this.#slowSince.has(s.rank)) this.#slowSince.set(s.rank, Math.max(1, segment.lastStep - WINDOW));
+      const share = own / usual - 1;
+      if (worst && worst.share > share) continue;
+      const data = median(others.map((o) => o.data));
+      const cause = s.data - data > (own - usual) / 2
+        ? `It waits for data: ${millis(s.data)} a step, the others ${millis(data)}.`
+        : `It computes for ${millis(s.compute)} a step, the others ${millis(median(others.map((o) => o.compute)))}: look for other work on its machine.`;
+      worst = { rank: s.rank, share, since: this.#slowSince.get(s.rank), cause };
+    }
+    return worst;
+  }
+
+  draw(now, live) {
+    const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
+    const longest = Math.max(...splits.map((s) => s.step).filter(Number.isFinite), 0);
+    for (let r = 0; r < splits.length; r++) {
+      const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
+      for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data]]) {
+        row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
+      }
+      text(row.ms, known ? millis(s.step) : "–");
+      row.lane.title = known
+        ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}, idle ${millis(longest - s.step)}`
+        : "no step yet";
+      row.lane.setAttribute("aria-label", row.lane.title);
+      const report = this.#reports.get(r), about = [];
+      if (report) {
+        const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
+        about.push(report.device, live || report.status === "failed" || report.status === "finished" ? report.status : "ended", `step ${count(step)}`);
+        if (report.images_per_second > 0) about.push(`${rate(report.images_per_second)} img/s`);
+      } else about.push(live ? "not heard of yet" : "no report kept");
+      if (this.#seats.get(r)) about.push(this.#seats.get(r));
+      const key = about.join("\n");
+      if (row.key !== key) {
+        row.key = key;
+        row.about.replaceChildren(...about.map((a) => Object.assign(document.createElement("span"), { textContent: a })));
+        if (report) row.about.title = `process ${report.pid}`;
+      }
+    }
+  }
+
+  #make(rank) {
+    const make = (tag, className, parent) => { const n = document.createElement(tag); n.className = className; parent?.append(n); return n; };
+    const item = make("li", "");
+    item.dataset.rank = rank;
+    const line = make("div", "rank-line", item);
+    const name = make("button", "rank-name", line);
+    name.type = "button";
+    name.setAttribute("aria-pressed", "false");
+    name.title = "Bring this rank's line forward";
+    make("i", "", name).style.backgroundColor = `var(--${colourOf(rank)})`;
+    name.append(`rank ${rank}`);
+    name.addEventListener("click", () => {
+      if (!this.chosen.delete(rank)) this.chosen.add(rank);
+      name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
+      this.onChoose();
+    });
+    const lane = make("div", "lane", line);
+    lane.setAttribute("role", "img");
+    const row = {
+      lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane),
+      ms: make("span", "num", line), about: make("div", "rank-about", item), key: "",
+    };
+    this.#rows.set(rank, row);
+    this.list.append(item);
+    return row;
+  }
+}
+
+function median(values) {
+  const sorted = values.toSorted((a, b) => a - b), half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}

@@ -1,0 +1,31 @@
+// The machines, read again as jobs come and go.
+
+import { byId, showLive } from "./page.js";
+import { Stream } from "./stream.js";
+
+const EVERY_MS = 5000;
+let asking = false, soon = 0;
+
+/** Takes the cards from the page as the server now writes it: one place knows how a card looks. */
+async function refresh() {
+  if (asking || document.hidden) return;
+  asking = true;
+  try {
+    const answer = await fetch("/machines", { headers: { accept: "text/html" } });
+    if (!answer.ok) return;
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const id of ["machines", "summary"]) {
+      const fresh = page.getElementById(id), here = byId(id);
+      if (!fresh || !here) { if (fresh || here) location.reload(); continue; }
+      if (!here.contains(document.activeElement) && fresh.innerHTML !== here.innerHTML) here.replaceChildren(...fresh.childNodes);
+    }
+  } catch { /* the stream says that the server is away */ } finally { asking = false; }
+}
+
+new Stream({
+  path: () => "/api/v1/stream",
+  onStatus: showLive,
+  onFrame: () => { clearTimeout(soon); soon = setTimeout(refresh, 300); },
+});
+setInterval(refresh, EVERY_MS);
+document.addEventListener("visibilitychange", refresh);

@@ -1,0 +1,50 @@
+// Numbers written for people, the same way as web/src/numbers.rs writes them.
+
+export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",");
+
+export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
+
+/** A loss or a learning rate. */
+export function value(v) {
+  if (!Number.isFinite(v)) return "not finite";
+  const size = Math.abs(v);
+  if (size >= 1e5 || (size > 0 && size < 1e-3)) return v.toExponential(2).replace("e+", "e");
+  return v.toFixed(size >= 100 ? 1 : 4);
+}
+
+export const rate = (v) => (v >= 100 ? count(v) : Math.max(0, v).toFixed(1));
+
+export function bytes(n) {
+  if (n < 1000) return `${n} B`;
+  const units = ["kB", "MB", "GB", "TB", "PB"];
+  let size = n / 1000, unit = 0;
+  while (size >= 999.5 && unit + 1 < units.length) { size /= 1000; unit++; }
+  return `${size.toFixed(size < 9.95 ? 1 : 0)} ${units[unit]}`;
+}
+
+export function clock(secs) {
+  const s = Math.max(0, Math.round(secs)), two = (n) => String(n).padStart(2, "0");
+  if (s >= 48 * 3600) return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+  if (s >= 3600) return `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))}:${two(s % 60)}`;
+  return `${Math.floor(s / 60)}:${two(s % 60)}`;
+}
+
+export function age(then, now) {
+  const s = Math.floor((now - then) / 1000);
+  if (s < 5) return "just now";
+  if (s < 60) return `${s} s ago`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ago`;
+  if (s < 172800) return `${Math.floor(s / 3600)} h ago`;
+  return `${Math.floor(s / 86400)} d ago`;
+}
+
+export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** `24.9 ms`, `1.52 s`. */
+export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
+
+/** `14:03:41.208` in the reader's time zone. */
+export function timeOfDay(at) {
+  const d = new Date(at), two = (n) => String(n).padStart(2, "0");
+  return `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}.${String(d.getMilliseconds()).padStart(3, "0")}`;
+}

@@ -1,0 +1,98 @@
+// What every page's script shares: asking the server, copying, and the live indicator.
+
+export const byId = (id) => document.getElementById(id);
+
+/** Sets text only when it differs, so that a live value never disturbs a selection or the layout. */
+export function text(node, value) {
+  if (node && node.textContent !== value) node.textContent = value;
+}
+
+/** An answer that was not a success, with the server's own words. */
+export class Problem extends Error {
+  constructor(status, body) {
+    super(body?.detail || body?.title || `The server answered ${status}.`);
+    this.status = status;
+    this.errors = body?.errors ?? [];
+  }
+}
+
+/** JSON from the server. Throws a Problem for an answer that is none, a TypeError when it is away. */
+export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const answer = await fetch(path, {
+    method, signal,
+    headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }), ...headers },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const is_json = /json/.test(answer.headers.get("content-type") ?? "");
+  const content = is_json ? await answer.json() : null;
+  if (!answer.ok) throw new Problem(answer.status, content);
+  return content;
+}
+
+/** A sentence for a person about a failed request. */
+export function sentence(error) {
+  if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
+  return "The server does not answer. It may be restarting: try again in a moment.";
+}
+
+/** `live`, `reconnecting`, `40 s behind`. */
+export function showLive(status) {
+  const node = byId("live");
+  node.hidden = false;
+  text(node, status);
+  node.dataset.status = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
+}
+
+/** Asks before something is lost; resolves after `act` has succeeded or the person has kept it. */
+export function confirmThen({ title, detail, yes, act }) {
+  const dialog = byId("confirm"), button = byId("confirm-yes"), error = byId("confirm-error");
+  text(byId("confirm-title"), title);
+  text(byId("confirm-text"), detail);
+  text(button, yes);
+  text(error, "");
+  button.onclick = async (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    try { await act(); dialog.close("yes"); } catch (e) { text(error, sentence(e)); } finally { button.disabled = false; }
+  };
+  dialog.showModal();
+}
+
+async function copy(value, button) {
+  try {
+    await navigator.clipboard.writeText(value);
+  } catch {
+    // No clipboard without a secure context: select the text instead, ready for the keyboard.
+    const target = button.parentElement.querySelector("code, pre");
+    if (target) getSelection().selectAllChildren(target);
+    return text(button, "Selected");
+  }
+  const label = button.dataset.label ??= button.textContent;
+  text(button, "Copied");
+  setTimeout(() => text(button, label), 1500);
+}
+
+export function copyFrom(button, value) { copy(value, button); }
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest?.("[data-copy], [data-copy-from]");
+  if (button) copy(button.dataset.copy ?? byId(button.dataset.copyFrom).textContent, button);
+});
+
+// `/` goes to the search, where there is one; Esc leaves it.
+document.addEventListener("keydown", (event) => {
+  const search = byId("search");
+  const typing = event.target.matches?.("input, textarea, select, [contenteditable]");
+  if (event.key === "/" && search && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    search.focus();
+    search.select();
+  } else if (event.key === "Escape" && event.target === search) {
+    search.blur();
+  }
+});
+
+/** Marks one button of a group of choices as pressed. */
+export function press(group, chosen) {
+  for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
+}

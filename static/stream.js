@@ -1,0 +1,82 @@
+// A websocket that comes back by itself and never shows an event twice.
+//
+// Every event of a job has a sequence number; a reconnect asks for those after the last one seen, so
+// nothing is missing and nothing doubled, however often the line breaks.
+
+const FIRST_DELAY_MS = 250;
+const LONGEST_DELAY_MS = 10_000;
+/** A timer this late means that the machine slept: the old socket may be dead without knowing it. */
+const SLEPT_MS = 15_000;
+
+export class Stream {
+  #socket = null;
+  #timer = 0;
+  #delay = FIRST_DELAY_MS;
+  #closed = false;
+
+  /**
+   * `path(seq)`: address for what comes after `seq`. `onFrame(frame)`: each frame, events already
+   * deduplicated. `onStatus("live" | "reconnecting" | "behind")`. `onGone()`: asked when a connection is
+   * refused; return true to stop trying.
+   */
+  constructor({ path, seq = 0, onFrame, onStatus, onGone }) {
+    Object.assign(this, { path, seq, onFrame, onStatus, onGone });
+    this.#open();
+    let beat = Date.now();
+    setInterval(() => {
+      const now = Date.now();
+      if (now - beat > SLEPT_MS) this.reconnect();
+      beat = now;
+    }, 5000);
+    addEventListener("online", () => this.reconnect());
+  }
+
+  #open() {
+    clearTimeout(this.#timer);
+    if (this.#closed) return;
+    const url = new URL(this.path(this.seq), location.href);
+    url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+    const socket = this.#socket = new WebSocket(url);
+    let opened = false;
+    socket.onmessage = ({ data }) => {
+      if (socket !== this.#socket) return;
+      opened = true;
+      this.#delay = FIRST_DELAY_MS;
+      const frame = JSON.parse(data);
+      if (frame.seq !== undefined && frame.type !== "live") {
+        if (frame.seq <= this.seq) return;
+        this.seq = frame.seq;
+      }
+      this.onFrame(frame);
+      if (frame.type === "live") this.onStatus("live");
+    };
+    socket.onclose = async (event) => {
+      if (socket !== this.#socket || this.#closed) return;
+      this.onStatus("reconnecting");
+      // 4008: this reader fell behind; the store has what it missed, so come back at once.
+      if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
+      else if (!opened && await this.onGone?.()) return this.close();
+      if (socket !== this.#socket) return;
+      this.#timer = setTimeout(() => this.#open(), this.#delay * (0.75 + Math.random() / 2));
+      this.#delay = Math.min(LONGEST_DELAY_MS, this.#delay * 2);
+    };
+  }
+
+  /** Starts afresh from `seq`, now. */
+  reconnect(seq = this.seq) {
+    if (this.#closed) return;
+    this.seq = seq;
+    const old = this.#socket;
+    this.#socket = null;
+    old?.close();
+    this.#delay = FIRST_DELAY_MS;
+    this.onStatus("reconnecting");
+    this.#open();
+  }
+
+  close() {
+    this.#closed = true;
+    clearTimeout(this.#timer);
+    this.#socket?.close();
+  }
+}

@@ -1,0 +1,172 @@
+// The form for a new job: checked while typing, every mistake beside its field, and the same job as a
+// file to copy. Without this script the form posts itself and the server answers with the mistakes.
+
+import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
+import { count } from "./numbers.js";
+
+const CHECK_AFTER_MS = 250;
+const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
+const touched = new Set();
+/** Whether all mistakes are shown, or only those of fields the reader has left. */
+let sent = document.querySelector(".field.wrong") !== null;
+let notation = "toml";
+
+// --- the specification that stands in the form ------------------------------------------------------
+
+const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
+
+/** As `Kind::json` in web/src/submit.rs: what is not of its kind stays text, for the check to name. */
+function typed(field) {
+  const words = valueOf(field);
+  const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
+  const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
+  switch (field.dataset.kind) {
+    case "integer": return whole(words) ?? number(words) ?? words;
+    case "number": case "number-or-text": return number(words) ?? words;
+    case "switch": return field.checked;
+    case "numbers": {
+      const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
+      return items.includes(undefined) ? words : items;
+    }
+    default: return words;
+  }
+}
+
+function specification({ defaults }) {
+  const spec = {};
+  for (const field of fields) {
+    const words = valueOf(field);
+    if (words === "" || (!defaults && words === field.dataset.default && field.name !== "name")) continue;
+    const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
+    if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
+  }
+  return spec;
+}
+
+function toml(spec) {
+  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : String(v));
+  const lines = (table) => Object.entries(table).filter(([, v]) => typeof v !== "object" || Array.isArray(v)).map(([k, v]) => `${k} = ${literal(v)}`);
+  const tables = Object.entries(spec).filter(([, v]) => typeof v === "object" && !Array.isArray(v));
+  return [lines(spec).join("\n"), ...tables.map(([name, table]) => `[${name}]\n${lines(table).join("\n")}`)].filter(Boolean).join("\n\n") + "\n";
+}
+
+function showSpec() {
+  const spec = specification({ defaults: false });
+  byId("spec-text").textContent = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
+}
+
+// --- mistakes ---------------------------------------------------------------------------------------
+
+/** Shows each mistake beside its field; those of no field above all. */
+function showMistakes(errors) {
+  const of = new Map(fields.map((f) => [f, []])), general = [];
+  for (const error of errors) {
+    const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
+    const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
+    if (field) of.get(field).push(error.detail); else general.push(error.detail);
+  }
+  for (const [field, details] of of) {
+    const shown = sent || touched.has(field) ? details : [];
+    const box = field.closest(".field");
+    box.classList.toggle("wrong", shown.length > 0);
+    field.setAttribute("aria-invalid", String(shown.length > 0));
+    text(byId(`${field.id}-error`), shown.join("; "));
+    if (shown.length && sent) field.closest("details")?.setAttribute("open", "");
+  }
+  const box = byId("mistakes"), any = sent && errors.length > 0;
+  box.hidden = !any;
+  if (any) {
+    text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
+    box.querySelector("ul").replaceChildren(...general.map((d) => Object.assign(document.createElement("li"), { textContent: d })));
+  }
+}
+
+function showPlan(answer) {
+  const { steps_per_epoch, total_steps, global_batch_size } = answer ?? {};
+  const parts = [];
+  if (global_batch_size) parts.push(`${count(global_batch_size)} pictures a step`);
+  if (steps_per_epoch) parts.push(`${count(steps_per_epoch)} steps an epoch`);
+  if (total_steps) parts.push(`${count(total_steps)} in all`);
+  text(byId("plan"), parts.join(" · "));
+}
+
+let timer = 0, checking = null;
+function checkSoon() {
+  showSpec();
+  clearTimeout(timer);
+  timer = setTimeout(check, CHECK_AFTER_MS);
+}
+
+async function check() {
+  checking?.abort();
+  const mine = checking = new AbortController();
+  try {
+    const answer = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
+    showMistakes(answer?.errors ?? []);
+    showPlan(answer);
+  } catch (error) {
+    if (mine.signal.aborted) return;
+    if (error instanceof Problem && error.status === 422) { showMistakes(error.errors); showPlan(null); }
+    // Anything else says itself when the job is sent.
+  }
+}
+
+// --- what the reader does ---------------------------------------------------------------------------
+
+form.addEventListener("input", (event) => { touched.add(event.target); unmarkPresets(); checkSoon(); });
+form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
+
+const presets = [...document.querySelectorAll("[data-preset]")];
+function unmarkPresets() { for (const p of presets) p.removeAttribute("aria-current"); }
+for (const preset of presets) {
+  preset.addEventListener("click", (event) => {
+    event.preventDefault();
+    const values = JSON.parse(preset.dataset.values);
+    for (const field of fields) {
+      const value = values[field.name] ?? "";
+      if (field.type === "checkbox") field.checked = value === "true";
+      else if (field.tagName === "SELECT" && value && ![...field.options].some((o) => o.value === value)) {
+        field.add(new Option(`${value}, not registered`, value, true, true));
+      } else field.value = value;
+    }
+    unmarkPresets();
+    preset.setAttribute("aria-current", "true");
+    sent = false;
+    touched.clear();
+    // A preset's dataset or ranks may not fit this machine: that is worth saying at once.
+    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
+    checkSoon();
+  });
+}
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  clearTimeout(timer);
+  checking?.abort();
+  sent = true;
+  const button = byId("send");
+  button.disabled = true;
+  text(byId("plan"), "");
+  try {
+    // The same key for a repeated press, so that a lost answer does not make two jobs.
+    form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
+    const job = await ask("/api/v1/jobs", { method: "POST", body: specification({ defaults: true }), headers: { "idempotency-key": form.dataset.key } });
+    location.href = `/jobs/${job.id}`;
+  } catch (error) {
+    delete form.dataset.key;
+    button.disabled = false;
+    if (error instanceof Problem && error.errors.length) {
+      showMistakes(error.errors);
+      (form.querySelector(".field.wrong input, .field.wrong select") ?? byId("mistakes")).focus?.();
+      byId("mistakes").scrollIntoView({ block: "nearest" });
+    } else text(byId("plan"), sentence(error));
+  }
+});
+
+const notations = [...document.querySelectorAll("[data-notation]")];
+for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
+byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").textContent));
+
+byId("spec-side").hidden = false;
+showSpec();
+check();

@@ -1,0 +1,32 @@
+// The theme before the first paint: the system's unless the reader chose one. A classic script, so that
+// it runs before the body is drawn.
+(() => {
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const read = () => { try { return localStorage.getItem("theme"); } catch { return null; } };
+  const chosen = read();
+  if (chosen === "dark" || chosen === "light") root.dataset.theme = chosen;
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const button = document.getElementById("theme");
+    const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+    const name = () => { button.textContent = dark() ? "Light" : "Dark"; button.setAttribute("aria-label", `Use the ${dark() ? "light" : "dark"} theme`); };
+    button.hidden = false;
+    name();
+    system.addEventListener("change", name);
+    button.addEventListener("click", () => {
+      const next = dark() ? "light" : "dark";
+      // Choosing what the system has anyway means following it again.
+      const follow = (next === "dark") === system.matches;
+      if (follow) delete root.dataset.theme; else root.dataset.theme = next;
+      try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* not kept */ }
+      name();
+    });
+    // Another tab chose.
+    addEventListener("storage", (e) => {
+      if (e.key !== "theme") return;
+      if (e.newValue) root.dataset.theme = e.newValue; else delete root.dataset.theme;
+      name();
+    });
+  });
+})();

@@ -2,8 +2,8 @@
 //! on other numbers of threads.
 
 use lockstep_worker::engine::cpu::conv::{
-    ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, weight_from_oihw,
-    weight_to_oihw,
+    ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
+    weight_from_oihw, weight_to_oihw,
 };
 
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
@@ -29,6 +29,7 @@ struct Passes {
     dx: Vec<f32>,
     /// In the order of checkpoints.
     dw: Vec<f32>,
+    sums: Vec<f64>,
 }
 
 /// The three passes; outputs start as NaN, so that a value left unwritten is noticed.
@@ -36,14 +37,14 @@ fn passes(s: &ConvShape, x: &[f32], oihw: &[f32], dy: &[f32], scratch: &mut Scra
     let mut w = vec![f32::NAN; s.weight_len()];
     weight_from_oihw(s, oihw, &mut w);
     let mut y = vec![f32::NAN; s.output_len()];
-    forward(s, x, &w, &mut y, scratch);
+    let sums = forward_with_sums(s, x, &w, &mut y, scratch);
     let mut dx = vec![f32::NAN; s.input_len()];
     backward_input(s, dy, &w, &mut dx, scratch);
     let mut dw_ours = vec![f32::NAN; s.weight_len()];
     backward_weight(s, x, dy, &mut dw_ours, scratch);
     let mut dw = vec![f32::NAN; s.weight_len()];
     weight_to_oihw(s, &dw_ours, &mut dw);
-    Passes { y, dx, dw }
+    Passes { y, dx, dw, sums }
 }
 
 /// The definition, in float64.
@@ -216,6 +217,42 @@ fn odd_shapes() {
     ]);
 }
 
+/// The sums that batch normalisation needs are those of the very outputs, also when the mean is far from zero.
+#[test]
+fn sums_are_those_of_the_outputs() {
+    for instructions in Instructions::ALL {
+        let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
+        for s in [
+            [29, 16, 16, 16, 16, 3, 1, 1],
+            [3, 16, 16, 3, 40, 3, 2, 1],
+            [32, 2, 2, 256, 257, 3, 1, 1],
+            [1, 5, 7, 3, 5, 3, 1, 1],
+        ]
+        .map(shape)
+        {
+            // Inputs around 100 with weights of one sign: means of hundreds, spreads of one.
+            let x: Vec<f32> = values(s.input_len(), 11).iter().map(|v| 100.0 + v).collect();
+            let w: Vec<f32> = values(s.weight_len(), 12).iter().map(|v| 0.1 + 0.05 * v).collect();
+            let mut y = vec![f32::NAN; s.output_len()];
+            let sums = forward_with_sums(&s, &x, &w, &mut y, &mut scratch);
+            let mut plain = vec![f32::NAN; s.output_len()];
+            forward(&s, &x, &w, &mut plain, &mut scratch);
+            assert_eq!(y, plain);
+            let count = (y.len() / s.out_c) as f64;
+            for channel in 0..s.out_c {
+                let of_channel = || y.iter().skip(channel).step_by(s.out_c).map(|v| f64::from(*v));
+                let mean = of_channel().sum::<f64>() / count;
+                let variance = of_channel().map(|v| (v - mean) * (v - mean)).sum::<f64>() / count;
+                let got = sums[channel] / count;
+                assert!((got - mean).abs() <= 1e-6 * mean.abs(), "mean {got}, should be {mean}, of {s:?}");
+                let got = sums[s.out_c + channel] / count - got * got;
+                let error = (got - variance).abs();
+                assert!(error <= 1e-4 * variance, "variance {got}, should be {variance}, of {s:?}");
+            }
+        }
+    }
+}
+
 /// The number of threads decides who computes, never what: one bit of difference would let runs diverge.
 #[test]
 fn same_bits_on_any_number_of_threads() {
@@ -239,6 +276,7 @@ fn same_bits_on_any_number_of_threads() {
         for threads in [2, 3] {
             let many = run(threads);
             let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert_eq!(one.sums, many.sums, "sums differ on {threads} threads for {s:?}");
             assert!(same(&one.y, &many.y), "y differs on {threads} threads for {s:?}");
             assert!(same(&one.dx, &many.dx), "dx differs on {threads} threads for {s:?}");
             assert!(same(&one.dw, &many.dw), "dw differs on {threads} threads for {s:?}");

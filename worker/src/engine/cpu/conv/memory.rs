@@ -38,6 +38,7 @@ pub(super) struct Bench {
     pub(super) dy: Buffer,
     pub(super) taps: Vec<Tap>,
     pub(super) starts: Vec<usize>,
+    pub(super) sums: Buffer,
 }
 
 /// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
@@ -81,10 +82,11 @@ pub(super) struct Benches(Mutex<Vec<Bench>>);
 
 impl Benches {
     /// Runs a task with a bench of its own.
-    pub(super) fn with(&self, task: impl FnOnce(&mut Bench)) {
+    pub(super) fn with<T>(&self, task: impl FnOnce(&mut Bench) -> T) -> T {
         let mut bench = self.lock().pop().unwrap_or_default();
-        task(&mut bench);
+        let result = task(&mut bench);
         self.lock().push(bench);
+        result
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Bench>> {

@@ -10,6 +10,7 @@ use super::{
     tile::{Pack, Product, Tap, Tiles},
 };
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Packed pictures that stay in the second-level cache beside the weights, in floats.
 const PACKED: usize = 64 * 1024;
@@ -39,10 +40,10 @@ impl Axis {
         Axis((0..dst).map(row).collect())
     }
 
-    /// First source index and the one past the last that destinations `from..to` meet.
-    fn range(&self, from: usize, to: usize) -> (usize, usize) {
-        let met = || self.0[from..to].iter().flatten().map(|(_, s)| *s);
-        (met().min().unwrap_or(0), met().max().map_or(0, |s| s + 1))
+    /// The source indices from the first to the last that `destinations` meet.
+    fn range(&self, destinations: &Range<usize>) -> Range<usize> {
+        let met = || self.0[destinations.clone()].iter().flatten().map(|(_, s)| *s);
+        met().min().unwrap_or(0)..met().max().map_or(0, |s| s + 1)
     }
 }
 
@@ -80,8 +81,17 @@ impl Pass {
         }
     }
 
-    /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel][lane]`.
-    pub(super) fn run(&self, src: &[f32], w: &[f32], dst: &mut [f32], tiles: &Tiles, benches: &Benches) {
+    /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel][lane]`. With `sums`, every
+    /// channel's sum over `dst` is added to the first half of it and the sum of squares to the second.
+    pub(super) fn run(
+        &self,
+        src: &[f32],
+        w: &[f32],
+        dst: &mut [f32],
+        sums: Option<&mut [f64]>,
+        tiles: &Tiles,
+        benches: &Benches,
+    ) {
         let [src_h, src_w, src_c] = self.src;
         let [dst_h, dst_w, dst_c] = self.dst;
         assert_eq!(src.len(), self.batch * src_h * src_w * src_c);
@@ -92,37 +102,45 @@ impl Pass {
         }
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
-        let line = src_c.next_multiple_of(LANES);
-        let picture = src_h * src_w * line;
-        let out = Shared::of(dst);
-        let run = |bench: &mut Bench, groups, rows, blocks| {
-            self.task(tiles, src, w, out, bench, groups, rows, blocks)
-        };
-        let all_groups = (0, groups);
-        if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
+        let picture = src_h * src_w * src_c.next_multiple_of(LANES);
+        let job = Job { tiles, src, w, dst: Shared::of(dst), sums: sums.is_some() };
+        let tasks: Vec<Task> = if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: every weight is fetched by one task, for all pictures.
-            let (each, tasks) = cut(blocks, WEIGHT_TASKS, 2);
-            (0..tasks).into_par_iter().for_each(|task| {
-                let blocks = (task * each, blocks.min((task + 1) * each));
-                benches.with(|bench| run(bench, all_groups, (0, dst_h), blocks));
-            });
-            return;
+            let each = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
+            let task =
+                |first| Task { groups: 0..groups, rows: 0..dst_h, blocks: first..blocks.min(first + each) };
+            (0..blocks).step_by(each).map(task).collect()
+        } else {
+            let row = picture / src_h * self.batch.div_ceil(groups);
+            let budget = if w.len() > 2 * PACKED { 2 * PACKED } else { PACKED };
+            let mut rows = dst_h;
+            while rows > 1 && {
+                let met = self.rows.range(&(0..rows));
+                met.len() * row > budget || groups * dst_h.div_ceil(rows) < TASKS
+            } {
+                rows = rows.div_ceil(2);
+            }
+            let task = |group, first| Task {
+                groups: group..group + 1,
+                rows: first..dst_h.min(first + rows),
+                blocks: 0..blocks,
+            };
+            (0..groups)
+                .flat_map(|group| (0..dst_h).step_by(rows).map(move |first| task(group, first)))
+                .collect()
+        };
+        let parts: Vec<Vec<f64>> =
+            tasks.par_iter().map(|task| benches.with(|bench| self.task(&job, task, bench))).collect();
+        if let Some(sums) = sums {
+            for (task, part) in tasks.iter().zip(parts) {
+                let (sum, square) = part.split_at(part.len() / 2);
+                for (to, from) in [(0, sum), (dst_c, square)] {
+                    for (to, from) in sums[to + task.blocks.start * LANES..].iter_mut().zip(from) {
+                        *to += from;
+                    }
+                }
+            }
         }
-        let row = picture / src_h * self.batch.div_ceil(groups);
-        let budget = if w.len() > 2 * PACKED { 2 * PACKED } else { PACKED };
-        let mut rows = dst_h;
-        while rows > 1 && {
-            let (from, to) = self.rows.range(0, rows);
-            (to - from) * row > budget || groups * dst_h.div_ceil(rows) < TASKS
-        } {
-            rows = rows.div_ceil(2);
-        }
-        let row_tasks = dst_h.div_ceil(rows);
-        (0..groups * row_tasks).into_par_iter().for_each(|task| {
-            let (group, first) = (task / row_tasks, task % row_tasks * rows);
-            benches
-                .with(|bench| run(bench, (group, group + 1), (first, dst_h.min(first + rows)), (0, blocks)));
-        });
     }
 
     /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Kernel offsets that never meet
@@ -159,45 +177,35 @@ impl Pass {
         to
     }
 
-    /// Computes some rows of the output of some groups of pictures for some blocks of output channels.
-    #[allow(clippy::too_many_arguments)]
-    fn task(
-        &self,
-        tiles: &Tiles,
-        src: &[f32],
-        w: &[f32],
-        dst: Shared,
-        bench: &mut Bench,
-        groups: (usize, usize),
-        rows: (usize, usize),
-        blocks: (usize, usize),
-    ) {
+    /// Computes a piece of the output. Returns its channels' sums, then their sums of squares, if asked for.
+    fn task(&self, job: &Job<'_>, task: &Task, bench: &mut Bench) -> Vec<f64> {
         let [src_h, src_w, src_c] = self.src;
         let [dst_h, dst_w, dst_c] = self.dst;
-        let line = src_c.next_multiple_of(LANES);
-        let (first, last) = self.rows.range(rows.0, rows.1);
-        let picture = (last - first) * src_w * line;
+        let Task { groups, rows, blocks } = task;
+        let tiles = job.tiles;
+        let met = self.rows.range(rows);
+        let picture = met.len() * src_w * src_c.next_multiple_of(LANES);
+        // Groups differ by a picture at most.
         let all = self.batch.div_ceil(tiles.group);
-        let group_start = |group: usize| group * self.batch / all;
         let largest = self.batch.div_ceil(all);
-        let pictures = group_start(groups.0)..group_start(groups.1);
+        let group_start = |group: usize| group * self.batch / all;
+        let pictures = group_start(groups.start)..group_start(groups.end);
 
         let packed = bench.x.get(picture * pictures.len());
-        for group in groups.0..groups.1 {
-            let (from, to) = (group_start(group), group_start(group + 1));
-            let packed = &mut packed[(from - pictures.start) * picture..(to - pictures.start) * picture];
-            let shape = [src_h, src_w, src_c];
-            pack_pixels_first(tiles, src, shape, (from, to), (first, last), packed);
+        for group in groups.clone() {
+            let own = group_start(group)..group_start(group + 1);
+            let packed = &mut packed[(own.start - pictures.start) * picture..][..own.len() * picture];
+            pack_pixels_first(tiles, job.src, [src_h, src_w, src_c], &own, &met, packed);
         }
 
         bench.taps.clear();
         bench.starts.clear();
-        for row in rows.0..rows.1 {
+        for row in rows.clone() {
             for column in &self.columns.0 {
                 bench.starts.push(bench.taps.len());
                 for (ky, y) in &self.rows.0[row] {
                     bench.taps.extend(column.iter().map(|(kx, x)| Tap {
-                        position: ((y - first) * src_w + x) as u32,
+                        position: ((y - met.start) * src_w + x) as u32,
                         tap: (ky * self.kernel + kx) as u32,
                     }));
                 }
@@ -205,46 +213,73 @@ impl Pass {
         }
         bench.starts.push(bench.taps.len());
 
+        let sums = if job.sums { bench.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
         let w_block = LANES * self.kernel * self.kernel * src_c;
-        let full = (dst_c / LANES).min(blocks.1);
-        let mut block = blocks.0;
-        while block < blocks.1 {
+        let full = (dst_c / LANES).min(blocks.end);
+        let mut block = blocks.start;
+        while block < blocks.end {
             let left = full.saturating_sub(block);
             let takes = tiles.product_blocks(largest, left);
-            for group in groups.0..groups.1 {
-                let (from, to) = (group_start(group), group_start(group + 1));
+            for group in groups.clone() {
+                let own = group_start(group)..group_start(group + 1);
                 let tile = match left {
-                    0 => tiles.product_part(to - from),
-                    _ => tiles.product(to - from, takes),
+                    0 => tiles.product_part(own.len()),
+                    _ => tiles.product(own.len(), takes),
                 };
-                let positions = (rows.0 * dst_w)..(rows.1 * dst_w);
-                for (position, ends) in positions.zip(bench.starts.windows(2)) {
-                    let first = (from * dst_h * dst_w + position) * dst_c + block * LANES;
-                    // SAFETY: the packed group holds every position that the taps name; `w` holds the
-                    // blocks that the tile takes; the outputs are inside of `dst` and this task's own.
+                let positions = rows.start * dst_w..rows.end * dst_w;
+                for (index, (position, ends)) in positions.zip(bench.starts.windows(2)).enumerate() {
+                    let first = (own.start * dst_h * dst_w + position) * dst_c + block * LANES;
+                    let sums = sums.get_mut((block - blocks.start) * 3 * LANES..);
+                    // SAFETY: the packed group holds every position that the taps name; `w` and `sums` hold
+                    // the blocks that the tile takes; the outputs are inside of `dst` and this task's own.
                     unsafe {
                         tile(&Product {
-                            x: packed.as_ptr().add((from - pictures.start) * picture),
+                            x: packed.as_ptr().add((own.start - pictures.start) * picture),
                             taps: &bench.taps[ends[0]..ends[1]],
                             channels: src_c,
-                            w: w.as_ptr().add(block * w_block),
+                            w: job.w.as_ptr().add(block * w_block),
                             w_block,
-                            y: dst.pointer().add(first),
+                            y: job.dst.pointer().add(first),
                             y_picture: dst_h * dst_w * dst_c,
-                            lanes: dst_c - (dst_c / LANES) * LANES,
+                            lanes: dst_c % LANES,
+                            sums: sums.filter(|_| job.sums).map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
+                            first: index == 0 && group == groups.start,
                         });
                     }
                 }
             }
             block += takes;
         }
+
+        let count = (pictures.len() * rows.len() * dst_w) as f64;
+        let channels = blocks.len() * LANES - (blocks.end * LANES).saturating_sub(dst_c);
+        let mut totals = vec![0.0; if job.sums { 2 * channels } else { 0 }];
+        for (block, sums) in sums.chunks_exact(3 * LANES).enumerate() {
+            for lane in 0..LANES.min(channels - block * LANES) {
+                let [pivot, sum, square] = [0, 1, 2].map(|kind| f64::from(sums[kind * LANES + lane]));
+                let channel = block * LANES + lane;
+                totals[channel] = sum + count * pivot;
+                totals[channels + channel] = square + 2.0 * pivot * sum + count * pivot * pivot;
+            }
+        }
+        totals
     }
 }
 
-/// `total` items for at most `tasks` tasks in multiples of `unit`: items a task, and tasks.
-fn cut(total: usize, tasks: usize, unit: usize) -> (usize, usize) {
-    let each = total.div_ceil(tasks).next_multiple_of(unit);
-    (each, total.div_ceil(each))
+/// What all tasks of a pass share.
+struct Job<'a> {
+    tiles: &'a Tiles,
+    src: &'a [f32],
+    w: &'a [f32],
+    dst: Shared,
+    sums: bool,
+}
+
+/// A piece of the output: rows of groups of pictures, for blocks of channels.
+struct Task {
+    groups: Range<usize>,
+    rows: Range<usize>,
+    blocks: Range<usize>,
 }
 
 /// Packs rows of some pictures as `[row][column][channel block][picture][16]`, zeros after the last channel.
@@ -252,25 +287,25 @@ fn pack_pixels_first(
     tiles: &Tiles,
     src: &[f32],
     [height, width, channels]: [usize; 3],
-    pictures: (usize, usize),
-    rows: (usize, usize),
+    pictures: &Range<usize>,
+    rows: &Range<usize>,
     to: &mut [f32],
 ) {
-    let count = pictures.1 - pictures.0;
+    let pixels = rows.len() * width;
     let line = channels.next_multiple_of(LANES);
-    assert!(to.len() >= (rows.1 - rows.0) * width * line * count);
-    for picture in pictures.0..pictures.1 {
-        let from = &src
-            [(picture * height + rows.0) * width * channels..(picture * height + rows.1) * width * channels];
+    assert!(to.len() >= pixels * line * pictures.len());
+    for (index, picture) in pictures.clone().enumerate() {
+        let first = (picture * height + rows.start) * width * channels;
+        let from = &src[first..first + pixels * channels];
         // SAFETY: `from` has the pixels; `to` has room for them, checked above.
         unsafe {
             tiles.pack(&Pack {
                 from: from.as_ptr(),
-                pixels: (rows.1 - rows.0) * width,
+                pixels,
                 channels,
-                to: to.as_mut_ptr().add((picture - pictures.0) * LANES),
-                to_pixel: line * count,
-                to_block: LANES * count,
+                to: to.as_mut_ptr().add(index * LANES),
+                to_pixel: line * pictures.len(),
+                to_block: LANES * pictures.len(),
             });
         }
     }

@@ -30,6 +30,11 @@ pub(super) struct Product<'a> {
     pub(super) y_picture: usize,
     /// Lanes of the block, when it is not a full one.
     pub(super) lanes: usize,
+    /// Null, or for every block of channels 16 pivots, 16 sums of outputs less the pivots, and 16 sums of
+    /// their squares. A pivot keeps the squares small when a channel's mean is far from zero.
+    pub(super) sums: *mut f32,
+    /// Start the sums, with the first picture's outputs as pivots.
+    pub(super) first: bool,
 }
 
 /// Pixels that are neighbours in both packed pictures.
@@ -243,6 +248,25 @@ unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t
                 step::<S, P, V, PART>(t, &mut sum, x, w);
                 x = x.add(1);
                 w = w.add(lanes);
+            }
+        }
+        if !t.sums.is_null() {
+            for v in 0..V {
+                let to = t.sums.add(v * 48);
+                let (mut total, mut squares) = (S::zero(), S::zero());
+                if t.first {
+                    sum[0][v].store(to);
+                } else {
+                    (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));
+                }
+                let pivot = S::load(to);
+                for sum in &sum {
+                    let off = sum[v].sub(pivot);
+                    total = total.add(off);
+                    squares = off.mul_add(off, squares);
+                }
+                total.store(to.add(16));
+                squares.store(to.add(32));
             }
         }
         for (p, sum) in sum.iter().enumerate() {

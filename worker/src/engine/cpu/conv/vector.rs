@@ -15,6 +15,7 @@ pub(super) trait Vector: Copy {
     /// `self * by + to`.
     unsafe fn mul_add(self, by: Self, to: Self) -> Self;
     unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
     unsafe fn store(self, to: *mut f32);
     unsafe fn store_first(self, to: *mut f32, count: usize);
     /// Transposes 16 rows of 16 floats.
@@ -67,6 +68,10 @@ impl Vector for Plain {
         Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
     }
     #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        Plain(std::array::from_fn(|i| self.0[i] - other.0[i]))
+    }
+    #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
     }
@@ -112,6 +117,10 @@ mod x86 {
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
             Avx512(unsafe { _mm512_add_ps(self.0, other.0) })
+        }
+        #[inline(always)]
+        unsafe fn sub(self, other: Self) -> Self {
+            Avx512(unsafe { _mm512_sub_ps(self.0, other.0) })
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
@@ -197,6 +206,10 @@ mod x86 {
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
             unsafe { Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
+        }
+        #[inline(always)]
+        unsafe fn sub(self, other: Self) -> Self {
+            unsafe { Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {

@@ -1,13 +1,13 @@
-//! A command of its own.
+//! `lockstep bench`: training throughput of named cases.
 
-/// Not built yet
+/// Measure training throughput
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
-/// Runs the command.
+/// Runs the cases.
 ///
 /// # Errors
-/// A sentence for a person.
+/// A case that names no network.
 pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
     anyhow::bail!("not built yet")
 }

@@ -1,13 +1,179 @@
-//! A command of its own.
+//! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
-/// Not built yet
+use super::{
+    api::Api,
+    init_tracing, output,
+    serve::{Server, told_to_end},
+    watch, wrong,
+};
+use anyhow::Context;
+use lockstep_protocol::Job;
+use lockstep_server::{ServeConfig, ServeError};
+use rust_embed::RustEmbed;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+/// A subset of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), as IDX files.
+#[derive(RustEmbed)]
+#[folder = "assets/fashion-mnist/"]
+struct FashionMnist;
+
+const DATASET: &str = "fashion-mnist";
+/// How long the local agent may take to join.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Train a ResNet on bundled pictures, and watch it in the browser
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Processes that train in lockstep
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    ranks: u32,
+    /// Exit when the job is over: with 0 when it has succeeded
+    #[arg(long)]
+    exit_when_done: bool,
+    /// Where it keeps its data [default: lockstep-demo, or the next free of lockstep-demo-2 ...]
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+}
 
-/// Runs the command.
+/// Serves on a free port, submits the job and shows its progress.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// The job did not succeed, or the server could not start.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("warn");
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
+        output::line(format_args!("dashboard: {}", server.url()))?;
+        let shown = tokio::select! {
+            shown = show(&mut server, &data_dir, &args) => shown,
+            told = told_to_end() => told,
+        };
+        tokio::select! {
+            stopped = server.stop() => shown.and(stopped),
+            _ = told_to_end() => shown,
+        }
+    })
+}
+
+/// Everything after the server is up; what it returns is how the demo ends.
+async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
+    let api = Api::new(&server.url())?;
+    let dataset = unpack(data_dir)?;
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+    cancel_leftovers(&api).await?;
+    server.start_agent(Some(cores.max(args.ranks)), true).await?;
+    register(&api, &dataset, data_dir).await?;
+    let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
+    output::line(format_args!(
+        "training {} with {} on {DATASET}: {}/jobs/{}",
+        job.spec.model.arch.name(),
+        if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
+        api.base(),
+        job.id
+    ))?;
+    let result = watch::to_the_end(&api, job, false).await;
+    if args.exit_when_done {
+        return result;
+    }
+    output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.url()))?;
+    tokio::select! {
+        told = told_to_end() => told.and(result),
+        ended = &mut server.ended => {
+            ended.context("the server failed")??;
+            result
+        }
+    }
+}
+
+/// Serves from `data_dir`, or from the first demo folder here that no other demo uses.
+async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
+    let candidates: Vec<PathBuf> = match data_dir {
+        Some(dir) => vec![dir.to_owned()],
+        None => std::iter::once("lockstep-demo".into())
+            .chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
+            .collect(),
+    };
+    let last = candidates.len() - 1;
+    for (index, dir) in candidates.into_iter().enumerate() {
+        let mut config = ServeConfig::new(&dir);
+        config.listen = SocketAddr::from(([127, 0, 0, 1], 0));
+        match Server::start_or(config).await {
+            Ok(server) => return Ok((server, dir)),
+            Err(ServeError::DataDirInUse { .. }) if index < last => {}
+            Err(error) => return Err(wrong(error.to_string())),
+        }
+    }
+    Err(wrong("every demo folder is in use; name another with --data-dir"))
+}
+
+/// Writes the bundled pictures where the agent finds them; what is there and right stays.
+fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
+    let dir = data_dir.join("datasets").join(DATASET);
+    fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
+    for name in FashionMnist::iter() {
+        let Some(file) = FashionMnist::get(&name) else { continue };
+        let path = dir.join(name.as_ref());
+        if fs::read(&path).is_ok_and(|there| there == *file.data) {
+            continue;
+        }
+        fs::write(&path, &file.data).with_context(|| path.display().to_string())?;
+    }
+    Ok(dir.canonicalize()?)
+}
+
+/// An earlier demo here may have been ended in the middle; its job would take this one's slots.
+async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
+    for job in api.jobs().await? {
+        if !job.state.is_final() {
+            let _: Value = api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Registers the pictures, once the agent (which looks at them) has joined.
+async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
+    let began = Instant::now();
+    loop {
+        let added: anyhow::Result<Value> =
+            api.post("/datasets", &json!({ "name": DATASET, "path": path })).await;
+        let Err(error) = added else { return Ok(()) };
+        // From an earlier demo on the same folder.
+        let known: Value = api.get("/datasets").await?;
+        if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
+            return Ok(());
+        }
+        if began.elapsed() > AGENT_TIMEOUT {
+            let log = data_dir.join("agent").join("agent.log");
+            return Err(error.context(format!("the local agent did not join; see {}", log.display())));
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// A CIFAR-family ResNet that passes 85 % within a minute on two cores.
+fn specification(ranks: u32) -> Value {
+    json!({
+        "name": "demo",
+        "model": { "arch": "resnet20" },
+        "data": { "dataset": DATASET, "validation": "test", "crop_padding": 2, "horizontal_flip": true },
+        "train": {
+            "epochs": 5,
+            // As near to 64 as the ranks can share equally.
+            "global_batch_size": ranks * (64 / ranks).max(1),
+            "optimizer": "nesterov",
+            "lr": 0.1,
+            "momentum": 0.9,
+            "weight_decay": 5e-4,
+            "schedule": "one_cycle",
+        },
+        "parallel": { "ranks": ranks, "device": "cpu", "sync_batch_norm": true },
+    })
 }

@@ -1,13 +1,141 @@
-//! A command of its own.
+//! `lockstep download`: a checkpoint's weights.
 
-/// Not built yet
+use super::{
+    api::{Api, ServerArgs, list},
+    block_on, output, wrong,
+};
+use anyhow::{Context, bail};
+use futures_util::StreamExt;
+use lockstep_protocol::{Job, agent::CheckpointInfo};
+use reqwest::Method;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+/// The file of a checkpoint that programs load.
+const MODEL: &str = "model.safetensors";
+
+/// Download a checkpoint's weights (safetensors)
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    /// best, latest, or a step
+    #[arg(long, default_value = "best")]
+    checkpoint: String,
+    /// Where to write it
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    server: ServerArgs,
+}
 
-/// Runs the command.
+/// A checkpoint in the server's list.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Listed {
+    id: String,
+    #[serde(flatten)]
+    info: CheckpointInfo,
+}
+
+/// Downloads, checks the checksum, and only then gives the file its name.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 when there is no such job or checkpoint, 1 when what came is damaged.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let job = api.find_job(&args.job).await?;
+        let chosen = choose(&api, &job, &args.checkpoint).await?;
+        let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", chosen.id)).await?;
+        let expected = manifest
+            .pointer(&format!("/files/{MODEL}/sha256"))
+            .and_then(Value::as_str)
+            .with_context(|| format!("checkpoint {} has no checksum of {MODEL}", chosen.id))?;
+        let size_bytes = fetch(&api, &chosen.id, expected, &args.output).await?;
+        if args.server.json {
+            let file = args.output.display().to_string();
+            return output::json(&serde_json::json!({
+                "file": file, "size_bytes": size_bytes, "sha256": expected, "checkpoint": chosen,
+            }));
+        }
+        let accuracy = chosen
+            .info
+            .val_accuracy
+            .map(|a| format!(", validation accuracy {:.1} %", a * 100.0))
+            .unwrap_or_default();
+        output::line(format_args!(
+            "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {expected}",
+            args.output.display(),
+            chosen.info.epoch,
+            chosen.info.step
+        ))
+    })
+}
+
+async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
+    let answer: Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
+    let all: Vec<Listed> = list(&answer, "checkpoints")?;
+    let newest = || all.iter().max_by_key(|c| c.info.step);
+    let found = match wanted {
+        "latest" => newest(),
+        // A job without validation has no best one: the newest is what there is.
+        "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
+        step => {
+            let step: u64 = step.parse().map_err(|_| {
+                wrong(format!("--checkpoint {step}: it is best, latest, or the number of a step"))
+            })?;
+            all.iter().find(|c| c.info.step == step)
+        }
+    };
+    found.cloned().ok_or_else(|| match all.len() {
+        0 => wrong(format!("{} has no checkpoint yet", job.id)),
+        _ => {
+            let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
+            wrong(format!(
+                "{} has no checkpoint {wanted}; there are those of steps {}",
+                job.id,
+                steps.join(", ")
+            ))
+        }
+    })
+}
+
+/// Writes the file beside its place first: a broken download leaves nothing under its name.
+async fn fetch(api: &Api, checkpoint: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
+    let mut partial = place.as_os_str().to_owned();
+    partial.push(".part");
+    let partial = PathBuf::from(partial);
+    let mut file = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
+    let result = async {
+        let answer =
+            api.request(Method::GET, &format!("/checkpoints/{checkpoint}/{MODEL}"), None::<&()>).await?;
+        let mut body = answer.bytes_stream();
+        let mut hash = Sha256::new();
+        let mut size_bytes = 0;
+        while let Some(chunk) = body.next().await {
+            let chunk = chunk.context("the download broke off")?;
+            hash.update(&chunk);
+            size_bytes += chunk.len() as u64;
+            file.write_all(&chunk).with_context(|| partial.display().to_string())?;
+        }
+        let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        if !found.eq_ignore_ascii_case(expected) {
+            bail!("what came is damaged: its sha256 is {found}, the checkpoint's is {expected}");
+        }
+        file.sync_all()?;
+        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+        Ok(size_bytes)
+    }
+    .await;
+    if result.is_err() {
+        // It says what went wrong; a left-over part is no reason for another error.
+        let _ = fs::remove_file(&partial);
+    }
+    result
 }

@@ -1,13 +1,129 @@
-//! A command of its own.
+//! `lockstep logs`: what the ranks of a job print.
 
-/// Not built yet
+use super::{
+    api::{Api, ServerArgs, list},
+    block_on, output,
+};
+use lockstep_protocol::{
+    Job,
+    agent::LogLine,
+    stream::{Event, EventBody, Frame},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{collections::HashMap, time::Duration};
+
+/// Print a job's log
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    /// Go on with what is yet to come, until the job is over
+    #[arg(short, long)]
+    follow: bool,
+    /// Only this rank's lines
+    #[arg(long, value_name = "R")]
+    rank: Option<u32>,
+    /// Only this attempt's lines
+    #[arg(long, value_name = "N")]
+    attempt: Option<u32>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
 
-/// Runs the command.
+/// A line with where it is from.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Line {
+    attempt: u32,
+    rank: u32,
+    #[serde(flatten)]
+    line: LogLine,
+}
+
+/// Prints the lines so far, then (with `-f`) those to come.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 when there is no such job.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let job = api.find_job(&args.job).await?;
+        let mut printer = Printer { args: &args, shown: HashMap::new() };
+        // Events after this are on the stream; those before it are in the list.
+        let mut since = job.last_seq;
+        print_history(&api, &job, &mut printer).await?;
+        let mut over = !args.follow || job.state.is_final();
+        while !over {
+            if let Ok(mut stream) = api.stream(&job, since).await {
+                while let Ok(Some(frame)) = stream.next().await {
+                    let Frame::Event(Event { seq, body, .. }) = frame else { continue };
+                    since = seq;
+                    match body {
+                        EventBody::Log { attempt, rank, lines } => {
+                            let lines = lines.into_iter().map(|line| Line { attempt, rank, line });
+                            printer.print(lines)?;
+                        }
+                        EventBody::State { state, .. } if state.is_final() => {
+                            over = true;
+                            break;
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            if !over {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+                let now: Job = api.get(&format!("/jobs/{}", job.id)).await?;
+                over = now.state.is_final() && now.last_seq <= since;
+            }
+        }
+        Ok(())
+    })
+}
+
+async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyhow::Result<()> {
+    let mut query = vec!["limit=1000".to_owned()];
+    query.extend(printer.args.rank.map(|rank| format!("rank={rank}")));
+    query.extend(printer.args.attempt.map(|attempt| format!("attempt={attempt}")));
+    let mut after: Option<String> = None;
+    loop {
+        let page_query = after.iter().map(|a| format!("after={a}")).chain(query.iter().cloned());
+        let page_query = page_query.collect::<Vec<_>>().join("&");
+        let page: Value = api.get(&format!("/jobs/{}/logs?{page_query}", job.id)).await?;
+        let lines: Vec<Line> = list(&page, "lines")?;
+        printer.print(lines.into_iter())?;
+        let next = page.get("next").map(|next| next.to_string().trim_matches('"').to_owned());
+        match next.filter(|next| next != "null" && after.as_ref() != Some(next)) {
+            Some(next) => after = Some(next),
+            None => return Ok(()),
+        }
+    }
+}
+
+struct Printer<'a> {
+    args: &'a Args,
+    /// The highest number shown of each attempt and rank.
+    shown: HashMap<(u32, u32), u64>,
+}
+
+impl Printer<'_> {
+    fn print(&mut self, lines: impl Iterator<Item = Line>) -> anyhow::Result<()> {
+        for line in lines {
+            let wanted = self.args.rank.is_none_or(|rank| rank == line.rank)
+                && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
+            let shown = self.shown.entry((line.attempt, line.rank)).or_default();
+            if !wanted || line.line.number <= *shown {
+                continue;
+            }
+            *shown = line.line.number;
+            if self.args.server.json {
+                output::line(serde_json::to_string(&line)?)?;
+            } else if self.args.rank.is_some() {
+                output::line(&line.line.text)?;
+            } else {
+                output::line(format_args!("[rank {}] {}", line.rank, line.line.text))?;
+            }
+        }
+        Ok(())
+    }
 }

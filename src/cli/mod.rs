@@ -10,6 +10,7 @@ pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
 pub(crate) mod list;
+pub(crate) mod local_agent;
 pub(crate) mod logs;
 pub(crate) mod output;
 pub(crate) mod rank;
@@ -51,10 +52,7 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     }
     // `watch` has said already how the job ended.
     if !error.is::<watch::NotSucceeded>() {
-        // `watch` has said already how the job ended.
-        if !error.is::<watch::NotSucceeded>() {
-            output::warn(format_args!("error: {error:#}"));
-        }
+        output::warn(format_args!("error: {error:#}"));
     }
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }

@@ -1,13 +1,181 @@
-//! A command of its own.
+//! `lockstep serve`: the server, its dashboard, and an agent for this machine.
 
-/// Not built yet
+use super::{
+    init_tracing,
+    local_agent::{LocalAgent, Settings},
+    output, wrong,
+};
+use lockstep_server::{ServeConfig, ServeError};
+use std::{
+    net::{SocketAddr, ToSocketAddrs},
+    path::PathBuf,
+};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+};
+
+/// Serve the dashboard and the REST interface, and train on this machine
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Address and port to listen on; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7070")]
+    listen: String,
+    /// Where the database, job folders and checkpoints lie
+    #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
+    data_dir: PathBuf,
+    /// Database [default: sqlite://<data-dir>/lockstep.db]
+    #[arg(long, value_name = "URL")]
+    database: Option<String>,
+    /// Start no agent for this machine
+    #[arg(long)]
+    no_local_agent: bool,
+    /// Ranks this machine takes at once on its CPU [default: one a core]
+    #[arg(long, value_name = "N", conflicts_with = "no_local_agent")]
+    cpu_slots: Option<u32>,
+}
 
-/// Runs the command.
+/// Serves until Ctrl-C or SIGTERM.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 when the address, the folder or the database cannot be used.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("info");
+    let mut config = ServeConfig::new(args.data_dir);
+    config.listen = resolve(&args.listen)?;
+    config.database = args.database;
+    let cpu_slots = args.cpu_slots;
+    let local_agent = !args.no_local_agent;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut server = Server::start(config).await?;
+        output::line(format_args!("dashboard: {}", server.url()))?;
+        if local_agent {
+            server.start_agent(cpu_slots, false).await?;
+        }
+        let told = tokio::select! {
+            told = told_to_end() => told,
+            ended = &mut server.ended => return server_error(ended),
+        };
+        told?;
+        tracing::info!("ending in order; once more to end at once");
+        tokio::select! {
+            stopped = server.stop() => stopped,
+            again = told_to_end() => again,
+        }
+    })
+}
+
+/// SIGTERM or Ctrl-C.
+///
+/// # Errors
+/// The system does not let us listen to signals.
+pub(crate) async fn told_to_end() -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    Ok(())
+}
+
+/// A running server, and the agent of its machine.
+pub(crate) struct Server {
+    address: SocketAddr,
+    data_dir: PathBuf,
+    shutdown: Option<oneshot::Sender<()>>,
+    /// When it ends, wanted or not.
+    pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
+    agent: Option<LocalAgent>,
+}
+
+impl Server {
+    /// Starts it; returns once it accepts connections.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub(crate) async fn start(config: ServeConfig) -> anyhow::Result<Self> {
+        Self::start_or(config).await.map_err(|error| match error.exit_code() {
+            2 => wrong(error.to_string()),
+            _ => error.into(),
+        })
+    }
+
+    /// As [`Server::start`], for those that know what to do about an error.
+    ///
+    /// # Errors
+    /// What keeps the server from starting.
+    pub(crate) async fn start_or(config: ServeConfig) -> Result<Self, ServeError> {
+        let data_dir = config.data_dir.clone();
+        let (ready, is_ready) = oneshot::channel();
+        let (shutdown, is_shutdown) = oneshot::channel::<()>();
+        let ended = tokio::spawn(lockstep_server::serve(
+            config,
+            move |address| {
+                // Nobody waits for it any more: then nobody needs it.
+                let _ = ready.send(address);
+            },
+            async {
+                // Told, or dropped: both mean the end.
+                let _ = is_shutdown.await;
+            },
+        ));
+        match is_ready.await {
+            Ok(address) => Ok(Self { address, data_dir, shutdown: Some(shutdown), ended, agent: None }),
+            Err(_) => match ended.await {
+                Ok(Err(error)) => Err(error),
+                Ok(Ok(())) => Err(stopped("it ended before it was ready")),
+                Err(error) => Err(stopped(&error.to_string())),
+            },
+        }
+    }
+
+    /// `http://127.0.0.1:PORT`.
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Starts the agent of this machine.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub(crate) async fn start_agent(&mut self, cpu_slots: Option<u32>, quiet: bool) -> anyhow::Result<()> {
+        let dir = self.data_dir.join("agent");
+        let settings = Settings { server: self.url(), dir, cpu_slots, quiet };
+        self.agent = Some(LocalAgent::start(settings).await?);
+        Ok(())
+    }
+
+    /// Ends the agent with its ranks, then the server.
+    ///
+    /// # Errors
+    /// The server failed meanwhile.
+    pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
+        if let Some(agent) = self.agent.take() {
+            agent.stop().await;
+        }
+        drop(self.shutdown.take());
+        server_error((&mut self.ended).await)
+    }
+}
+
+fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
+    match ended {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) if error.exit_code() == 2 => Err(wrong(error.to_string())),
+        Ok(Err(error)) => Err(error.into()),
+        Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
+    }
+}
+
+fn stopped(why: &str) -> ServeError {
+    ServeError::Stopped(std::io::Error::other(why.to_owned()))
+}
+
+/// An address by number or by name (`localhost:7070`).
+fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
+    let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
+    let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
+    found.next().ok_or_else(|| problem("no such address".into()))
 }

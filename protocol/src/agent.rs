@@ -148,7 +148,7 @@ pub struct LogLine {
 /// Where a rank is and how its time goes: averages since the last report, at most one a second.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
-    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `failed`.
+    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
     pub status: String,
     pub step: u64,
     pub epoch: u32,

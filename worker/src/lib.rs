@@ -12,3 +12,4 @@ pub mod rank;
 pub mod rendezvous;
 pub mod report;
 pub mod schedule;
+pub mod train;

@@ -1,8 +1,25 @@
 //! One rank of an attempt: rendezvous, engine, training, and how it ends.
+//!
+//! A rank always says why it ends: finished, stopped, or its reason as its last record. It ends in
+//! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
-use lockstep_protocol::agent::StartAttempt;
+use crate::{
+    comm::{Alone, Communicator, ring::Ring},
+    rendezvous::{Meeting, RendezvousError, Store},
+    report::Reporter,
+    train::{Observer, Outcome, TrainError, Training, train},
+};
+use lockstep_protocol::agent::{AttemptEvent, RankReport, StartAttempt};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 /// What a rank process is told, as the file `rank.<r>.json` in its attempt's folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -26,6 +43,11 @@ impl RankConfig {
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
     }
+
+    /// Where the job's checkpoints are.
+    pub fn checkpoints_dir(&self) -> PathBuf {
+        self.job_dir.join("checkpoints")
+    }
 }
 
 /// Exit status of a rank whose training is done.
@@ -34,3 +56,207 @@ pub const EXIT_FINISHED: i32 = 0;
 pub const EXIT_FAILED: i32 = 1;
 /// Exit status of a rank that was told to stop (SIGTERM or SIGINT).
 pub const EXIT_STOPPED: i32 = 3;
+
+/// How long ranks wait for each other at the rendezvous.
+const MEET_WITHIN: Duration = Duration::from_secs(30);
+/// Added to the time after which a silent rank counts as dead: its agent, which sees more, names it first.
+const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
+/// From the first signal to the end of waiting for the others: below an agent's patience of 5 s.
+const STOP_WITHIN: Duration = Duration::from_millis(3000);
+/// And from there to the end of the process.
+const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
+
+/// Why a rank could not go on.
+#[derive(Debug, thiserror::Error)]
+enum RankError {
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    #[error("{0}")]
+    System(#[from] std::io::Error),
+}
+
+impl RankError {
+    fn is_retriable(&self) -> bool {
+        match self {
+            RankError::Train(error) => error.is_retriable(),
+            RankError::Rendezvous(_) | RankError::System(_) => true,
+        }
+    }
+
+    fn is_secondary(&self) -> bool {
+        match self {
+            RankError::Train(error) => error.is_secondary(),
+            RankError::Rendezvous(error) => {
+                matches!(error, RendezvousError::Lost(_) | RendezvousError::Stopped)
+            }
+            RankError::System(_) => false,
+        }
+    }
+}
+
+/// Runs the rank that the file at `config_path` describes; gives the status to exit with.
+pub fn run(config_path: &Path) -> i32 {
+    let config: RankConfig = match std::fs::read(config_path)
+        .map_err(|e| e.to_string())
+        .and_then(|text| serde_json::from_slice(&text).map_err(|e| e.to_string()))
+    {
+        Ok(config) => config,
+        Err(error) => {
+            tracing::error!("{}: {error}", config_path.display());
+            return EXIT_FAILED;
+        }
+    };
+    run_config(&config)
+}
+
+/// Runs a rank in this process; gives the status to exit with.
+pub fn run_config(config: &RankConfig) -> i32 {
+    let reporter = match Reporter::create(&config.attempt_dir(), config.rank) {
+        Ok(reporter) => Arc::new(reporter),
+        Err(error) => {
+            tracing::error!("{error}");
+            return EXIT_FAILED;
+        }
+    };
+    let life = Arc::new(Life::default());
+    remember_panics();
+    let result = listen_to_signals(&life, &reporter).map_err(RankError::from).and_then(|()| {
+        catch_unwind(AssertUnwindSafe(|| attempt(config, &life, reporter.as_ref()))).unwrap_or_else(|_| {
+            let told = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Err(RankError::System(std::io::Error::other(told.unwrap_or_else(|| "a panic".into()))))
+        })
+    });
+    let told_to_stop = life.stop.load(Ordering::Relaxed);
+    let status = match result {
+        Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
+        Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
+        // The others were told, too, and some had left already.
+        Err(error) if told_to_stop && error.is_secondary() => EXIT_STOPPED,
+        Err(error) => {
+            last_words(config, &life, &reporter, &error);
+            EXIT_FAILED
+        }
+    };
+    if let Err(error) = reporter.flush() {
+        tracing::error!("the last reports could not be written: {error}");
+    }
+    status
+}
+
+fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &RankError) {
+    let rank = config.rank;
+    let step = life.progress.load(Ordering::Relaxed);
+    let reason = error.to_string();
+    reporter.log(&format!("failed after step {step}: {reason}"));
+    reporter.event(&AttemptEvent::Rank {
+        rank,
+        report: RankReport {
+            status: "failed".into(),
+            step,
+            epoch: 0,
+            step_ms: 0.0,
+            all_reduce_ms: 0.0,
+            data_ms: 0.0,
+            images_per_second: 0.0,
+            pid: std::process::id(),
+            device: "CPU".into(),
+        },
+    });
+    let (retriable, secondary) = (error.is_retriable(), error.is_secondary());
+    reporter.event(&AttemptEvent::RankFailed { rank, step, reason, retriable, secondary });
+}
+
+fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Result<Outcome, RankError> {
+    let start = &config.start;
+    let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
+    let comm: Arc<dyn Communicator> = if start.world_size == 1 {
+        Arc::new(Alone)
+    } else {
+        let store = Store::join(Meeting {
+            addr: start.master_addr.clone(),
+            port: start.master_port,
+            secret: start.secret.clone().into_bytes(),
+            rank: config.rank,
+            world_size: start.world_size,
+            timeout: MEET_WITHIN,
+            stop: life.stop.clone(),
+        })?;
+        let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
+        store.barrier("connected")?;
+        // The store ends with rank 0's; nobody may still be asking.
+        if config.rank == 0 { life.store.set(store).ok() } else { None };
+        ring
+    };
+    let _ = life.comm.set(comm.clone());
+    let checkpoints = config.checkpoints_dir();
+    let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
+    let outcome = train(&Training {
+        spec: &start.spec,
+        dataset: Path::new(&start.dataset_path),
+        checkpoints: &checkpoints,
+        resume: resume.as_deref(),
+        threads: config.threads as usize,
+        comm,
+        observer,
+        stop: &life.stop,
+        progress: &life.progress,
+    })?;
+    Ok(outcome)
+}
+
+/// What signals and last words need to know.
+#[derive(Default)]
+struct Life {
+    stop: Arc<AtomicBool>,
+    progress: AtomicU64,
+    comm: OnceLock<Arc<dyn Communicator>>,
+    store: OnceLock<Store>,
+}
+
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long; takes no notice of SIGHUP.
+fn listen_to_signals(life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (life, reporter) = (life.clone(), reporter.clone());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (mut term, mut int, mut hangup) = {
+        let _inside = runtime.enter();
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?)
+    };
+    let wait = async move {
+        loop {
+            tokio::select! {
+                _ = term.recv() => break,
+                _ = int.recv() => break,
+                _ = hangup.recv() => {}
+            }
+        }
+        life.stop.store(true, Ordering::Relaxed);
+        tokio::time::sleep(STOP_WITHIN).await;
+        if let Some(comm) = life.comm.get() {
+            comm.abort("told to stop, and the other ranks did not answer");
+        }
+        tokio::time::sleep(LEAVE_WITHIN).await;
+        reporter.log("told to stop, and ended in the middle of a step");
+        let _ = reporter.flush();
+        std::process::exit(EXIT_STOPPED);
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
+    Ok(())
+}
+
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+/// Keeps the words of the last panic beside printing them.
+fn remember_panics() {
+    static ONCE: OnceLock<()> = OnceLock::new();
+    ONCE.get_or_init(|| {
+        let print = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            let words = format!("internal error (a bug in lockstep): {panic}").replace('\n', " ");
+            *PANIC.lock().unwrap_or_else(PoisonError::into_inner) = Some(words);
+            print(panic);
+        }));
+    });
+}

@@ -1,0 +1,450 @@
+//! THE loop: read it top to bottom and know what training does.
+//!
+//! Nothing in it depends on where a run began: the order of pictures follows from seed and epoch,
+//! augmentation from the picture's place, the learning rate from the step. So continuing from a
+//! checkpoint gives the same weights as never having stopped.
+
+mod measure;
+mod setup;
+mod start;
+
+use crate::{
+    checkpoint::{CheckpointError, DataPosition, Keeper, Kept, RandomState, Snapshot, State},
+    comm::{CommError, Communicator},
+    data::{
+        DataError,
+        loader::{Batch, DataSource, EpochPlan},
+    },
+    engine::{Engine, EngineError, StepResult},
+    report::{LossLines, Reporter},
+    schedule::Schedule,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Evaluation},
+    spec::JobSpec,
+};
+use measure::Pulse;
+use setup::Plan;
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+/// Up to this many ranks agree after every step whether to go on; more do it every [`SELDOM`] steps.
+const FEW_RANKS: u32 = 16;
+const SELDOM: u64 = 16;
+
+/// Who is told what happens.
+pub trait Observer: Send + Sync {
+    /// A point of a metric (a name of [`lockstep_protocol::metric::NAMES`]).
+    fn metric(&self, name: &str, step: u64, value: f32);
+    /// A line for people.
+    fn log(&self, line: &str);
+    /// Anything else.
+    fn event(&self, event: &AttemptEvent);
+}
+
+impl Observer for Reporter {
+    fn metric(&self, name: &str, step: u64, value: f32) {
+        Reporter::metric(self, name, step, value);
+    }
+    fn log(&self, line: &str) {
+        Reporter::log(self, line);
+    }
+    fn event(&self, event: &AttemptEvent) {
+        Reporter::event(self, event);
+    }
+}
+
+/// What a rank trains, with whom, and who watches.
+pub struct Training<'a> {
+    pub spec: &'a JobSpec,
+    /// The dataset on this machine.
+    pub dataset: &'a Path,
+    /// Where checkpoints go: the job's `checkpoints`.
+    pub checkpoints: &'a Path,
+    /// The checkpoint to go on from; read by rank 0 alone.
+    pub resume: Option<&'a Path>,
+    /// Of this rank.
+    pub threads: usize,
+    pub comm: Arc<dyn Communicator>,
+    pub observer: &'a dyn Observer,
+    /// Set from anywhere: all ranks stop after the same step, and that step is kept.
+    pub stop: &'a AtomicBool,
+    /// Optimizer steps done, for whoever must say where it ended.
+    pub progress: &'a AtomicU64,
+}
+
+/// How training ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished { step: u64 },
+    /// Told to stop, after this step; a checkpoint of it was written.
+    Stopped { step: u64 },
+}
+
+/// Why training ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The job asks for what cannot be.
+    #[error("{0}")]
+    Impossible(String),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The numbers left what float32 holds.
+    #[error(
+        "the loss is not finite at step {step} (epoch {epoch}) on {ranks} of {world_size} ranks: \
+         training has diverged. Try a lower lr (it was {lr}), or train.warmup_epochs"
+    )]
+    Diverged { step: u64, epoch: u32, ranks: u32, world_size: u32, lr: f32 },
+    /// No thread, no memory and the like.
+    #[error("{0}")]
+    System(#[from] std::io::Error),
+}
+
+impl TrainError {
+    fn comm(&self) -> Option<&CommError> {
+        match self {
+            TrainError::Comm(error) | TrainError::Engine(EngineError::Comm(error)) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether another rank's end explains it.
+    pub fn is_secondary(&self) -> bool {
+        matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Aborted { .. }))
+    }
+
+    /// Whether another attempt may fare better.
+    pub fn is_retriable(&self) -> bool {
+        matches!(self, TrainError::System(_))
+            || self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. }))
+    }
+}
+
+/// Trains one rank from beginning (or checkpoint) to end.
+///
+/// # Errors
+/// The first thing that cannot be gone past; [`TrainError::is_secondary`] when that happened elsewhere.
+pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
+    let Training { spec, comm, observer, .. } = training;
+    let mut pulse = Pulse::new(*observer, comm.rank());
+    pulse.report("starting");
+    let data = setup::open_data(training)?;
+    let plan = Plan::new(spec, &data.shape, comm.as_ref())?;
+    let mut engine = setup::build_engine(training, &data.shape)?;
+    pulse.device(engine.device_name());
+    let beginning = start::begin(training, &plan, engine.as_mut())?;
+    training.progress.store(beginning.step, Ordering::Relaxed);
+    let keeper = match comm.rank() {
+        0 => {
+            crate::checkpoint::remove_leftovers(training.checkpoints)?;
+            Some(Keeper::start(training.checkpoints, &spec.checkpoint, beginning.best)?)
+        }
+        _ => None,
+    };
+    if comm.rank() == 0 {
+        setup::describe(training, &data.shape, &plan, engine.as_ref());
+    }
+    let run = Run {
+        training,
+        schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
+        metadata: setup::metadata(spec, &data.shape),
+        lines: LossLines::new(spec.log.every_steps),
+        step: beginning.step,
+        evaluation: None,
+        plan,
+        data,
+        engine,
+        keeper,
+        pulse,
+    };
+    run.epochs()
+}
+
+struct Run<'a> {
+    training: &'a Training<'a>,
+    plan: Plan,
+    data: DataSource,
+    engine: Box<dyn Engine>,
+    schedule: Schedule,
+    /// Rank 0 has one.
+    keeper: Option<Keeper>,
+    metadata: BTreeMap<String, String>,
+    lines: LossLines,
+    pulse: Pulse<'a>,
+    /// Optimizer steps done.
+    step: u64,
+    /// The newest.
+    evaluation: Option<Evaluation>,
+}
+
+impl Run<'_> {
+    fn epochs(mut self) -> Result<Outcome, TrainError> {
+        let total = self.plan.total_steps;
+        if self.is_first() {
+            self.training.observer.event(&AttemptEvent::Running {
+                total_steps: total,
+                steps_per_epoch: self.plan.steps_per_epoch,
+                start_step: self.step,
+            });
+        }
+        if self.step >= total {
+            self.evaluate()?;
+        }
+        while self.step < total {
+            let epoch = self.step / self.plan.steps_per_epoch;
+            let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
+            let mut batches = self.data.epoch(self.epoch_plan());
+            while self.step < end {
+                let goes_on = self.step(batches.as_mut())?;
+                if !goes_on {
+                    return self.stopped();
+                }
+                if self.step < end && self.plan.checkpoint_after_step(self.step) {
+                    self.keep()?;
+                }
+            }
+            drop(batches);
+            if self.plan.evaluation_after_epoch(self.step) {
+                self.evaluate()?;
+            }
+            if self.plan.checkpoint_after_epoch(self.step) {
+                self.keep()?;
+            }
+        }
+        self.finished()
+    }
+
+    /// One optimizer step. False: all ranks have agreed to stop after it.
+    fn step(
+        &mut self,
+        batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
+    ) -> Result<bool, TrainError> {
+        let began = Instant::now();
+        let micro_batches: Vec<Batch> = batches.take(self.plan.accumulate).collect::<Result<_, _>>()?;
+        if micro_batches.len() < self.plan.accumulate {
+            return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
+        }
+        let data_secs = began.elapsed().as_secs_f64();
+        let lr = self.schedule.lr(self.step);
+
+        let result = self.engine.train_step(&micro_batches, lr)?;
+
+        self.step += 1;
+        self.training.progress.store(self.step, Ordering::Relaxed);
+        let waited = Instant::now();
+        let verdict = self.agree(&result, lr);
+        let all_reduce_secs = result.all_reduce_secs + waited.elapsed().as_secs_f64();
+        self.report_step(&result, lr, began.elapsed().as_secs_f64(), data_secs, all_reduce_secs);
+        self.announce_checkpoints()?;
+        verdict
+    }
+
+    /// Whether all go on: a rank that is told to stop, or whose numbers are spoilt, tells the others.
+    fn agree(&self, result: &StepResult, lr: f32) -> Result<bool, TrainError> {
+        let comm = &self.training.comm;
+        if comm.world_size() > FEW_RANKS && !self.step.is_multiple_of(SELDOM) {
+            return Ok(true);
+        }
+        let spoilt = result.samples > 0 && !result.loss.is_finite();
+        let stop = self.training.stop.load(Ordering::Relaxed);
+        let mut votes = [f64::from(u8::from(stop)), f64::from(u8::from(spoilt))];
+        comm.all_reduce_f64(&mut votes)?;
+        let [stop, spoilt] = votes;
+        if spoilt > 0.0 {
+            return Err(TrainError::Diverged {
+                step: self.step,
+                epoch: self.plan.epoch_of(self.step),
+                ranks: spoilt as u32,
+                world_size: comm.world_size(),
+                lr,
+            });
+        }
+        Ok(stop == 0.0)
+    }
+
+    /// Validation over the whole split, each rank its part; sums are added up, so every picture
+    /// counts once.
+    fn evaluate(&mut self) -> Result<(), TrainError> {
+        if self.data.shape.validation_samples == 0 {
+            return Ok(());
+        }
+        self.pulse.report("evaluating");
+        let began = Instant::now();
+        let Training { comm, observer, spec, .. } = self.training;
+        if !spec.parallel.sync_batch_norm {
+            // Running statistics differ by rank; those of the checkpoint are rank 0's.
+            self.engine.broadcast_parameters()?;
+        }
+        let mut sums = [0.0; 3];
+        let (rank, world_size) = (comm.rank(), comm.world_size());
+        for batch in self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads) {
+            let result = self.engine.eval_step(&batch?)?;
+            sums[0] += result.loss_sum;
+            sums[1] += result.correct as f64;
+            sums[2] += result.samples as f64;
+            self.pulse.still_alive("evaluating");
+        }
+        comm.all_reduce_f64(&mut sums)?;
+        let evaluation = Evaluation {
+            epoch: self.plan.epoch_of(self.step),
+            step: self.step,
+            samples: sums[2] as u64,
+            accuracy: sums[1] / sums[2],
+            loss: sums[0] / sums[2],
+            secs: began.elapsed().as_secs_f64(),
+        };
+        if rank == 0 {
+            observer.metric("val_loss", self.step, evaluation.loss as f32);
+            observer.metric("val_accuracy", self.step, evaluation.accuracy as f32);
+            observer.log(&format!(
+                "epoch: {} validation accuracy is {:.2} %, loss is {:.4} ({} pictures in {:.1} s)",
+                evaluation.epoch,
+                evaluation.accuracy * 100.0,
+                evaluation.loss,
+                evaluation.samples,
+                evaluation.secs
+            ));
+            observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
+        }
+        self.evaluation = Some(evaluation);
+        self.pulse.report("training");
+        Ok(())
+    }
+
+    /// Hands this moment to the keeper, which writes it while training goes on.
+    fn keep(&mut self) -> Result<(), TrainError> {
+        let Some(keeper) = &self.keeper else { return Ok(()) };
+        self.pulse.report("checkpointing");
+        let plan = &self.plan;
+        let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
+        let step_in_epoch = self.step % plan.steps_per_epoch;
+        let state = State {
+            epoch: plan.epoch_of(self.step),
+            step: self.step,
+            data_position: DataPosition {
+                epoch: (self.step / plan.steps_per_epoch) as u32,
+                step_in_epoch,
+                samples_in_epoch: step_in_epoch * plan.global_batch_size,
+            },
+            random_state: RandomState { seed: self.training.spec.train.seed },
+            world_size: self.training.comm.world_size(),
+            global_batch_size: plan.global_batch_size,
+            steps_per_epoch: plan.steps_per_epoch,
+            val_accuracy: measured.map(|e| e.accuracy),
+            val_loss: measured.map(|e| e.loss),
+            best: None,
+            versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
+        };
+        keeper.keep(Snapshot {
+            state,
+            parameters: self.engine.parameters(),
+            optimizer: self.engine.optimizer_state(),
+            batches: self.step * plan.accumulate as u64,
+            metadata: self.metadata.clone(),
+        })?;
+        self.pulse.report("training");
+        self.announce_checkpoints()
+    }
+
+    fn finished(mut self) -> Result<Outcome, TrainError> {
+        self.write_out()?;
+        self.pulse.report("finished");
+        Ok(Outcome::Finished { step: self.step })
+    }
+
+    /// Every rank is at the same step: what is kept here is whole.
+    fn stopped(mut self) -> Result<Outcome, TrainError> {
+        self.keep()?;
+        self.write_out()?;
+        self.training.observer.log(&format!("told to stop: stopped after step {}", self.step));
+        self.pulse.report("stopped");
+        Ok(Outcome::Stopped { step: self.step })
+    }
+
+    fn write_out(&mut self) -> Result<(), TrainError> {
+        if let Some(keeper) = self.keeper.take() {
+            self.pulse.report("checkpointing");
+            announce(self.training.observer, keeper.finish()?);
+        }
+        Ok(())
+    }
+
+    fn announce_checkpoints(&self) -> Result<(), TrainError> {
+        if let Some(keeper) = &self.keeper {
+            announce(self.training.observer, keeper.news()?);
+        }
+        Ok(())
+    }
+
+    fn report_step(&mut self, result: &StepResult, lr: f32, secs: f64, data_secs: f64, all_reduce_secs: f64) {
+        let observer = self.training.observer;
+        let plan = &self.plan;
+        let epoch = plan.epoch_of(self.step);
+        if result.samples > 0 {
+            observer.metric("loss", self.step, result.loss);
+            observer.metric("accuracy", self.step, result.correct as f32 / result.samples as f32);
+            let step_in_epoch = (self.step - 1) % plan.steps_per_epoch + 1;
+            if let Some(line) = self.lines.line(epoch, step_in_epoch, plan.steps_per_epoch, result.loss) {
+                observer.log(&line);
+            }
+        }
+        observer.metric("step_ms", self.step, (secs * 1e3) as f32);
+        observer.metric("data_ms", self.step, (data_secs * 1e3) as f32);
+        observer.metric("all_reduce_ms", self.step, (all_reduce_secs * 1e3) as f32);
+        if self.is_first() {
+            observer.metric("lr", self.step, lr);
+            observer.metric("grad_norm", self.step, result.grad_norm);
+            observer.metric("images_per_second", self.step, (plan.global_batch_size as f64 / secs) as f32);
+        }
+        self.pulse.step(self.step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+    }
+
+    fn epoch_plan(&self) -> EpochPlan {
+        let plan = &self.plan;
+        EpochPlan {
+            epoch: (self.step / plan.steps_per_epoch) as u32,
+            first_step: self.step % plan.steps_per_epoch,
+            rank: self.training.comm.rank(),
+            world_size: self.training.comm.world_size(),
+            batch_size: plan.batch_size,
+            accumulate: plan.accumulate,
+            drop_remainder: self.training.spec.data.drop_remainder,
+            threads: plan.data_threads,
+        }
+    }
+
+    fn is_first(&self) -> bool {
+        self.training.comm.rank() == 0
+    }
+}
+
+fn announce(observer: &dyn Observer, news: Vec<Kept>) {
+    for kept in news {
+        match kept {
+            Kept::Written(info) => {
+                let best = if info.best { ", the best so far" } else { "" };
+                let megabytes = info.size_bytes as f64 / 1e6;
+                observer.log(&format!(
+                    "checkpoint {}-{} is written ({megabytes:.1} MB{best})",
+                    info.epoch, info.step
+                ));
+                observer.event(&AttemptEvent::Checkpoint(info));
+            }
+            Kept::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Where a rank's time goes, told about once a second and at every change of what it does.
+
+use super::Observer;
+use lockstep_protocol::agent::{AttemptEvent, RankReport};
+use std::time::{Duration, Instant};
+
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Sums since the last report.
+pub(super) struct Pulse<'a> {
+    observer: &'a dyn Observer,
+    rank: u32,
+    device: String,
+    step: u64,
+    epoch: u32,
+    last: Instant,
+    steps: u32,
+    secs: f64,
+    data_secs: f64,
+    all_reduce_secs: f64,
+    samples: u64,
+    /// Shown while there is nothing newer, such as during an evaluation.
+    averages: [f64; 4],
+}
+
+impl<'a> Pulse<'a> {
+    pub(super) fn new(observer: &'a dyn Observer, rank: u32) -> Self {
+        Self {
+            observer,
+            rank,
+            device: "CPU".into(),
+            step: 0,
+            epoch: 0,
+            last: Instant::now(),
+            steps: 0,
+            secs: 0.0,
+            data_secs: 0.0,
+            all_reduce_secs: 0.0,
+            samples: 0,
+            averages: [0.0; 4],
+        }
+    }
+
+    pub(super) fn device(&mut self, name: String) {
+        self.device = name;
+    }
+
+    /// A step is done; `samples` are this rank's.
+    pub(super) fn step(
+        &mut self,
+        step: u64,
+        epoch: u32,
+        secs: f64,
+        data_secs: f64,
+        all_reduce_secs: f64,
+        samples: u32,
+    ) {
+        let first = self.step == 0;
+        (self.step, self.epoch) = (step, epoch);
+        self.steps += 1;
+        self.secs += secs;
+        self.data_secs += data_secs;
+        self.all_reduce_secs += all_reduce_secs;
+        self.samples += u64::from(samples);
+        if first || self.last.elapsed() >= EVERY {
+            self.report("training");
+        }
+    }
+
+    /// Something that is no step has moved on.
+    pub(super) fn still_alive(&mut self, status: &str) {
+        if self.last.elapsed() >= EVERY {
+            self.report(status);
+        }
+    }
+
+    pub(super) fn report(&mut self, status: &str) {
+        if self.steps > 0 {
+            let steps = f64::from(self.steps) / 1e3;
+            self.averages = [
+                self.secs / steps,
+                self.all_reduce_secs / steps,
+                self.data_secs / steps,
+                self.samples as f64 / self.secs.max(1e-9),
+            ];
+            (self.steps, self.samples) = (0, 0);
+            (self.secs, self.data_secs, self.all_reduce_secs) = (0.0, 0.0, 0.0);
+        }
+        self.last = Instant::now();
+        let [step_ms, all_reduce_ms, data_ms, images_per_second] = self.averages;
+        let report = RankReport {
+            status: status.into(),
+            step: self.step,
+            epoch: self.epoch,
+            step_ms,
+            all_reduce_ms,
+            data_ms,
+            images_per_second,
+            pid: std::process::id(),
+            device: self.device.clone(),
+        };
+        self.observer.event(&AttemptEvent::Rank { rank: self.rank, report });
+    }
+}

@@ -1,0 +1,179 @@
+//! What a run is made of, checked before the first step.
+
+use super::{TrainError, Training};
+use crate::{
+    comm::Communicator,
+    data::loader::{DataSource, Shape},
+    engine::{self, Engine, EngineConfig},
+    net,
+};
+use lockstep_protocol::spec::{Device, JobSpec, Precision};
+use std::{collections::BTreeMap, sync::Arc};
+
+/// Broken files that are named in the log.
+const NAMED: usize = 20;
+
+/// A run in numbers.
+pub(super) struct Plan {
+    /// Pictures of a rank in a micro-batch.
+    pub(super) batch_size: usize,
+    pub(super) accumulate: usize,
+    pub(super) global_batch_size: u64,
+    pub(super) steps_per_epoch: u64,
+    pub(super) total_steps: u64,
+    pub(super) data_threads: usize,
+    evaluate_every_epochs: u64,
+    checkpoint_every_epochs: u64,
+    checkpoint_every_steps: u64,
+}
+
+impl Plan {
+    pub(super) fn new(spec: &JobSpec, shape: &Shape, comm: &dyn Communicator) -> Result<Self, TrainError> {
+        let impossible = |text: String| Err(TrainError::Impossible(text));
+        if comm.world_size() != spec.parallel.ranks {
+            let (is, wanted) = (comm.world_size(), spec.parallel.ranks);
+            return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
+        }
+        let global_batch_size = spec.global_batch_size();
+        let steps_per_epoch = spec.steps_per_epoch(shape.train_samples);
+        if steps_per_epoch == 0 {
+            return impossible(format!(
+                "{} training pictures are fewer than one step takes ({global_batch_size}: {} ranks x batch {} \
+                 x accumulate {}). Lower train.batch_size, or set data.drop_remainder = false",
+                shape.train_samples,
+                comm.world_size(),
+                spec.micro_batch_size(),
+                spec.train.accumulate
+            ));
+        }
+        let every_steps = spec.checkpoint.every_steps.unwrap_or(0);
+        let every_epochs = spec.checkpoint.every_epochs.unwrap_or(u32::from(every_steps == 0));
+        Ok(Self {
+            batch_size: spec.micro_batch_size() as usize,
+            accumulate: spec.train.accumulate.max(1) as usize,
+            global_batch_size,
+            steps_per_epoch,
+            total_steps: spec.total_steps(shape.train_samples),
+            // Preparing a picture costs a small part of what training on it does.
+            data_threads: 1,
+            evaluate_every_epochs: spec.evaluate.every_epochs.into(),
+            checkpoint_every_epochs: every_epochs.into(),
+            checkpoint_every_steps: every_steps,
+        })
+    }
+
+    /// The epoch, from 1, that step number `step` (from 1) is in.
+    pub(super) fn epoch_of(&self, step: u64) -> u32 {
+        (step.saturating_sub(1) / self.steps_per_epoch + 1) as u32
+    }
+
+    pub(super) fn checkpoint_after_step(&self, step: u64) -> bool {
+        self.checkpoint_every_steps > 0 && step.is_multiple_of(self.checkpoint_every_steps)
+    }
+
+    /// At the end of an epoch, or of the run.
+    pub(super) fn checkpoint_after_epoch(&self, step: u64) -> bool {
+        step == self.total_steps
+            || self.checkpoint_after_step(step)
+            || self.epoch_is_due(step, self.checkpoint_every_epochs)
+    }
+
+    /// At the end of an epoch, or of the run.
+    pub(super) fn evaluation_after_epoch(&self, step: u64) -> bool {
+        step == self.total_steps || self.epoch_is_due(step, self.evaluate_every_epochs)
+    }
+
+    fn epoch_is_due(&self, step: u64, every_epochs: u64) -> bool {
+        every_epochs > 0
+            && step.is_multiple_of(self.steps_per_epoch)
+            && (step / self.steps_per_epoch).is_multiple_of(every_epochs)
+    }
+}
+
+pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
+    let spec = training.spec;
+    let data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    let skipped = &data.shape.skipped;
+    if training.comm.rank() == 0 && !skipped.is_empty() {
+        let observer = training.observer;
+        observer.log(&format!("{} broken files are left out:", skipped.len()));
+        skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
+    }
+    Ok(data)
+}
+
+pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box<dyn Engine>, TrainError> {
+    let spec = training.spec;
+    if spec.parallel.device == Device::Cuda {
+        let text = "parallel.device = \"cuda\": this build of lockstep has no CUDA engine yet; use cpu or auto";
+        return Err(TrainError::Impossible(text.into()));
+    }
+    if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {
+        let text = "train.precision: CPU ranks compute in fp32; use fp32 or auto";
+        return Err(TrainError::Impossible(text.into()));
+    }
+    let network = net::resnet::build(&spec.model, shape.image_size, shape.channels, shape.classes.len())
+        .map_err(TrainError::Impossible)?;
+    let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
+    let config = EngineConfig {
+        batch_size: spec.micro_batch_size() as usize,
+        optimizer: spec.train.optimizer,
+        momentum: spec.train.momentum,
+        weight_decay: spec.train.weight_decay,
+        label_smoothing: spec.train.label_smoothing,
+        accumulate: spec.train.accumulate.max(1) as usize,
+        sync_batch_norm: spec.parallel.sync_batch_norm,
+        gradients_mean: spec.parallel.gradients_mean,
+        threads: training.threads.max(1),
+    };
+    Ok(engine::build_cpu(Arc::new(network), &initial, config, training.comm.clone())?)
+}
+
+/// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.
+pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String> {
+    let json = |value: serde_json::Result<String>| value.unwrap_or_default();
+    let mut shared = serde_json::to_value(spec).unwrap_or_default();
+    if let Some(object) = shared.as_object_mut() {
+        object.remove("name");
+        object.remove("priority");
+    }
+    BTreeMap::from([
+        ("format".into(), "pt".into()),
+        ("arch".into(), spec.model.arch.name().into()),
+        ("classes".into(), json(serde_json::to_string(&shape.classes))),
+        ("image_size".into(), shape.image_size.to_string()),
+        ("channels".into(), shape.channels.to_string()),
+        ("mean".into(), json(serde_json::to_string(&shape.mean))),
+        ("std".into(), json(serde_json::to_string(&shape.std))),
+        ("spec".into(), shared.to_string()),
+    ])
+}
+
+pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {
+    let Training { spec, comm, observer, .. } = training;
+    let weights: usize = engine
+        .parameters()
+        .iter()
+        .filter(|(name, _)| !name.contains("running_"))
+        .map(|(_, tensor)| tensor.values.len())
+        .sum();
+    observer.log(&format!(
+        "{} of {weights} parameters, {} classes, {}x{} pixels; {} training and {} validation pictures",
+        spec.model.arch.name(),
+        shape.classes.len(),
+        shape.image_size,
+        shape.image_size,
+        shape.train_samples,
+        shape.validation_samples,
+    ));
+    observer.log(&format!(
+        "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
+        comm.world_size(),
+        engine.device_name(),
+        plan.batch_size,
+        plan.accumulate,
+        plan.global_batch_size,
+        plan.total_steps,
+        plan.steps_per_epoch
+    ));
+}

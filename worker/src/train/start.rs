@@ -1,0 +1,178 @@
+//! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
+//! what is in them, so the others need not have them.
+
+use super::{TrainError, Training, setup::Plan};
+use crate::{
+    checkpoint::{self, Best, CheckpointError, State},
+    comm::Communicator,
+    engine::{Engine, NamedTensors},
+};
+use std::path::Path;
+
+/// Differences between a file and the network that are named.
+const NAMED: usize = 5;
+
+pub(super) struct Beginning {
+    /// Optimizer steps done before.
+    pub(super) step: u64,
+    pub(super) best: Option<Best>,
+}
+
+/// Sets the engine's weights; the same on every rank afterwards.
+pub(super) fn begin(
+    training: &Training<'_>,
+    plan: &Plan,
+    engine: &mut dyn Engine,
+) -> Result<Beginning, TrainError> {
+    if let Some(folder) = training.resume {
+        return resume(training, plan, engine, folder);
+    }
+    let pretrained = training.spec.model.pretrained.as_deref();
+    if let Some(path) = pretrained
+        && training.comm.rank() == 0
+    {
+        let weights = pretrained_weights(training, Path::new(path), engine.parameters())?;
+        engine.set_parameters(&weights)?;
+    }
+    if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
+        engine.broadcast_parameters()?;
+    }
+    Ok(Beginning { step: 0, best: None })
+}
+
+/// The weights of a file in place of `initial`; a head of another width stays as it is initialised.
+fn pretrained_weights(
+    training: &Training<'_>,
+    path: &Path,
+    initial: NamedTensors,
+) -> Result<NamedTensors, TrainError> {
+    let path = if path.is_dir() { path.join(checkpoint::MODEL) } else { path.to_path_buf() };
+    let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
+    let mut given = checkpoint::read_tensors(&path).map_err(wrong)?;
+    let mut problems = Vec::new();
+    let mut weights = NamedTensors::new();
+    for (name, own) in initial {
+        match given.remove(&name) {
+            Some(tensor) if tensor.shape == own.shape => {
+                weights.insert(name, tensor);
+            }
+            Some(tensor) if name.starts_with("fc.") => {
+                training.observer.log(&format!(
+                    "{name} of {} is {:?}, this job's is {:?}: initialised anew",
+                    path.display(),
+                    tensor.shape,
+                    own.shape
+                ));
+                weights.insert(name, own);
+            }
+            Some(tensor) => {
+                problems.push(format!("{name} is {:?}, wanted {:?}", tensor.shape, own.shape));
+                weights.insert(name, own);
+            }
+            None => problems.push(format!("{name} is missing")),
+        }
+    }
+    problems.extend(given.keys().map(|name| format!("{name} is not in this network")));
+    if problems.is_empty() {
+        return Ok(weights);
+    }
+    let more = problems.len().saturating_sub(NAMED);
+    let mut text = problems[..problems.len().min(NAMED)].join("; ");
+    if more > 0 {
+        text.push_str(&format!("; and {more} more"));
+    }
+    let arch = training.spec.model.arch.name();
+    Err(wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display())))
+}
+
+fn resume(
+    training: &Training<'_>,
+    plan: &Plan,
+    engine: &mut dyn Engine,
+    folder: &Path,
+) -> Result<Beginning, TrainError> {
+    let comm = training.comm.as_ref();
+    let loaded = if comm.rank() == 0 { Some(checkpoint::load(folder)?) } else { None };
+    let (state, parameters, optimizer) = match loaded {
+        Some((state, parameters, optimizer)) => (Some(state), Some(parameters), Some(optimizer)),
+        None => (None, None, None),
+    };
+    let parameters = shared(comm, engine.parameters(), parameters, folder)?;
+    engine.set_parameters(&parameters)?;
+    let optimizer = shared(comm, engine.optimizer_state(), optimizer, folder)?;
+    engine.set_optimizer_state(&optimizer)?;
+    let state = shared_state(comm, state)?;
+
+    let step = if state.global_batch_size == plan.global_batch_size
+        && state.steps_per_epoch == plan.steps_per_epoch
+    {
+        state.step
+    } else {
+        // Another batch size: the same place in the data, counted in steps of this one.
+        let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
+        u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
+    };
+    if comm.rank() == 0 {
+        let observer = training.observer;
+        observer.log(&format!(
+            "continuing from checkpoint {} at step {step}",
+            checkpoint::folder_name(state.epoch, state.step)
+        ));
+        if state.random_state.seed != training.spec.train.seed {
+            observer.log("train.seed is not the checkpoint's: the order of the pictures changes here");
+        }
+        if step != state.step {
+            observer.log(&format!(
+                "a step takes {} pictures now and took {}: step {} counts as {step}",
+                plan.global_batch_size, state.global_batch_size, state.step
+            ));
+        }
+    }
+    let best = state.best.filter(|best| {
+        let place = checkpoint::folder_name(best.epoch, best.step);
+        best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
+    });
+    Ok(Beginning { step, best })
+}
+
+/// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.
+fn shared(
+    comm: &dyn Communicator,
+    template: NamedTensors,
+    loaded: Option<NamedTensors>,
+    folder: &Path,
+) -> Result<NamedTensors, TrainError> {
+    if let Some(loaded) = &loaded {
+        let shapes = |tensors: &NamedTensors| -> Vec<_> {
+            tensors.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
+        };
+        if shapes(loaded) != shapes(&template) {
+            return Err(CheckpointError::Damaged {
+                name: folder.display().to_string(),
+                detail: "its tensors are not those of this job's network (another arch, stem or dataset?)"
+                    .into(),
+            }
+            .into());
+        }
+    }
+    let mut tensors = loaded.unwrap_or(template);
+    for tensor in tensors.values_mut() {
+        comm.broadcast(&mut tensor.values, 0)?;
+    }
+    Ok(tensors)
+}
+
+/// Rank 0's state on every rank: its JSON text, a byte a value.
+fn shared_state(comm: &dyn Communicator, state: Option<State>) -> Result<State, TrainError> {
+    let text = match &state {
+        Some(state) => serde_json::to_vec(state).map_err(std::io::Error::from)?,
+        None => Vec::new(),
+    };
+    let mut length = [text.len() as f32];
+    comm.broadcast(&mut length, 0)?;
+    let mut values: Vec<f32> = text.iter().map(|byte| f32::from(*byte)).collect();
+    values.resize(length[0] as usize, 0.0);
+    comm.broadcast(&mut values, 0)?;
+    let text: Vec<u8> = values.iter().map(|value| *value as u8).collect();
+    Ok(serde_json::from_slice(&text).map_err(std::io::Error::from)?)
+}

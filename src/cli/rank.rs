@@ -1,13 +1,30 @@
-//! `lockstep rank`: one rank of an attempt, started by an agent.
+//! `lockstep rank`: one rank of an attempt, started by an agent or by `lockstep train`.
 
-/// One rank of an attempt (started by agents)
+use super::init_tracing;
+use std::path::PathBuf;
+
+/// One rank of an attempt (started by agents and by `lockstep train`)
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// What it is to do: `rank.<r>.json` in the attempt's folder
+    config: PathBuf,
+    /// For whoever reads the list of processes; the file says it, too
+    #[arg(long)]
+    job: Option<String>,
+    /// As --job
+    #[arg(long)]
+    attempt: Option<u32>,
+    /// As --job
+    #[arg(long)]
+    rank: Option<u32>,
+}
 
-/// Runs the command.
+/// Trains; ends the process with the rank's own statuses.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// None: why a rank failed is in its records.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("warn");
+    let _ = (args.job, args.attempt, args.rank);
+    std::process::exit(lockstep_worker::rank::run(&args.config));
 }

@@ -186,7 +186,11 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Re
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
         // The store ends with rank 0's; nobody may still be asking.
-        if config.rank == 0 { life.store.set(store).ok() } else { None };
+        if config.rank == 0 {
+            life.store.set(store).ok()
+        } else {
+            None
+        };
         ring
     };
     let _ = life.comm.set(comm.clone());

@@ -105,7 +105,8 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
 pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box<dyn Engine>, TrainError> {
     let spec = training.spec;
     if spec.parallel.device == Device::Cuda {
-        let text = "parallel.device = \"cuda\": this build of lockstep has no CUDA engine yet; use cpu or auto";
+        let text =
+            "parallel.device = \"cuda\": this build of lockstep has no CUDA engine yet; use cpu or auto";
         return Err(TrainError::Impossible(text.into()));
     }
     if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {

@@ -1,13 +1,228 @@
-//! `lockstep train`: training without a server.
+//! `lockstep train`: training without a server, in the same rank processes and the same folders.
+
+mod launcher;
+mod local;
+mod show;
+
+use super::{api::mistake, init_tracing, output, wrong};
+use launcher::Place;
+use local::Ended;
+use lockstep_protocol::{
+    JobSpec,
+    agent::{AttemptRef, StartAttempt},
+    job::JobId,
+    spec::{apply_set, from_json, toml_document},
+};
+use lockstep_worker::{checkpoint, rank::RankConfig, rendezvous::free_port};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 /// Train without a server
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// The job's specification, a TOML file; its data.dataset is a path
+    #[arg(value_name = "JOB.toml")]
+    job: PathBuf,
+    /// Ranks on this machine, instead of parallel.ranks
+    #[arg(long, value_name = "N")]
+    ranks: Option<u32>,
+    /// Where logs and checkpoints go [default: runs/<name of the TOML file>]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Go on from the newest complete checkpoint of DIR, or from this one
+    #[arg(long, value_name = "latest|PATH")]
+    resume: Option<String>,
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+}
 
-/// Runs the command.
+/// Trains to the end. Under torchrun, Open MPI or Slurm this process is one rank; else it starts all.
 ///
 /// # Errors
-/// A sentence for a person.
-pub(crate) fn run(_args: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built yet")
+/// Exit status 2 for mistakes in the specification or the arguments, 1 when training failed or was stopped.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("warn");
+    let began = Instant::now();
+    let place = launcher::detect(|name| std::env::var(name).ok()).map_err(wrong)?;
+    let spec = read(&args, place.as_ref())?;
+    let dataset = dataset_path(&spec, &args.job)?;
+    let out = args
+        .out
+        .clone()
+        .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
+    fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
+    let out = out.canonicalize()?;
+    let resume = match &place {
+        // Rank 0 reads the checkpoint and sends it; the others only need to know that there is one.
+        Some(place) if place.rank > 0 => args.resume.clone(),
+        _ => resume_from(&out, args.resume.as_deref())?,
+    };
+    let world_size = spec.parallel.ranks;
+    let start = StartAttempt {
+        attempt: AttemptRef { job: JobId::generate(), attempt: 0, token: 0 },
+        dataset_path: dataset.to_string_lossy().into_owned(),
+        world_size,
+        ranks: (0..world_size).map(|rank| (rank, rank)).collect(),
+        master_addr: "127.0.0.1".into(),
+        master_port: 0,
+        secret: format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple()),
+        job_dir: Some(out.to_string_lossy().into_owned()),
+        resume,
+        spec,
+    };
+    let ended = match place {
+        Some(place) => in_this_process(start, &place, &out)?,
+        None => in_processes(start, &out)?,
+    };
+    conclude(&ended, &out, began)
+}
+
+fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
+    let attempts = out.join("attempts");
+    start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
+    start.master_port = free_port(&start.master_addr)?;
+    write_spec(out, &start.spec)?;
+    let threads = (local::cores() / start.world_size).max(1);
+    let local_ranks = start.world_size;
+    let configs: Vec<_> = (0..local_ranks)
+        .map(|rank| RankConfig {
+            start: start.clone(),
+            rank,
+            slot: rank,
+            local_ranks,
+            threads,
+            job_dir: out.into(),
+        })
+        .collect();
+    fs::create_dir_all(configs[0].attempt_dir())?;
+    local::run(&configs)
+}
+
+fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow::Result<Ended> {
+    start.master_addr.clone_from(&place.addr);
+    start.master_port = place.port;
+    start.secret.clone_from(&place.secret);
+    let events = |n: u32| {
+        let dir = out.join("attempts").join(n.to_string());
+        lockstep_worker::report::events_path(&dir, place.rank)
+    };
+    start.attempt.attempt = (1..).find(|n| !events(*n).exists()).unwrap_or(1);
+    if place.rank == 0 {
+        write_spec(out, &start.spec)?;
+    }
+    let config = RankConfig {
+        start,
+        rank: place.rank,
+        slot: place.local_rank,
+        local_ranks: place.local_ranks,
+        threads: (local::cores() / place.local_ranks).max(1),
+        job_dir: out.into(),
+    };
+    fs::create_dir_all(config.attempt_dir())?;
+    local::run_here(&config)
+}
+
+fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
+    Ok(fs::write(out.join("spec.json"), serde_json::to_vec_pretty(spec)?)?)
+}
+
+fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
+    match ended {
+        Ended::Succeeded { accuracy: Some(accuracy), .. } => output::line(format_args!(
+            "succeeded: validation accuracy {:.1} % in {:.0} s; checkpoints are in {}",
+            accuracy * 100.0,
+            began.elapsed().as_secs_f64(),
+            out.join("checkpoints").display()
+        )),
+        Ended::Succeeded { accuracy: None, step } => output::line(format_args!(
+            "succeeded: {step} steps in {:.0} s; checkpoints are in {}",
+            began.elapsed().as_secs_f64(),
+            out.join("checkpoints").display()
+        )),
+        Ended::Elsewhere => Ok(()),
+        Ended::Stopped { step } => {
+            anyhow::bail!("stopped after step {step}; --resume latest goes on from there")
+        }
+        Ended::Failed(reason) => anyhow::bail!("{reason}"),
+    }
+}
+
+/// Reads the specification; the ranks are those of `place`, or of `--ranks`.
+fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
+    let shown = args.job.display();
+    let text = fs::read_to_string(&args.job).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
+    let mut sets = args.sets.clone();
+    if let Some(place) = place {
+        if args.ranks.is_some_and(|ranks| ranks != place.world_size) {
+            let (by, ranks) = (place.by, place.world_size);
+            return Err(wrong(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
+        }
+        sets.push(format!("parallel.ranks={}", place.world_size));
+    } else if let Some(ranks) = args.ranks {
+        sets.push(format!("parallel.ranks={ranks}"));
+    }
+    for set in sets {
+        apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {set}: {e}")))?;
+    }
+    from_json(&document).map_err(|mistakes| {
+        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        wrong(format!("{shown}:\n  {}", lines.join("\n  ")))
+    })
+}
+
+/// A dataset is a path from here, or from where the job's file is.
+fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
+    let given = Path::new(&spec.data.dataset);
+    let beside = job.parent().map(|dir| dir.join(given));
+    [Some(given.to_path_buf()), beside].into_iter().flatten().find_map(|p| p.canonicalize().ok()).ok_or_else(
+        || {
+            wrong(format!(
+                "data.dataset: there is no {}; without a server a dataset is named by its path",
+                given.display()
+            ))
+        },
+    )
+}
+
+/// The name of the checkpoint to go on from, under `out/checkpoints`.
+fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
+    let directory = out.join("checkpoints");
+    let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
+    match resume {
+        None if checkpoint::list(&directory)?.is_empty() => Ok(None),
+        None => Err(wrong(format!(
+            "{} holds a run already: give --resume latest to go on with it, or another --out",
+            out.display()
+        ))),
+        Some("latest") => {
+            let (newest, torn) = checkpoint::newest(&directory)?;
+            torn.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
+            let newest = newest.ok_or_else(|| {
+                wrong(format!("--resume latest: no complete checkpoint in {}", directory.display()))
+            })?;
+            Ok(name_of(&newest))
+        }
+        Some(path) => {
+            let problem = |e: String| wrong(format!("--resume {path}: {e}"));
+            let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
+            let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
+            let name = checkpoint::folder_name(manifest.epoch, manifest.step);
+            let here = directory.join(&name);
+            if !here.exists() {
+                // Into a temporary place first: a checkpoint is there whole or not at all.
+                let temporary = directory.join(format!(".tmp-{name}"));
+                fs::create_dir_all(&temporary)?;
+                for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {
+                    fs::copy(folder.join(file), temporary.join(file))?;
+                }
+                fs::rename(&temporary, &here)?;
+            }
+            Ok(Some(name))
+        }
+    }
 }

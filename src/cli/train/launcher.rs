@@ -1,0 +1,162 @@
+//! Which rank this process is, when torchrun, Open MPI or Slurm has started it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// This process among those that a launcher has started.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Who started it.
+    pub(super) by: &'static str,
+    pub(super) rank: u32,
+    pub(super) world_size: u32,
+    pub(super) local_rank: u32,
+    pub(super) local_ranks: u32,
+    /// Where rank 0 listens.
+    pub(super) addr: String,
+    pub(super) port: u16,
+    pub(super) secret: String,
+}
+
+/// Reads the launcher's variables; `None` when there are none.
+///
+/// The ranks recognise each other by `LOCKSTEP_SECRET`. Without it they use what the launcher calls
+/// the job, which others on the network might guess.
+///
+/// # Errors
+/// Some variables are there and others are missing or no numbers; a sentence.
+pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, String> {
+    let number = |name: &str| -> Result<Option<u32>, String> {
+        variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is no number"))).transpose()
+    };
+    // The first of these that is there, the job's name in it, and the launcher's own port plus this.
+    let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
+    if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
+        by = "torchrun";
+        (rank, world_size) = (r, w);
+        (local_rank, local_ranks) = (number("LOCAL_RANK")?, number("LOCAL_WORLD_SIZE")?);
+        job = variable("TORCHELASTIC_RUN_ID");
+        // torchrun itself may be listening at MASTER_PORT.
+        port_shift = u16::from(variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True"));
+    } else if let (Some(r), Some(w)) = (number("OMPI_COMM_WORLD_RANK")?, number("OMPI_COMM_WORLD_SIZE")?) {
+        by = "mpirun";
+        (rank, world_size) = (r, w);
+        (local_rank, local_ranks) =
+            (number("OMPI_COMM_WORLD_LOCAL_RANK")?, number("OMPI_COMM_WORLD_LOCAL_SIZE")?);
+        job = variable("PMIX_NAMESPACE").or_else(|| variable("OMPI_MCA_ess_base_jobid"));
+        port_shift = 0;
+    } else if let (Some(r), Some(w), Some(step)) =
+        (number("SLURM_PROCID")?, number("SLURM_NTASKS")?, variable("SLURM_STEP_ID"))
+    {
+        // Without a step this is the batch script itself, not srun.
+        by = "srun";
+        (rank, world_size) = (r, w);
+        local_rank = number("SLURM_LOCALID")?;
+        // `4`, or `4(x2),3` for machines that differ: the first is right for most.
+        local_ranks = variable("SLURM_STEP_TASKS_PER_NODE")
+            .and_then(|v| v.split(['(', ',']).next().and_then(|n| n.parse().ok()));
+        job = variable("SLURM_JOB_ID").map(|job| format!("{job}.{step}"));
+        port_shift = 0;
+    } else {
+        return Ok(None);
+    }
+    if rank >= world_size {
+        return Err(format!("{by} says that this is rank {rank} of {world_size}"));
+    }
+    let local_ranks = local_ranks.unwrap_or(1).clamp(1, world_size);
+    let addr = match variable("MASTER_ADDR") {
+        Some(addr) => addr,
+        None if local_ranks == world_size => "127.0.0.1".into(),
+        None => {
+            return Err(format!(
+                "{by} has started ranks on several machines: set MASTER_ADDR to rank 0's machine and \
+                 MASTER_PORT to a free port there"
+            ));
+        }
+    };
+    let job = job.unwrap_or_default();
+    let port = match number("MASTER_PORT")? {
+        Some(port) => u16::try_from(port)
+            .ok()
+            .and_then(|port| port.checked_add(port_shift))
+            .ok_or_else(|| format!("MASTER_PORT={port} is no port"))?,
+        // The same for all ranks of the job, another for other jobs, below the ephemeral ports.
+        None => {
+            let mut hash = DefaultHasher::new();
+            job.hash(&mut hash);
+            20_000 + (hash.finish() % 10_000) as u16
+        }
+    };
+    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
+    let local_rank = local_rank.unwrap_or(0);
+    Ok(Some(Place { by, rank, world_size, local_rank, local_ranks, addr, port, secret }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    fn with(variables: &[(&str, &str)]) -> Result<Option<Place>, String> {
+        let map: HashMap<_, _> = variables.iter().copied().collect();
+        detect(|name| map.get(name).map(ToString::to_string))
+    }
+
+    #[test]
+    fn torchrun_is_recognised_and_its_own_port_left_alone() {
+        let variables = [
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "10.0.0.7"),
+            ("MASTER_PORT", "29500"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ];
+        let place = with(&variables).unwrap().unwrap();
+        assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
+        assert_eq!((place.addr.as_str(), place.port), ("10.0.0.7", 29501));
+    }
+
+    #[test]
+    fn mpirun_on_one_machine_needs_no_address() {
+        let rank = |r| {
+            with(&[
+                ("OMPI_COMM_WORLD_RANK", r),
+                ("OMPI_COMM_WORLD_SIZE", "2"),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", r),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+                ("PMIX_NAMESPACE", "prterun-a-1"),
+            ])
+            .unwrap()
+            .unwrap()
+        };
+        let (zero, one) = (rank("0"), rank("1"));
+        assert_eq!(zero.addr, "127.0.0.1");
+        assert_eq!((zero.port, &zero.secret), (one.port, &one.secret));
+    }
+
+    #[test]
+    fn slurm_on_several_machines_needs_one() {
+        let step = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x2)"),
+        ];
+        assert!(with(&step).unwrap_err().contains("MASTER_ADDR"));
+        let mut more = step.to_vec();
+        more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
+        let place = with(&more).unwrap().unwrap();
+        assert_eq!((place.rank, place.local_ranks, place.secret.as_str()), (3, 2, "s"));
+        // A batch script is no step.
+        assert_eq!(with(&step[..3]).unwrap(), None);
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        assert_eq!(with(&[]).unwrap(), None);
+        assert!(with(&[("RANK", "x"), ("WORLD_SIZE", "2")]).unwrap_err().contains("RANK"));
+        assert!(with(&[("RANK", "2"), ("WORLD_SIZE", "2")]).unwrap_err().contains("rank 2 of 2"));
+    }
+}

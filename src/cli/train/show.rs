@@ -1,0 +1,119 @@
+//! What `lockstep train` shows: a progress bar on a terminal, rank 0's log lines otherwise.
+
+use super::super::output;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_protocol::agent::AttemptEvent;
+use std::{collections::BTreeMap, io::IsTerminal};
+
+/// What ranks have said so far.
+pub(super) struct Show {
+    bar: Option<ProgressBar>,
+    steps_per_epoch: u64,
+    losses: BTreeMap<u32, f32>,
+    images_per_second: f32,
+    /// Of the newest validation, 0 to 1.
+    pub(super) accuracy: Option<f64>,
+    /// Optimizer steps done, by the rank that is furthest.
+    pub(super) step: u64,
+    /// Why ranks cannot go on.
+    pub(super) failures: Vec<Failure>,
+}
+
+/// A rank's last words.
+pub(super) struct Failure {
+    pub(super) rank: u32,
+    pub(super) step: u64,
+    pub(super) reason: String,
+    pub(super) secondary: bool,
+}
+
+impl Show {
+    pub(super) fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Self {
+            bar,
+            steps_per_epoch: 0,
+            losses: BTreeMap::new(),
+            images_per_second: 0.0,
+            accuracy: None,
+            step: 0,
+            failures: Vec::new(),
+        }
+    }
+
+    /// Shows what a rank has recorded.
+    ///
+    /// # Errors
+    /// Standard output is closed.
+    pub(super) fn see(&mut self, events: Vec<AttemptEvent>) -> anyhow::Result<()> {
+        for event in events {
+            match event {
+                AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
+                    self.steps_per_epoch = steps_per_epoch;
+                    self.step = self.step.max(start_step);
+                    if let Some(bar) = &self.bar {
+                        bar.set_length(total_steps);
+                        bar.set_position(start_step);
+                        bar.reset_eta();
+                    }
+                }
+                AttemptEvent::Metrics { rank, columns } => {
+                    for column in columns {
+                        let (Some(step), Some(value)) = (column.steps.last(), column.values.last()) else {
+                            continue;
+                        };
+                        self.step = self.step.max(*step);
+                        match column.name.as_str() {
+                            "loss" => drop(self.losses.insert(rank, *value)),
+                            "images_per_second" => self.images_per_second = *value,
+                            _ => {}
+                        }
+                    }
+                    self.draw();
+                }
+                AttemptEvent::Log { rank: 0, lines } => {
+                    for line in lines {
+                        match &self.bar {
+                            // The bar shows the loss already.
+                            Some(_) if line.text.contains(", loss is ") && line.text.contains(" step: ") => {}
+                            Some(bar) => bar.suspend(|| output::line(&line.text))?,
+                            None => output::line(&line.text)?,
+                        }
+                    }
+                }
+                AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
+                AttemptEvent::RankFailed { rank, step, reason, secondary, .. } => {
+                    self.failures.push(Failure { rank, step, reason, secondary });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn draw(&self) {
+        let Some(bar) = &self.bar else { return };
+        bar.set_position(self.step);
+        if self.losses.is_empty() || self.steps_per_epoch == 0 {
+            return;
+        }
+        let loss = self.losses.values().sum::<f32>() / self.losses.len() as f32;
+        let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
+        let accuracy = self.accuracy.map(|a| format!(", accuracy {:.1} %", a * 100.0)).unwrap_or_default();
+        bar.set_message(format!(
+            "epoch {epoch}, loss {loss:.4}{accuracy}, {:.0} images/s",
+            self.images_per_second
+        ));
+    }
+
+    pub(super) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! How long a user waits for the first loss. A measurement with a generous limit: figures are in
+//! BENCHMARKS.md.
+
+use crate::{
+    pictures,
+    server::{Server, turn},
+    socket::{Socket, is_metric},
+    specs,
+};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+#[tokio::test]
+async fn the_first_loss_is_soon_on_the_stream() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::bundled()).await;
+    let mut seconds = Vec::new();
+    for n in 0..5 {
+        let spec = specs::with(
+            specs::short(&format!("first-loss-{n}"), "fashion", 2, 3),
+            json!({"data": {"image_size": 28}, "train": {"batch_size": 32}}),
+        );
+        let submitted = Instant::now();
+        let id = server.submit(&spec).await;
+        let mut socket = Socket::of_job(&server, &id, 0).await;
+        socket.until(|f| is_metric(f, "loss")).await;
+        seconds.push(submitted.elapsed().as_secs_f64());
+        server.succeeded(&id).await;
+    }
+    seconds.sort_by(f64::total_cmp);
+    eprintln!(
+        "POST /jobs to the first loss on the stream, resnet20, 2 ranks, global batch 64: median {:.3} s of {seconds:.3?}",
+        seconds[seconds.len() / 2]
+    );
+    let limit = Duration::from_secs(10);
+    assert!(seconds[0] < limit.as_secs_f64(), "{seconds:?}");
+    server.stop().await;
+}

@@ -1,0 +1,287 @@
+//! One job from its submission to its files, over REST alone.
+
+use crate::{
+    pictures,
+    server::{Server, number, state_of, turn},
+    socket::{Socket, stored},
+    specs,
+};
+use lockstep_protocol::JobState;
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::fs;
+
+const RANKS: u64 = 2;
+const STEPS_PER_EPOCH: u64 = 16;
+const STEPS: u64 = 32;
+const VALIDATED: u64 = 100;
+
+#[tokio::test]
+async fn a_job_trains_and_leaves_all_that_the_contract_says() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    // 260 pictures: 16 steps of 16 an epoch, and 4 that `drop_remainder` leaves out.
+    let dataset = pictures::idx_dataset(server.folder().path(), 260, VALIDATED as usize);
+    server.register("fashion", &dataset).await;
+
+    let spec = specs::with(
+        specs::short("whole-life", "fashion", RANKS as u32, STEPS),
+        json!({
+            "train": {"steps": null, "epochs": 2},
+            "checkpoint": {"every_epochs": 1},
+            "evaluate": {"every_epochs": 1},
+        }),
+    );
+    let answer = server.post("/jobs", &without_nulls(spec)).await;
+    assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
+    let submitted = answer.json();
+    let id = submitted["id"].as_str().expect("an id").to_owned();
+    assert_eq!(answer.header("location"), format!("/api/v1/jobs/{id}"));
+    assert_eq!(submitted["spec"]["train"]["lr"], 0.01, "defaults are filled in");
+    let listed = server.get("/jobs").await;
+    assert!(listed["jobs"].as_array().expect("jobs").iter().any(|j| j["id"] == *id), "{listed:#}");
+
+    let mut socket = Socket::of_job(&server, &id, 0).await;
+    socket.to_end().await;
+    let job = server.succeeded(&id).await;
+    let events = stored(&server, &id).await;
+
+    states_are_legal(&events);
+    the_job_is_complete(&job);
+    every_point_is_there(&server, &id).await;
+    let evaluations = evaluations(&events);
+    let best = evaluations.iter().map(|e| e.1).fold(0.0, f64::max);
+    assert_eq!(job["best"]["value"].as_f64(), Some(best), "{job:#}");
+    assert_eq!(job["last"]["val_accuracy"].as_f64(), Some(evaluations[1].1), "{job:#}");
+    checkpoints_are_whole(&server, &id, &evaluations).await;
+    logs_are_kept(&server, &id).await;
+    let spec_on_disk: Value =
+        serde_json::from_slice(&fs::read(server.job_dir(&id).join("spec.json")).expect("spec.json"))
+            .expect("JSON");
+    assert_eq!(spec_on_disk, job["spec"]);
+
+    // Gone with all its files, and nobody else's.
+    let deleted = server.request(Method::DELETE, &format!("/jobs/{id}"), None).await;
+    assert!(deleted.status.is_success(), "{}", deleted.text);
+    server.request(Method::GET, &format!("/jobs/{id}"), None).await.problem(404);
+    server.until("the job's folder is gone", async |s: &Server| !s.job_dir(&id).exists()).await;
+    server.stop().await;
+}
+
+fn without_nulls(mut value: Value) -> Value {
+    if let Value::Object(map) = &mut value {
+        map.retain(|_, v| !v.is_null());
+        map.values_mut().for_each(|v| *v = without_nulls(v.take()));
+    }
+    value
+}
+
+fn states_are_legal(events: &[Value]) {
+    let states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
+    use JobState::*;
+    assert_eq!(states, [Queued, Starting, Running, Succeeded]);
+    let moves = states.windows(2).all(|pair| pair[0].may_become(pair[1]));
+    assert!(moves, "{states:?}");
+}
+
+fn the_job_is_complete(job: &Value) {
+    for (key, value) in [("step", STEPS), ("total_steps", STEPS), ("steps_per_epoch", STEPS_PER_EPOCH)] {
+        assert_eq!(number(&job[key]), value, "{key} of {job:#}");
+    }
+    assert_eq!((number(&job["epoch"]), number(&job["attempt"]), number(&job["ranks"])), (2, 1, RANKS));
+    assert_eq!(job["reason"], Value::Null);
+    assert!(job["images_per_second"].as_f64().is_some_and(|v| v > 0.0), "{job:#}");
+    let time = |key: &str| -> jiff::Timestamp { job[key].as_str().expect(key).parse().expect(key) };
+    assert!(time("created_at") <= time("started_at") && time("started_at") < time("finished_at"), "{job:#}");
+}
+
+/// Every step of every rank, in the query and in the CSV file, and the same values in both.
+async fn every_point_is_there(server: &Server, id: &str) {
+    let csv = server.bytes(&format!("/jobs/{id}/metrics.csv")).await;
+    let csv = String::from_utf8(csv).expect("UTF-8");
+    let header: Vec<_> = csv.lines().next().expect("a header").split(',').collect();
+    let column = |name: &str| header.iter().position(|h| *h == name).unwrap_or_else(|| panic!("{header:?}"));
+    let (name_at, rank_at, attempt_at) = (column("name"), column("rank"), column("attempt"));
+    let (step_at, value_at) = (column("step"), column("value"));
+    let rows: Vec<Vec<&str>> = csv.lines().skip(1).map(|l| l.split(',').collect()).collect();
+
+    for (name, ranks) in [
+        ("loss", RANKS),
+        ("accuracy", RANKS),
+        ("step_ms", RANKS),
+        ("data_ms", RANKS),
+        ("all_reduce_ms", RANKS),
+        ("lr", 1),
+        ("grad_norm", 1),
+        ("images_per_second", 1),
+    ] {
+        let points = server.points(id, name).await;
+        let places: Vec<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+        let expected: Vec<_> = (0..ranks).flat_map(|r| (1..=STEPS).map(move |s| (1, r, s))).collect();
+        assert_eq!(places, expected, "(attempt, rank, step) of {name}");
+        let mut in_csv: Vec<(u64, u64, u64, f64)> = rows
+            .iter()
+            .filter(|row| row[name_at] == name)
+            .map(|row| {
+                let whole = |at: usize| row[at].parse::<u64>().expect("a whole number");
+                (whole(attempt_at), whole(rank_at), whole(step_at), row[value_at].parse().expect("a number"))
+            })
+            .collect();
+        in_csv.sort_by_key(|p| (p.0, p.1, p.2));
+        // The CSV may hold fewer digits than a 64-bit JSON number, but the same float32.
+        let bits = |points: &[(u64, u64, u64, f64)]| -> Vec<_> {
+            points.iter().map(|p| (p.0, p.1, p.2, (p.3 as f32).to_bits())).collect()
+        };
+        assert_eq!(bits(&in_csv), bits(&points), "{name}");
+    }
+    assert!(server.points(id, "lr").await.iter().all(|p| (p.3 - 0.01).abs() < 1e-9), "a constant rate");
+
+    // A coarser view keeps the extremes.
+    let points = server.points(id, "loss").await;
+    let coarse = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=1&points=4")).await;
+    assert_eq!(coarse["exact"], false, "{coarse:#}");
+    let series = &coarse["series"][0];
+    assert!(series["steps"].as_array().is_some_and(|s| !s.is_empty() && s.len() <= 4), "{coarse:#}");
+    let highest = |values: &Value| {
+        values.as_array().expect("values").iter().filter_map(Value::as_f64).fold(f64::MIN, f64::max)
+    };
+    let truth = points.iter().filter(|p| p.1 == 1).map(|p| p.3).fold(f64::MIN, f64::max);
+    assert_eq!(highest(&series["max"]), truth);
+}
+
+/// (step, accuracy) of each evaluation.
+fn evaluations(events: &[Value]) -> Vec<(u64, f64)> {
+    let found: Vec<_> = events.iter().filter(|e| e["type"] == "evaluation").collect();
+    for evaluation in &found {
+        assert_eq!(number(&evaluation["samples"]), VALIDATED, "every picture once: {evaluation}");
+        assert!(evaluation["loss"].as_f64().is_some_and(|l| l > 0.0), "{evaluation}");
+    }
+    let found: Vec<_> =
+        found.iter().map(|e| (number(&e["step"]), e["accuracy"].as_f64().expect("accuracy"))).collect();
+    assert_eq!(found.iter().map(|e| e.0).collect::<Vec<_>>(), [STEPS_PER_EPOCH, STEPS]);
+    for (_, accuracy) in &found {
+        let correct = accuracy * VALIDATED as f64;
+        assert!((correct - correct.round()).abs() < 1e-6 && (0.0..=1.0).contains(accuracy), "{accuracy}");
+    }
+    found
+}
+
+async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f64)]) {
+    let mut checkpoints = server.checkpoints(id).await;
+    checkpoints.sort_by_key(|c| number(&c["step"]));
+    let steps: Vec<_> = checkpoints.iter().map(|c| number(&c["step"])).collect();
+    assert_eq!(steps, [STEPS_PER_EPOCH, STEPS]);
+    let best = evaluations.iter().map(|e| e.1).fold(0.0, f64::max);
+    let marked: Vec<_> = checkpoints.iter().filter(|c| c["best"] == true).collect();
+    assert_eq!(marked.len(), 1, "{checkpoints:#?}");
+    assert_eq!(marked[0]["val_accuracy"].as_f64(), Some(best));
+
+    for (checkpoint, (_, accuracy)) in checkpoints.iter().zip(evaluations) {
+        assert_eq!(checkpoint["val_accuracy"].as_f64(), Some(*accuracy));
+        let (epoch, step) = (number(&checkpoint["epoch"]), number(&checkpoint["step"]));
+        let folder = server.job_dir(id).join(format!("checkpoints/{epoch}-{step}"));
+        let from = format!("/checkpoints/{}", checkpoint["id"].as_str().expect("an id"));
+        let manifest: Value =
+            serde_json::from_slice(&server.bytes(&format!("{from}/MANIFEST.json")).await).expect("JSON");
+        let mut size = fs::metadata(folder.join("MANIFEST.json")).expect("MANIFEST.json").len();
+        for file in ["model.safetensors", "optimizer.safetensors", "state.json"] {
+            let downloaded = server.bytes(&format!("{from}/{file}")).await;
+            assert_eq!(downloaded, fs::read(folder.join(file)).expect(file), "{file}");
+            let entry = &manifest["files"][file];
+            assert_eq!(number(&entry["size_bytes"]), downloaded.len() as u64, "{file} in {manifest:#}");
+            assert_eq!(entry["sha256"], sha256(&downloaded), "{file}");
+            size += downloaded.len() as u64;
+        }
+        assert_eq!(number(&checkpoint["size_bytes"]), size);
+        let state: Value =
+            serde_json::from_slice(&fs::read(folder.join("state.json")).expect("state.json")).expect("JSON");
+        assert_eq!((number(&state["epoch"]), number(&state["step"])), (epoch, step), "{state:#}");
+        assert_eq!(number(&state["world_size"]), RANKS, "{state:#}");
+        model_is_torchvisions(&server.bytes(&format!("{from}/model.safetensors")).await);
+    }
+    let all = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
+    assert_eq!(all.count(), 2, "no temporary folder is left behind");
+
+    // Part of a file, as a download that goes on asks for it.
+    let last = checkpoints[1]["id"].as_str().expect("an id");
+    let whole = server.bytes(&format!("/checkpoints/{last}/model.safetensors")).await;
+    let part = server
+        .http
+        .get(server.api(&format!("/checkpoints/{last}/model.safetensors")))
+        .header("range", "bytes=1000-1999")
+        .send()
+        .await
+        .expect("an answer");
+    assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
+    assert_eq!(part.bytes().await.expect("a body")[..], whole[1000..2000]);
+    for name in ["nothing.bin", "..%2f..%2fspec.json"] {
+        server.request(Method::GET, &format!("/checkpoints/{last}/{name}"), None).await.problem(404);
+    }
+}
+
+fn model_is_torchvisions(bytes: &[u8]) {
+    let (_, metadata) = safetensors::SafeTensors::read_metadata(bytes).expect("safetensors");
+    let extra = metadata.metadata().clone().expect("metadata");
+    let text = format!("{extra:?}");
+    assert!(text.contains("Ankle boot") || text.contains("ankle boot") || text.contains("9"), "{text}");
+    let tensors = safetensors::SafeTensors::deserialize(bytes).expect("safetensors");
+    for (name, shape) in [
+        ("conv1.weight", vec![16, 1, 3, 3]),
+        ("bn1.running_mean", vec![16]),
+        ("layer1.0.conv1.weight", vec![16, 16, 3, 3]),
+        ("layer3.2.bn2.weight", vec![64]),
+        ("fc.weight", vec![10, 64]),
+        ("fc.bias", vec![10]),
+    ] {
+        let tensor = tensors.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(tensor.shape(), shape, "{name}");
+        assert_eq!(tensor.dtype(), safetensors::Dtype::F32, "{name}");
+        let finite = tensor.data().as_chunks::<4>().0.iter().all(|b| f32::from_le_bytes(*b).is_finite());
+        assert!(finite, "{name} has values that are not finite");
+    }
+}
+
+async fn logs_are_kept(server: &Server, id: &str) {
+    for rank in 0..RANKS {
+        let file = server.job_dir(id).join(format!("attempts/1/rank.{rank}.log"));
+        let on_disk = fs::read_to_string(&file).expect("the rank's log");
+        let raw = server
+            .http
+            .get(server.api(&format!("/jobs/{id}/logs?rank={rank}&attempt=1")))
+            .header("accept", "text/plain")
+            .send()
+            .await
+            .expect("an answer");
+        assert_eq!(raw.text().await.expect("text"), on_disk, "the raw file of rank {rank}");
+
+        let losses: Vec<_> = on_disk.lines().filter_map(loss_line).collect();
+        let places: Vec<_> = losses.iter().map(|l| (l.0, l.1)).collect();
+        let expected: Vec<_> =
+            (1..=2).flat_map(|epoch| (1..=STEPS_PER_EPOCH).map(move |step| (epoch, step))).collect();
+        assert_eq!(places, expected, "loss lines of rank {rank}:\n{on_disk}");
+        for (loss, point) in
+            losses.iter().zip(server.points(id, "loss").await.iter().filter(|p| p.1 == rank))
+        {
+            assert!((loss.2 - point.3).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");
+        }
+
+        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let lines = answer["lines"].as_array().unwrap_or_else(|| panic!("{answer:#}"));
+        let texts: Vec<_> = lines.iter().map(|l| l["text"].as_str().expect("text")).collect();
+        assert_eq!(texts, on_disk.lines().collect::<Vec<_>>(), "stored lines of rank {rank}");
+        let numbers: Vec<_> = lines.iter().map(|l| number(&l["number"])).collect();
+        assert_eq!(numbers, (1..=lines.len() as u64).collect::<Vec<_>>());
+    }
+}
+
+/// (epoch, step, loss) of `epoch: 1 step: 1, loss is 2.3025854`.
+fn loss_line(line: &str) -> Option<(u64, u64, f64)> {
+    let (epoch, rest) = line.strip_prefix("epoch: ")?.split_once(" step: ")?;
+    let (step, loss) = rest.split_once(", loss is ")?;
+    Some((epoch.parse().ok()?, step.parse().ok()?, loss.parse().ok()?))
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}

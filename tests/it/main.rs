@@ -1,0 +1,22 @@
+//! The main job, end to end: these tests start the real `lockstep` binary and use it as people and
+//! programs do, over REST, websockets and the command line, on real pictures.
+//!
+//! `server.rs`, `socket.rs`, `pictures.rs` and `specs.rs` are what the tests share; every other file
+//! is one theme. Tests that train take turns (`server::turn`), so that none is starved of cores and
+//! a deadline means what it says.
+
+mod pictures;
+mod server;
+mod socket;
+mod specs;
+
+mod bad_datasets;
+mod bad_requests;
+mod bad_starts;
+mod commands;
+mod faults;
+mod first_loss;
+mod life;
+mod queue;
+mod streams;
+mod world_size;

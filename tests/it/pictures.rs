@@ -1,0 +1,110 @@
+//! Datasets for tests: subsets of the bundled Fashion-MNIST, so that a test trains on real pictures
+//! for a second or two, and files that are broken on purpose.
+
+use flate2::read::GzDecoder;
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+/// The bundled pictures.
+pub(crate) fn bundled() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/fashion-mnist")
+}
+
+/// Pictures of one split with their labels.
+pub(crate) struct Pictures {
+    /// Of `SIDE * SIDE` bytes each.
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+}
+
+/// Height and width of a Fashion-MNIST picture.
+pub(crate) const SIDE: usize = 28;
+
+impl Pictures {
+    /// The bundled pictures of a split: `train` or `t10k`.
+    pub(crate) fn bundled(split: &str) -> Self {
+        let read = |kind: &str| {
+            let path = bundled().join(format!("{split}-{kind}-ubyte.gz"));
+            let mut bytes = Vec::new();
+            let file = File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            GzDecoder::new(file).read_to_end(&mut bytes).expect("gzip");
+            bytes
+        };
+        Self { pixels: read("images-idx3")[16..].to_vec(), labels: read("labels-idx1")[8..].to_vec() }
+    }
+
+    pub(crate) fn pixels_of(&self, index: usize) -> &[u8] {
+        &self.pixels[index * SIDE * SIDE..(index + 1) * SIDE * SIDE]
+    }
+
+    pub(crate) fn label_of(&self, index: usize) -> u8 {
+        self.labels[index]
+    }
+
+    /// Writes the first `count` as IDX files of a split.
+    fn write_idx(&self, folder: &Path, split: &str, count: usize) {
+        assert!(count <= self.labels.len(), "{split} has {} pictures only", self.labels.len());
+        let word = |n: usize| (n as u32).to_be_bytes();
+        let mut images = vec![0, 0, 8, 3];
+        images.extend([count, SIDE, SIDE].into_iter().flat_map(word));
+        images.extend(&self.pixels[..count * SIDE * SIDE]);
+        let mut labels = vec![0, 0, 8, 1];
+        labels.extend(word(count));
+        labels.extend(&self.labels[..count]);
+        fs::write(folder.join(format!("{split}-images-idx3-ubyte")), images).expect("images");
+        fs::write(folder.join(format!("{split}-labels-idx1-ubyte")), labels).expect("labels");
+    }
+}
+
+/// Writes an IDX dataset of so many training and test pictures; its folder.
+pub(crate) fn idx_dataset(folder: &Path, train: usize, test: usize) -> PathBuf {
+    let path = folder.join(format!("fashion-{train}-{test}"));
+    fs::create_dir_all(&path).expect("a folder");
+    Pictures::bundled("train").write_idx(&path, "train", train);
+    Pictures::bundled("t10k").write_idx(&path, "t10k", test);
+    path
+}
+
+/// Writes an image folder with the splits `train` and `val`, two classes, and so many PNG files of
+/// each class in each split; its path.
+pub(crate) fn image_folder(folder: &Path, per_class: usize) -> PathBuf {
+    let root = folder.join("folder");
+    let pictures = Pictures::bundled("train");
+    for (class, label) in [("boot", 9), ("trouser", 1)] {
+        let mut of_class = (0..).filter(|i| pictures.label_of(*i) == label);
+        for split in ["train", "val"] {
+            let to = root.join(split).join(class);
+            fs::create_dir_all(&to).expect("a folder");
+            for index in of_class.by_ref().take(per_class) {
+                let side = SIDE as u32;
+                let picture = image::GrayImage::from_raw(side, side, pictures.pixels_of(index).to_vec());
+                picture.expect("28 x 28").save(to.join(format!("{index}.png"))).expect("a PNG file");
+            }
+        }
+    }
+    root
+}
+
+/// Writes the binary CIFAR-10 layout with random-looking pictures, of which the second training file
+/// ends in the middle of a record; its path.
+pub(crate) fn truncated_cifar10(folder: &Path) -> PathBuf {
+    let root = folder.join("cifar-10-batches-bin");
+    fs::create_dir_all(&root).expect("a folder");
+    let names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
+    fs::write(root.join("batches.meta.txt"), names.join("\n") + "\n").expect("names");
+    let record = |i: usize| {
+        let pixels = (0..3072usize).map(move |p| ((p * 31 + i * 17) % 251) as u8);
+        std::iter::once((i % 10) as u8).chain(pixels)
+    };
+    for file in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"] {
+        let mut bytes: Vec<u8> = (0..20).flat_map(record).collect();
+        if file == "data_batch_2" {
+            bytes.truncate(19 * 3073 + 1000);
+        }
+        fs::write(root.join(format!("{file}.bin")), bytes).expect("a batch");
+    }
+    root
+}

@@ -1,0 +1,139 @@
+//! A plain websocket client of the streams.
+
+use crate::server::{SOON, Server, number};
+use futures_util::StreamExt;
+use serde_json::Value;
+use tokio::net::TcpStream;
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream, connect_async,
+    tungstenite::{self, Message, client::IntoClientRequest, http::HeaderValue},
+};
+
+/// An open stream whose `hello` has been read.
+pub(crate) struct Socket {
+    socket: WebSocketStream<MaybeTlsStream<TcpStream>>,
+    /// The first frame.
+    pub(crate) hello: Value,
+    /// Frames after it, in the order they came.
+    pub(crate) frames: Vec<Value>,
+}
+
+impl Socket {
+    /// Connects to a path under `/api/v1`.
+    pub(crate) async fn connect(
+        server: &Server,
+        path: &str,
+        origin: Option<&str>,
+    ) -> Result<WebSocketStream<MaybeTlsStream<TcpStream>>, tungstenite::Error> {
+        let mut request = server.api(path).replacen("http", "ws", 1).into_client_request()?;
+        if let Some(origin) = origin {
+            request.headers_mut().insert("origin", HeaderValue::from_str(origin).expect("a header"));
+        }
+        Ok(connect_async(request).await?.0)
+    }
+
+    /// The stream of a job.
+    pub(crate) async fn of_job(server: &Server, id: &str, since: u64) -> Self {
+        let path = format!("/jobs/{id}/stream?since={since}");
+        let mut socket = Self::connect(server, &path, None).await.expect("the job's stream");
+        let hello = frame(&mut socket).await.expect("a first frame");
+        assert_eq!(hello["type"], "hello", "{hello}");
+        assert_eq!(hello["job"]["id"], id);
+        Self { socket, hello, frames: Vec::new() }
+    }
+
+    /// The stream of the list page; it has no `hello`.
+    pub(crate) async fn of_list(server: &Server) -> Self {
+        let socket = Self::connect(server, "/stream", None).await.expect("the list's stream");
+        Self { socket, hello: Value::Null, frames: Vec::new() }
+    }
+
+    /// The next frame.
+    pub(crate) async fn next(&mut self) -> Value {
+        let frame = frame(&mut self.socket).await.expect("another frame");
+        self.frames.push(frame.clone());
+        frame
+    }
+
+    /// Reads up to the first frame for which `condition` holds.
+    pub(crate) async fn until(&mut self, condition: impl Fn(&Value) -> bool) -> Value {
+        loop {
+            let frame = self.next().await;
+            if condition(&frame) {
+                return frame;
+            }
+        }
+    }
+
+    /// Reads to the job's end.
+    pub(crate) async fn to_end(&mut self) -> Value {
+        self.until(is_end).await
+    }
+
+    /// The events among the frames read so far.
+    pub(crate) fn events(&self) -> Vec<Value> {
+        self.frames.iter().filter(|f| is_event(f)).cloned().collect()
+    }
+
+    /// Sequence number of the last event read, or `since`.
+    pub(crate) fn last_seq(&self, since: u64) -> u64 {
+        self.events().last().map_or(since, |e| number(&e["seq"]))
+    }
+
+    /// Leaves without a word, as a laptop that is shut does.
+    pub(crate) fn drop_connection(self) -> Vec<Value> {
+        self.events()
+    }
+}
+
+/// The next text frame, or why there is none within the deadline.
+async fn frame(socket: &mut WebSocketStream<MaybeTlsStream<TcpStream>>) -> Result<Value, String> {
+    loop {
+        let message = tokio::time::timeout(SOON, socket.next()).await;
+        match message.map_err(|_| format!("no frame within {SOON:?}"))? {
+            Some(Ok(Message::Text(text))) => {
+                return serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"));
+            }
+            Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+            other => return Err(format!("the stream ended: {other:?}")),
+        }
+    }
+}
+
+/// Whether a frame is a stored event.
+pub(crate) fn is_event(frame: &Value) -> bool {
+    frame.get("seq").is_some() && frame["type"] != "live"
+}
+
+/// Whether a frame says that the job is over.
+pub(crate) fn is_end(frame: &Value) -> bool {
+    frame["type"] == "state" && crate::server::state_of(frame).is_final()
+}
+
+/// Whether a frame is metrics of this name.
+pub(crate) fn is_metric(frame: &Value, name: &str) -> bool {
+    frame["type"] == "metrics" && frame["name"] == name
+}
+
+/// Highest step of a frame of metrics.
+pub(crate) fn last_step(frame: &Value) -> u64 {
+    frame["steps"].as_array().and_then(|s| s.last()).map_or(0, number)
+}
+
+/// Everything stored of a job, read in one go by a client that comes late.
+pub(crate) async fn stored(server: &Server, id: &str) -> Vec<Value> {
+    let mut socket = Socket::of_job(server, id, 0).await;
+    let last = number(&socket.hello["last_seq"]);
+    let live = socket.until(|f| f["type"] == "live").await;
+    assert!(number(&live["seq"]) >= last, "live {live} after hello {}", socket.hello);
+    let events = socket.events();
+    assert_unbroken(&events, 0);
+    events
+}
+
+/// Asserts that sequence numbers go up by one from `since + 1`.
+pub(crate) fn assert_unbroken(events: &[Value], since: u64) {
+    for (expected, event) in (since + 1..).zip(events) {
+        assert_eq!(number(&event["seq"]), expected, "a gap or a double: {event}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Streams: whoever connects when, and goes on from wherever, reads the stored events exactly.
+
+use crate::{
+    pictures,
+    server::{Server, number, turn},
+    socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
+    specs,
+};
+use reqwest::StatusCode;
+use serde_json::Value;
+use tokio_tungstenite::tungstenite;
+
+#[tokio::test]
+async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let id = server.submit(&specs::short("streamed", "fashion", 2, 120)).await;
+
+    // One that is there from before the start, to whose pace the others come.
+    let mut first = Socket::of_job(&server, &id, 0).await;
+    let mut others = Vec::new();
+    for step in [1, 25, 50, 75, 100] {
+        first.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
+        let seen = first.last_seq(0);
+        // From the start, from the middle, from the last that the first has seen, and from the
+        // future, whose events are then not yet stored.
+        for since in [0, seen / 2, seen, seen + 7] {
+            others.push((since, Socket::of_job(&server, &id, since).await));
+        }
+    }
+    // One that leaves again and again without a word and comes back with its last number.
+    let mut pieces = Vec::new();
+    let mut since = 0;
+    for frames in [3, 40, 1, 17] {
+        let mut visit = Socket::of_job(&server, &id, since).await;
+        while visit.events().len() < frames {
+            if is_end(&visit.next().await) {
+                break;
+            }
+        }
+        since = visit.last_seq(since);
+        pieces.extend(visit.drop_connection());
+    }
+    let ended = pieces.iter().any(is_end);
+    if !ended {
+        let mut visit = Socket::of_job(&server, &id, since).await;
+        visit.to_end().await;
+        pieces.extend(visit.drop_connection());
+    }
+
+    first.to_end().await;
+    server.succeeded(&id).await;
+    let all = stored(&server, &id).await;
+    let upto_end = all.iter().position(is_end).expect("an end") + 1;
+    assert_eq!(first.events(), all[..upto_end], "the one that was there from the start");
+    assert_eq!(pieces, all[..upto_end], "the one that came and went");
+    for (since, mut socket) in others {
+        assert_eq!(socket.hello["first_seq"], 1);
+        if !socket.frames.iter().any(is_end) {
+            socket.to_end().await;
+        }
+        assert_unbroken(&socket.events(), since);
+        assert_eq!(socket.events(), all[since as usize..upto_end], "the one that asked for since={since}");
+        let lives: Vec<_> = socket.frames.iter().filter(|f| f["type"] == "live").collect();
+        assert_eq!(lives.len(), 1, "one `live` a connection, since={since}");
+        let at = number(&lives[0]["seq"]);
+        let before = socket.frames.iter().take_while(|f| f["type"] != "live").count() as u64;
+        assert!(before == at.saturating_sub(since), "`live` {at} comes after the {before} events it tells of");
+    }
+
+    // After the end, from everywhere.
+    for since in (0..all.len() as u64).step_by(13).chain([all.len() as u64]) {
+        let mut late = Socket::of_job(&server, &id, since).await;
+        late.until(|f| f["type"] == "live").await;
+        assert_eq!(late.events(), all[since as usize..], "since={since} after the end");
+    }
+    the_stream_and_the_store_agree(&server, &id, &all).await;
+    server.stop().await;
+}
+
+/// What the events say of losses and log lines is what REST says of them.
+async fn the_stream_and_the_store_agree(server: &Server, id: &str, events: &[Value]) {
+    let mut streamed = Vec::new();
+    for event in events.iter().filter(|e| is_metric(e, "loss")) {
+        let list = |key: &str| event[key].as_array().expect("a list").clone();
+        for (step, value) in list("steps").iter().zip(list("values")) {
+            let value = value.as_f64().expect("finite") as f32;
+            streamed.push((number(&event["rank"]), number(step), value.to_bits()));
+        }
+    }
+    streamed.sort_unstable();
+    let points = server.points(id, "loss").await;
+    let queried: Vec<_> = points.iter().map(|p| (p.1, p.2, (p.3 as f32).to_bits())).collect();
+    assert_eq!(streamed, queried);
+    for rank in 0..2 {
+        let lines: Vec<_> = events
+            .iter()
+            .filter(|e| e["type"] == "log" && e["rank"] == rank)
+            .flat_map(|e| e["lines"].as_array().expect("lines").clone())
+            .collect();
+        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let texts = |lines: &[Value]| -> Vec<_> {
+            lines.iter().map(|l| (number(&l["number"]), l["text"].clone())).collect()
+        };
+        assert_eq!(texts(&lines), texts(answer["lines"].as_array().expect("lines")), "rank {rank}");
+        assert!(lines.len() >= 120, "{} lines", lines.len());
+    }
+}
+
+#[tokio::test]
+async fn two_clients_stay_in_step_and_the_list_follows() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
+    let mut list = Socket::of_list(&server).await;
+    let id = server.submit(&specs::short("twice-watched", "fashion", 1, 40)).await;
+    let (mut a, mut b) = (Socket::of_job(&server, &id, 0).await, Socket::of_job(&server, &id, 0).await);
+    tokio::join!(a.to_end(), b.to_end());
+    assert_eq!(a.events(), b.events());
+
+    // The list's stream tells of the new job, of its progress and of its end.
+    let of_job = |f: &Value| f["type"] == "job" && f["job"]["id"] == *id;
+    list.until(|f| of_job(f) && f["job"]["state"] == "succeeded").await;
+    let told: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
+    assert!(told.iter().any(|f| f["job"]["state"] == "running"), "{} frames", told.len());
+    let deleted = server.request(reqwest::Method::DELETE, &format!("/jobs/{id}"), None).await;
+    assert!(deleted.status.is_success(), "{}", deleted.text);
+    let gone = list.until(|f| f["type"] == "job_deleted").await;
+    assert_eq!(gone["id"], *id);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_page_of_another_site_is_refused() {
+    let server = Server::start_with(crate::server::Agents::None).await;
+    let refused = |result: Result<_, tungstenite::Error>, status: StatusCode| match result {
+        Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), status.as_u16()),
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("the stream was opened"),
+    };
+    for origin in ["https://evil.example", "null", "http://127.0.0.1.evil.example", "http://127.0.0.1:1"] {
+        let result = Socket::connect(&server, "/stream", Some(origin)).await;
+        refused(result, StatusCode::FORBIDDEN);
+        let post = server.http.post(server.api("/jobs")).header("origin", origin).body("{}");
+        assert_eq!(post.send().await.expect("an answer").status(), StatusCode::FORBIDDEN, "{origin}");
+    }
+    Socket::connect(&server, "/stream", Some(&server.url)).await.expect("the server's own page");
+    // A name that somebody else's DNS points here.
+    let rebound = server.http.get(server.api("/jobs")).header("host", "evil.example").send().await;
+    assert!(rebound.expect("an answer").status().is_client_error(), "DNS rebinding");
+
+    let unknown = "/jobs/j00000000000000000000000000/stream";
+    refused(Socket::connect(&server, unknown, None).await, StatusCode::NOT_FOUND);
+    server.stop().await;
+}

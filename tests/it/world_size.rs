@@ -1,0 +1,67 @@
+//! The same job gives the same result at any number of ranks, and the same bits at the same number.
+
+use crate::{
+    pictures,
+    server::{Agents, Server, turn},
+    specs,
+};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+const STEPS: u64 = 50;
+
+#[tokio::test]
+async fn losses_do_not_depend_on_the_number_of_ranks() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Beside { cpu_slots: 4 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 1000)).await;
+
+    let mut runs = Vec::new();
+    // Twice on 2 ranks: those two must agree to the bit.
+    for ranks in [1, 2, 4, 2] {
+        let spec = specs::with(
+            specs::short(&format!("on-{ranks}-ranks"), "fashion", ranks, STEPS),
+            json!({
+                "data": {"image_size": 28},
+                "train": {"batch_size": null, "global_batch_size": 64, "seed": 7},
+                "parallel": {"sync_batch_norm": true},
+            }),
+        );
+        let mut spec = spec;
+        spec["train"].as_object_mut().expect("a table").remove("batch_size");
+        let id = server.submit(&spec).await;
+        let job = server.succeeded(&id).await;
+        let mut losses = BTreeMap::<u64, Vec<f64>>::new();
+        for (_, _, step, loss) in server.points(&id, "loss").await {
+            losses.entry(step).or_default().push(loss);
+        }
+        assert!(losses.values().all(|of_step| of_step.len() == ranks as usize), "a loss of every rank");
+        let mean: Vec<_> = losses.values().map(|l| l.iter().sum::<f64>() / l.len() as f64).collect();
+        assert_eq!(mean.len() as u64, STEPS);
+        let accuracy = job["last"]["val_accuracy"].as_f64().expect("a validation accuracy");
+        runs.push((ranks, mean, accuracy, server.last_model(&id).await));
+    }
+
+    let (_, reference, accuracy, _) = &runs[0];
+    assert!(reference[STEPS as usize - 1] < 0.8 * reference[0], "it learns: {reference:?}");
+    for (ranks, mean, other_accuracy, _) in &runs[1..] {
+        let furthest = reference
+            .iter()
+            .zip(mean)
+            .map(|(a, b)| (a - b).abs() / a.abs())
+            .enumerate()
+            .max_by(|a, b| a.1.total_cmp(&b.1))
+            .expect("steps");
+        eprintln!(
+            "1 rank and {ranks}: losses differ by at most {:.1e} relative (step {}), accuracy {accuracy:.4} and {other_accuracy:.4}",
+            furthest.1,
+            furthest.0 + 1,
+        );
+        assert!(furthest.1 < 1e-4, "on {ranks} ranks, step {}: {:.2e}", furthest.0 + 1, furthest.1);
+        assert!((accuracy - other_accuracy).abs() <= 0.005, "{accuracy} and {other_accuracy}");
+    }
+    let (second, fourth) = (&runs[1], &runs[3]);
+    assert!(second.1.iter().zip(&fourth.1).all(|(a, b)| a.to_bits() == b.to_bits()), "the same losses");
+    assert!(second.3 == fourth.3, "two runs of one job give the same model.safetensors");
+    server.stop().await;
+}

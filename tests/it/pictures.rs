@@ -99,7 +99,8 @@ pub(crate) fn truncated_cifar10(folder: &Path) -> PathBuf {
         let pixels = (0..3072usize).map(move |p| ((p * 31 + i * 17) % 251) as u8);
         std::iter::once((i % 10) as u8).chain(pixels)
     };
-    for file in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"] {
+    for file in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]
+    {
         let mut bytes: Vec<u8> = (0..20).flat_map(record).collect();
         if file == "data_batch_2" {
             bytes.truncate(19 * 3073 + 1000);

@@ -51,15 +51,14 @@ pub(crate) fn lockstep() -> Command {
     command
 }
 
-/// How a server is started.
-#[derive(Clone, Copy, Default)]
+/// Who runs the jobs of a server.
+#[derive(Clone, Copy)]
 pub(crate) enum Agents {
-    /// `serve` starts the machine's own agent.
-    #[default]
-    Local,
-    /// `serve --no-local-agent`, and an agent with so many CPU slots beside it.
+    /// The machine's own agent, which `serve` starts.
+    Local { cpu_slots: u32 },
+    /// `serve --no-local-agent`, and an agent somebody else starts.
     Beside { cpu_slots: u32 },
-    /// `serve --no-local-agent` and nobody who could run a job.
+    /// `serve --no-local-agent` and nobody.
     None,
 }
 
@@ -103,7 +102,7 @@ pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {
                 .filter(|a| !a.is_empty())
                 .map(|a| String::from_utf8_lossy(a).into_owned())
                 .collect();
-            let ours = args.first().is_some_and(|a| a.contains("lockstep"))
+            let ours = args.first().is_some_and(|a| a.ends_with("lockstep"))
                 && args.iter().any(|a| a.contains(&*folder));
             ours.then_some(Process { pid, args })
         })
@@ -111,16 +110,20 @@ pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {
 }
 
 /// A folder of a test, with every process that names it killed when it goes.
-pub(crate) struct Folder(TempDir);
+pub(crate) struct Folder {
+    /// Without symbolic links, as processes name it.
+    path: PathBuf,
+    _made: TempDir,
+}
 
 impl Folder {
     pub(crate) fn new() -> Self {
-        let made = tempfile::Builder::new().prefix("lockstep-it-").tempdir();
-        Self(made.expect("a temporary folder"))
+        let made = tempfile::Builder::new().prefix("lockstep-it-").tempdir().expect("a temporary folder");
+        Self { path: made.path().canonicalize().expect("its path"), _made: made }
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.0.path()
+        &self.path
     }
 
     /// Writes a file and returns its path.
@@ -183,9 +186,9 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// A server with the machine's own agent.
+    /// A server with the machine's own agent and two slots, whatever the number of cores.
     pub(crate) async fn start() -> Self {
-        Self::start_with(Agents::Local).await
+        Self::start_with(Agents::Local { cpu_slots: 2 }).await
     }
 
     pub(crate) async fn start_with(agents: Agents) -> Self {
@@ -217,9 +220,10 @@ impl Server {
         let mut command = lockstep();
         command.args(["serve", "--listen", &format!("127.0.0.1:{}", self.port), "--data-dir"]);
         command.arg(self.data_dir()).current_dir(self.folder.path());
-        if !matches!(self.agents, Agents::Local) {
-            command.arg("--no-local-agent");
-        }
+        match self.agents {
+            Agents::Local { cpu_slots } => command.args(["--cpu-slots", &cpu_slots.to_string()]),
+            Agents::Beside { .. } | Agents::None => command.arg("--no-local-agent"),
+        };
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.serve = Some(command.spawn().expect("lockstep serve starts"));
         let deadline = Instant::now() + SOON;
@@ -378,7 +382,8 @@ impl Server {
         let mut points = Vec::new();
         for series in answer["series"].as_array().expect("series") {
             assert_eq!(series["name"], name);
-            let list = |key: &str| series[key].as_array().unwrap_or_else(|| panic!("{key} of {series}")).clone();
+            let list =
+                |key: &str| series[key].as_array().unwrap_or_else(|| panic!("{key} of {series}")).clone();
             let (attempt, rank) = (number(&series["attempt"]), number(&series["rank"]));
             assert_eq!(list("min"), list("mean"));
             assert_eq!(list("max"), list("mean"));
@@ -419,11 +424,6 @@ impl Server {
         ranks
     }
 
-    /// The process id of the server itself.
-    pub(crate) fn serve_pid(&self) -> i32 {
-        self.serve.as_ref().expect("a server").id() as i32
-    }
-
     /// As a power cut would, but for the agents and ranks.
     pub(crate) fn kill_serve(&mut self) {
         let mut serve = self.serve.take().expect("a server");
@@ -432,7 +432,12 @@ impl Server {
     }
 
     /// Stops everything in order (SIGTERM to the server) and asserts that no process is left.
-    pub(crate) async fn stop(mut self) {
+    pub(crate) async fn stop(self) {
+        drop(self.stop_and_keep().await);
+    }
+
+    /// As [`Server::stop`]; the files stay as long as the value.
+    pub(crate) async fn stop_and_keep(mut self) -> Self {
         for mut child in [self.agent.take(), self.serve.take()].into_iter().flatten() {
             signal(child.id() as i32, Signal::TERM);
             let status = ended(&mut child).await;
@@ -440,6 +445,7 @@ impl Server {
         }
         self.until("no process is left after an orderly stop", async |s: &Server| s.processes().is_empty())
             .await;
+        self
     }
 }
 

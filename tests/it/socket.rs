@@ -66,7 +66,7 @@ impl Socket {
     }
 
     /// Reads to the job's end.
-    pub(crate) async fn to_end(&mut self) -> Value {
+    pub(crate) async fn read_to_end(&mut self) -> Value {
         self.until(is_end).await
     }
 

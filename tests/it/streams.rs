@@ -45,11 +45,11 @@ async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
     let ended = pieces.iter().any(is_end);
     if !ended {
         let mut visit = Socket::of_job(&server, &id, since).await;
-        visit.to_end().await;
+        visit.read_to_end().await;
         pieces.extend(visit.drop_connection());
     }
 
-    first.to_end().await;
+    first.read_to_end().await;
     server.succeeded(&id).await;
     let all = stored(&server, &id).await;
     let upto_end = all.iter().position(is_end).expect("an end") + 1;
@@ -58,7 +58,7 @@ async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
     for (since, mut socket) in others {
         assert_eq!(socket.hello["first_seq"], 1);
         if !socket.frames.iter().any(is_end) {
-            socket.to_end().await;
+            socket.read_to_end().await;
         }
         assert_unbroken(&socket.events(), since);
         assert_eq!(socket.events(), all[since as usize..upto_end], "the one that asked for since={since}");
@@ -66,7 +66,10 @@ async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
         assert_eq!(lives.len(), 1, "one `live` a connection, since={since}");
         let at = number(&lives[0]["seq"]);
         let before = socket.frames.iter().take_while(|f| f["type"] != "live").count() as u64;
-        assert!(before == at.saturating_sub(since), "`live` {at} comes after the {before} events it tells of");
+        assert!(
+            before == at.saturating_sub(since),
+            "`live` {at} comes after the {before} events it tells of"
+        );
     }
 
     // After the end, from everywhere.
@@ -116,7 +119,7 @@ async fn two_clients_stay_in_step_and_the_list_follows() {
     let mut list = Socket::of_list(&server).await;
     let id = server.submit(&specs::short("twice-watched", "fashion", 1, 40)).await;
     let (mut a, mut b) = (Socket::of_job(&server, &id, 0).await, Socket::of_job(&server, &id, 0).await);
-    tokio::join!(a.to_end(), b.to_end());
+    tokio::join!(a.read_to_end(), b.read_to_end());
     assert_eq!(a.events(), b.events());
 
     // The list's stream tells of the new job, of its progress and of its end.

@@ -27,8 +27,6 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
                 "parallel": {"sync_batch_norm": true},
             }),
         );
-        let mut spec = spec;
-        spec["train"].as_object_mut().expect("a table").remove("batch_size");
         let id = server.submit(&spec).await;
         let job = server.succeeded(&id).await;
         let mut losses = BTreeMap::<u64, Vec<f64>>::new();

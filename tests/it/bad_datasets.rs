@@ -1,0 +1,95 @@
+//! Datasets that are none, or broken: named down to the file, before or while a job trains.
+
+use crate::{
+    pictures,
+    server::{Server, turn},
+    specs,
+};
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+
+#[tokio::test]
+async fn what_is_no_dataset_is_not_registered() {
+    let server = Server::start().await;
+    let folder = server.folder().path();
+    let refused = async |path: &Path, words: &[&str]| {
+        let answer = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
+        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}: {}", path.display(), answer.text);
+        answer.problem(422);
+        for word in words {
+            assert!(answer.text.contains(word), "{} lacks {word:?}: {}", path.display(), answer.text);
+        }
+        // The command says the same.
+        let path = path.to_str().expect("UTF-8");
+        server.cli(&["dataset", "add", "broken", path]).wrong(words);
+        // And so does looking at it without a server.
+        server.cli(&["dataset", "inspect", path]).wrong(words);
+    };
+    fs::create_dir(folder.join("empty")).expect("a folder");
+    refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
+    refused(&pictures::truncated_cifar10(folder), &["data_batch_2.bin", "3073"]).await;
+
+    let images = pictures::image_folder(folder, 4);
+    fs::create_dir(images.join("train/sandal")).expect("a folder");
+    refused(&images, &["sandal"]).await;
+
+    let idx = pictures::idx_dataset(folder, 40, 10);
+    let file = idx.join("train-images-idx3-ubyte");
+    let whole = fs::read(&file).expect("the file");
+    fs::write(&file, &whole[..whole.len() - 100]).expect("the file");
+    refused(&idx, &["train-images-idx3-ubyte"]).await;
+    fs::write(&file, b"not IDX at all").expect("the file");
+    refused(&idx, &["train-images-idx3-ubyte"]).await;
+    fs::write(&file, &whole).expect("the file");
+
+    let missing = server.post("/datasets", &json!({"name": "broken", "path": folder.join("nowhere")})).await;
+    missing.problem(422);
+    assert!(missing.text.contains("nowhere"), "{}", missing.text);
+    server.post("/datasets", &json!({"name": "broken", "path": "relative/path"})).await.problem(422);
+    server.post("/datasets", &json!({"name": "a/b", "path": &idx})).await.problem(422);
+    server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(422);
+    assert_eq!(server.get("/datasets").await["datasets"], json!([]), "nothing is registered");
+
+    // The same folder, mended.
+    server.register("mended", &idx).await;
+    server.post("/datasets", &json!({"name": "mended", "path": &idx})).await.problem(409);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_text_named_jpg_is_fatal_or_skipped_as_the_job_says() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let images = pictures::image_folder(server.folder().path(), 20);
+    fs::write(images.join("train/boot/readme.jpg"), "this is text\n").expect("a file");
+    server.register("folder", &images).await;
+    let listed = server.get("/datasets").await;
+    let dataset = listed["datasets"].as_array().and_then(|d| d.first()).expect("a dataset");
+    assert_eq!(dataset["info"]["format"], "image_folder");
+    assert_eq!(dataset["info"]["classes"], json!(["boot", "trouser"]));
+
+    let spec = |policy: &str| {
+        specs::with(
+            specs::short(policy, "folder", 2, 6),
+            json!({
+                "data": {"validation": "val", "broken_files": policy},
+                // Every file is read in the epoch that these steps are.
+                "train": {"steps": null, "epochs": 2, "batch_size": 4},
+            }),
+        )
+    };
+    let fatal = server.submit(&spec("fail")).await;
+    let job = server.ended(&fatal).await;
+    assert_eq!(job["state"], "failed", "{job:#}");
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(reason.contains("readme.jpg"), "{reason}");
+    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+
+    let skipping = server.submit(&spec("skip")).await;
+    server.succeeded(&skipping).await;
+    let logs = server.get(&format!("/jobs/{skipping}/logs")).await;
+    let named = |l: &Value| l["text"].as_str().is_some_and(|t| t.contains("readme.jpg"));
+    assert!(logs["lines"].as_array().expect("lines").iter().any(named), "{logs:#}");
+    server.stop().await;
+}

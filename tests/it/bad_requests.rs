@@ -1,0 +1,162 @@
+//! Requests that cannot be done: each answered with what is wrong and what would be right, and
+//! nothing of it stored.
+
+use crate::{
+    pictures,
+    server::{Server, number, state_of, turn},
+    specs,
+};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use std::fs;
+
+const UNKNOWN_JOB: &str = "j00000000000000000000000000";
+
+/// No row and no folder of any job.
+async fn nothing_is_stored(server: &Server) {
+    let listed = server.get("/jobs").await;
+    assert_eq!(listed["jobs"], json!([]));
+    let folders = fs::read_dir(server.data_dir().join("jobs")).map_or(0, Iterator::count);
+    assert_eq!(folders, 0, "folders under jobs/");
+}
+
+#[tokio::test]
+async fn every_mistake_of_a_specification_is_named_at_once() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let good = specs::short("good", "fashion", 2, 10);
+    let mistakes = async |changes: Value, expected: &[(&str, &[&str])]| {
+        server.post("/jobs", &specs::with(good.clone(), changes)).await.mistakes(expected);
+    };
+
+    mistakes(json!({"train": {"learning_rte": 1}}), &[("/train/learning_rte", &["no key"])]).await;
+    mistakes(json!({"train": {"batchsize": 8}}), &[("/train/batchsize", &["batch_size"])]).await;
+    mistakes(json!({"modle": {}}), &[("/modle", &["model"])]).await;
+    mistakes(json!({"model": {"arch": "resnet51"}}), &[("/model/arch", &["resnet50", "resnet18"])]).await;
+    mistakes(json!({"train": {"lr": "fast"}}), &[("/train/lr", &["number", "fast"])]).await;
+    mistakes(json!({"parallel": {"ranks": 2.5}}), &[("/parallel/ranks", &["whole number"])]).await;
+    mistakes(json!({"data": 7}), &[("/data", &["table"])]).await;
+    mistakes(json!({"data": {"image_size": 0}}), &[("/data/image_size", &["8"])]).await;
+    let many = json!({"train": {"steps": null, "epochs": 1_000_000_000}});
+    mistakes(many, &[("/train/epochs", &["100,000"])]).await;
+    mistakes(json!({"train": {"epochs": 3}}), &[("/train/steps", &["not both"])]).await;
+    let odd = json!({"train": {"batch_size": null, "global_batch_size": 63}});
+    mistakes(odd, &[("/train/global_batch_size", &["63", "2 ranks", "62 or 64"])]).await;
+    mistakes(json!({"data": {"dataset": "fashoin"}}), &[("/data/dataset", &["fashion"])]).await;
+    mistakes(json!({"data": {"dataset": "../../etc"}}), &[("/data/dataset", &[])]).await;
+    mistakes(json!({"parallel": {"ranks": 100}}), &[("/parallel/ranks", &["100", "2"])]).await;
+    mistakes(json!({"parallel": {"device": "cuda"}}), &[("/parallel/device", &["cuda"])]).await;
+    mistakes(json!({"train": {"precision": "fp16"}}), &[("/train/precision", &["fp32"])]).await;
+    mistakes(json!({"name": "x".repeat(201)}), &[("/name", &["200"])]).await;
+    mistakes(
+        json!({
+            "train": {"lr": -1, "momentumm": 0.9, "batch_size": 0},
+            "model": {"stem": "cfar"},
+            "parallel": {"sync_batch_norm": "yes"},
+            "checkpoint": {"keep": 0},
+        }),
+        &[
+            ("/train/lr", &["above 0"]),
+            ("/train/momentumm", &["momentum"]),
+            ("/train/batch_size", &["from 1"]),
+            ("/model/stem", &["cifar"]),
+            ("/parallel/sync_batch_norm", &["true or false"]),
+            ("/checkpoint/keep", &["from 2"]),
+        ],
+    )
+    .await;
+    // More pictures a step than there are: no epoch would have a step.
+    let huge = json!({"train": {"steps": null, "epochs": 1, "batch_size": 500}});
+    let answer = server.post("/jobs", &specs::with(good.clone(), huge)).await;
+    answer.problem(422);
+    assert!(answer.text.contains("64"), "it says how many pictures there are: {}", answer.text);
+
+    nothing_is_stored(&server).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_no_specification_at_all_is_refused() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let send = async |kind: &str, body: Vec<u8>| {
+        let request = server.http.post(server.api("/jobs")).header("content-type", kind).body(body);
+        crate::server::Answer::read(request.send().await.expect("an answer")).await
+    };
+    let json_kind = "application/json";
+    send(json_kind, b"{\"name\": ".to_vec()).await.problem(400);
+    send(json_kind, vec![0xff, 0xfe]).await.problem(400);
+    send(json_kind, Vec::new()).await.problem(400);
+    for body in ["[]", "null", "3", "\"resnet20\""] {
+        send(json_kind, body.into()).await.problem(422);
+    }
+    let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
+    send(json_kind, deep.into()).await.problem(400);
+    // A form of another site can send text/plain without asking first.
+    let good = specs::short("good", "fashion", 1, 10).to_string();
+    let answer = send("text/plain", good.clone().into()).await;
+    answer.problem(415);
+    let huge = format!("{{\"name\": \"{}\"}}", "x".repeat(64 << 20));
+    let request = server.http.post(server.api("/jobs")).header("content-type", json_kind).body(huge);
+    // The server may stop reading; then the client sees a broken pipe in place of the answer.
+    if let Ok(answer) = request.send().await {
+        crate::server::Answer::read(answer).await.problem(413);
+    }
+    nothing_is_stored(&server).await;
+
+    server.request(Method::PUT, "/jobs", Some(&json!({}))).await.problem(405);
+    for path in [
+        "/nothing",
+        "/jobs/zzz",
+        "/jobs/..%2f..%2fetc",
+        &format!("/jobs/{UNKNOWN_JOB}"),
+        &format!("/jobs/{UNKNOWN_JOB}/metrics?name=loss"),
+        &format!("/jobs/{UNKNOWN_JOB}/logs"),
+        &format!("/jobs/{UNKNOWN_JOB}/checkpoints"),
+        "/checkpoints/nothing",
+        "/checkpoints/nothing/model.safetensors",
+    ] {
+        let problem = server.request(Method::GET, path, None).await.problem(404);
+        assert!(problem["detail"].as_str().is_some_and(|d| !d.is_empty()), "{path}: {problem}");
+    }
+    for (method, path) in [(Method::POST, "/cancel"), (Method::DELETE, "")] {
+        server.request(method, &format!("/jobs/{UNKNOWN_JOB}{path}"), None).await.problem(404);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_is_made_once_and_its_state_forbids_what_makes_no_sense() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 16)).await;
+    let submit = async |key: &str, spec: &Value| {
+        let request = server.http.post(server.api("/jobs")).header("idempotency-key", key).json(spec);
+        crate::server::Answer::read(request.send().await.expect("an answer")).await
+    };
+    let spec = specs::short("once", "fashion", 2, 100_000);
+    let first = submit("tuesday-run", &spec).await;
+    assert_eq!(first.status, StatusCode::CREATED, "{}", first.text);
+    let again = submit("tuesday-run", &spec).await;
+    assert!(again.status.is_success(), "{}", again.text);
+    let id = first.json()["id"].as_str().expect("an id").to_owned();
+    assert_eq!(again.json()["id"], *id);
+    submit("tuesday-run", &specs::with(spec.clone(), json!({"train": {"lr": 0.02}}))).await.problem(422);
+    assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1));
+
+    // What each state of a job forbids is a 409 that names the state.
+    let refused = async |method: Method, path: &str, state: &str| {
+        let problem = server.request(method, &format!("/jobs/{id}{path}"), None).await.problem(409);
+        assert_eq!(problem["state"], state, "{problem}");
+        assert!(problem["detail"].as_str().is_some_and(|d| d.contains(state)), "{problem}");
+    };
+    server.job_when(&id, "it runs", |job| job["state"] == "running" && number(&job["step"]) > 2).await;
+    refused(Method::DELETE, "", "running").await;
+    assert!(!server.ranks(&id).is_empty(), "a refused request changes nothing");
+    let cancelled = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
+    assert_eq!(cancelled.status, StatusCode::ACCEPTED, "{}", cancelled.text);
+    let job = server.ended(&id).await;
+    assert_eq!(state_of(&job).as_str(), "cancelled");
+    refused(Method::POST, "/cancel", "cancelled").await;
+    server.stop().await;
+}

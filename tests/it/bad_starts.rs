@@ -1,0 +1,103 @@
+//! Commands that cannot do what they are told: exit status 2 and a sentence that says what to change.
+
+use crate::{
+    pictures,
+    server::{Agents, Finished, Folder, Server, free_port, lockstep},
+};
+use sqlx::{Connection, SqliteConnection};
+use std::{fs, net::TcpListener, path::Path};
+
+fn serve(listen: &str, data_dir: &Path) -> Finished {
+    Finished::of(lockstep().args(["serve", "--listen", listen, "--data-dir"]).arg(data_dir))
+}
+
+#[test]
+fn a_server_that_cannot_start_says_why_and_leaves_nothing() {
+    let folder = Folder::new();
+    let data = folder.path().join("data");
+
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("its address").to_string();
+    serve(&address, &data).wrong(&[&address, "taken", "--listen"]);
+
+    for address in ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:7070"] {
+        serve(address, &data).wrong(&["refus", "127.0.0.1"]);
+    }
+    serve("nonsense", &data).wrong(&["nonsense", "127.0.0.1:7070"]);
+    assert!(!data.exists(), "nothing is half done");
+
+    // Tests may run as root, whom no permission stops; nobody makes a folder under a file.
+    let file = folder.write("file", "");
+    serve(&format!("127.0.0.1:{}", free_port()), &file.join("data")).wrong(&["data", "--data-dir"]);
+
+    let listen = format!("127.0.0.1:{}", free_port());
+    let mut command = lockstep();
+    command
+        .args(["serve", "--listen", &listen, "--database", "mysql://localhost/x", "--data-dir"])
+        .arg(&data);
+    Finished::of(&mut command).wrong(&["mysql://localhost/x"]);
+}
+
+#[tokio::test]
+async fn a_database_of_a_newer_version_is_left_alone() {
+    let server = Server::start_with(Agents::None).await;
+    let copy = Folder::new();
+    let data = copy.path().join("data");
+    let second = serve(&format!("127.0.0.1:{}", free_port()), &server.data_dir());
+    second.wrong(&["in use", "--data-dir"]);
+
+    let database = server.data_dir().join("lockstep.db");
+    let original = server.stop_and_keep().await;
+    fs::create_dir(&data).expect("a folder");
+    fs::copy(&database, data.join("lockstep.db")).expect("the database");
+    drop(original);
+    let url = format!("sqlite://{}", data.join("lockstep.db").display());
+    let mut connection = SqliteConnection::connect(&url).await.expect("the database");
+    sqlx::query(
+        "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
+         VALUES (99990101000000, 'of the future', TRUE, x'00', 0)",
+    )
+    .execute(&mut connection)
+    .await
+    .expect("a migration");
+    connection.close().await.expect("closed");
+    let before = fs::read(data.join("lockstep.db")).expect("the database");
+    serve(&format!("127.0.0.1:{}", free_port()), &data).wrong(&["newer version", "99990101000000"]);
+    assert!(before == fs::read(data.join("lockstep.db")).expect("the database"), "it is as it was");
+}
+
+#[tokio::test]
+async fn commands_name_every_mistake_and_store_nothing() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
+
+    let broken = file("[train]\nlr = 0.1\nbatch_size = = 3\n");
+    server.cli(&["submit", &broken]).wrong(&["job.toml", "line 3"]);
+    let mistaken = file("nam = \"x\"\n[train]\nlr = \"fast\"\n[data]\ndataset = \"fashion\"\n");
+    server.cli(&["submit", &mistaken]).wrong(&["nam", "name", "train.lr", "number"]);
+    let good = file("[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nsteps = 3\n");
+    server.cli(&["submit", &good, "--set", "train.lr"]).wrong(&["train.lr"]);
+    server.cli(&["submit", &good, "--set", "train.sedd=3"]).wrong(&["train.sedd", "seed"]);
+    // What only the server knows.
+    server.cli(&["submit", &good, "--set", "parallel.ranks=100"]).wrong(&["parallel.ranks", "100"]);
+    server.cli(&["submit", &good, "--set", "data.dataset=fashoin"]).wrong(&["data.dataset", "fashion"]);
+    server.cli(&["submit", "nowhere.toml"]).wrong(&["nowhere.toml"]);
+    assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]));
+
+    for command in ["show", "watch", "logs", "cancel", "delete"] {
+        server.cli(&[command, "nobody"]).wrong(&["nobody"]);
+        server.cli(&[command, "j00000000000000000000000000"]).wrong(&["job"]);
+    }
+    server.cli(&["download", "nobody", "-o", "model.safetensors"]).wrong(&["nobody"]);
+    server.cli(&["dataset", "add", "x", "nowhere"]).wrong(&["nowhere"]);
+    server.cli(&["dataset", "inspect", "nobody"]).wrong(&["nobody"]);
+    server.cli(&["sumbit", &good]).wrong(&["submit"]);
+    server.cli(&["submit", &good, "--wach"]).wrong(&["--watch"]);
+
+    // Nobody there: not the request's fault.
+    let mut command = lockstep();
+    command.args(["list"]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
+    Finished::of(&mut command).fails(1, &["lockstep serve", "LOCKSTEP_SERVER"]);
+    server.stop().await;
+}

@@ -1,0 +1,193 @@
+//! The command line, as a person in a shell uses it.
+
+use crate::{
+    pictures,
+    server::{Finished, Folder, Server, lockstep, turn},
+};
+use serde_json::Value;
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+const JOB: &str = r#"
+name = "from-a-shell"
+[model]
+arch = "resnet20"
+[data]
+dataset = "fashion"
+image_size = 16
+[train]
+steps = 1000
+batch_size = 8
+[parallel]
+ranks = 2
+[checkpoint]
+every_epochs = 0
+[log]
+every_steps = 1
+"#;
+
+#[tokio::test]
+async fn a_job_from_a_shell_from_dataset_to_download() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
+    assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
+    let added = server.cli(&["dataset", "add", "fashion", dataset.to_str().expect("UTF-8")]);
+    for word in ["fashion", "idx", "28x28", "320", "40"] {
+        assert!(added.ok().contains(word), "{}", added.stdout);
+    }
+    assert!(server.cli(&["dataset", "list"]).ok().contains("320 train"));
+    let info = server.cli(&["dataset", "inspect", "fashion", "--json"]).json();
+    assert_eq!(info["classes"].as_array().map(Vec::len), Some(10));
+    assert_eq!(info, server.cli(&["dataset", "inspect", dataset.to_str().expect("UTF-8"), "--json"]).json());
+    assert!(server.cli(&["list"]).ok().contains("submit"), "an empty list says what to do");
+
+    let file = server.folder().write("job.toml", JOB);
+    let file = file.to_str().expect("UTF-8");
+    let watched =
+        server.cli(&["submit", file, "--set", "train.steps=12", "--set", "name=watched", "--watch"]);
+    let last = watched.ok().lines().last().expect("a last line");
+    assert!(last.starts_with("succeeded: validation accuracy "), "{last}");
+
+    let listed = server.cli(&["list"]);
+    assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
+    let job = server.cli(&["show", "watched", "--json"]).json();
+    assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
+    let id = job["id"].as_str().expect("an id");
+    assert_eq!(job, server.job(id).await, "the same as over REST");
+    assert!(server.cli(&["show", id]).ok().contains("succeeded"));
+
+    for rank in ["0", "1"] {
+        let printed = server.cli(&["logs", id, "--rank", rank]);
+        let on_disk = fs::read_to_string(server.job_dir(id).join(format!("attempts/1/rank.{rank}.log")));
+        assert_eq!(printed.ok(), on_disk.expect("the rank's log"), "rank {rank}");
+    }
+    let followed = server.cli(&["logs", id, "-f"]);
+    assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
+
+    let model = server.folder().path().join("model.safetensors");
+    for which in ["latest", "best", "12"] {
+        server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
+        assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
+    }
+    server.cli(&["download", id, "--checkpoint", "11", "-o", "x"]).wrong(&["11", "12"]);
+
+    // One that is left behind, and cancelled.
+    let submitted =
+        server.cli(&["submit", file, "--set", "name=left", "--set", "train.steps=1000000", "--json"]);
+    let left = submitted.json()["id"].as_str().expect("an id").to_owned();
+    server.job_when(&left, "it trains", |job| job["step"].as_u64() > Some(3)).await;
+    server.cli(&["delete", &left]).wrong(&["running"]);
+    assert!(server.cli(&["cancel", &left]).ok().contains("cancelled"));
+    server.cli(&["cancel", &left]).wrong(&["cancelled"]);
+    server.cli(&["watch", &left]).fails(1, &["cancelled"]);
+    server.cli(&["delete", &left]).ok();
+    server.cli(&["show", &left]).wrong(&["job"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn doctor_gathers_from_real_ranks() {
+    let _turn = turn().await;
+    let found = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
+    assert!(found.ok().contains("[[0.], [1.]]"), "{}", found.stdout);
+    let four = Finished::of(lockstep().args(["doctor", "--ranks", "4"]));
+    assert!(four.ok().contains("[[0.], [1.], [2.], [3.]]"), "{}", four.stdout);
+    let json = Finished::of(lockstep().args(["doctor", "--ranks", "2", "--json"])).json();
+    assert!(json.is_object() || json.is_array());
+}
+
+#[tokio::test]
+async fn train_needs_no_server() {
+    let _turn = turn().await;
+    let folder = Folder::new();
+    let dataset = pictures::idx_dataset(folder.path(), 320, 40);
+    let text = JOB.replace("\"fashion\"", &format!("{:?}", dataset.to_str().expect("UTF-8")));
+    let train = |name: &str, steps: u64, more: &[&str]| {
+        let file = folder.write(&format!("{name}.toml"), text.replace("1000", &steps.to_string()));
+        let out = folder.path().join("out").join(name);
+        let mut command = lockstep();
+        command.arg("train").arg(file).arg("--out").arg(&out).args(more).current_dir(folder.path());
+        (Finished::of(&mut command), out)
+    };
+    let (finished, out) = train("whole", 12, &[]);
+    assert!(finished.ok().contains("epoch: 1 step: 12, loss is "), "{}", finished.stdout);
+    let model = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
+    for rank in 0..2 {
+        assert!(out.join(format!("attempts/1/rank.{rank}.log")).exists());
+    }
+    // Half of it, and the other half from there.
+    let (_, out) = train("halves", 6, &[]);
+    assert!(out.join("checkpoints/1-6/model.safetensors").exists());
+    let (resumed, out) = train("halves", 12, &["--resume", "latest"]);
+    resumed.ok();
+    let continued = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
+    assert!(tensors(&model) == tensors(&continued), "the same weights as in one go");
+
+    let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
+    Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))
+        .wrong(&["train.lr", "data.dataset"]);
+}
+
+/// Names and bytes of all tensors of a safetensors file.
+fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
+    let mut all: Vec<_> = safetensors::SafeTensors::deserialize(file)
+        .expect("safetensors")
+        .tensors()
+        .into_iter()
+        .map(|(name, view)| (name, view.data().to_vec()))
+        .collect();
+    all.sort();
+    all
+}
+
+#[tokio::test]
+async fn the_demo_trains_on_bundled_pictures_and_succeeds() {
+    let _turn = turn().await;
+    let folder = Folder::new();
+    let began = Instant::now();
+    let mut child = lockstep()
+        .args(["demo", "--exit-when-done", "--data-dir"])
+        .arg(folder.path().join("demo"))
+        .current_dir(folder.path())
+        .stdout(Stdio::piped())
+        .stderr(fs::File::create(folder.path().join("demo.log")).expect("a log"))
+        .spawn()
+        .expect("the demo starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("standard output")).lines();
+    let first = lines.next().expect("a first line").expect("UTF-8");
+    let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
+    assert!(began.elapsed() < Duration::from_secs(10), "the address comes first, and soon");
+    let page = reqwest::get(&address).await.expect("the dashboard");
+    assert_eq!(page.status(), reqwest::StatusCode::OK);
+    assert!(page.text().await.expect("HTML").contains("<html"), "a page");
+
+    let rest = tokio::task::spawn_blocking(move || lines.map_while(Result::ok).collect::<Vec<_>>());
+    let rest = tokio::time::timeout(Duration::from_secs(300), rest).await.expect("it ends").expect("lines");
+    let status = child.wait().expect("a status");
+    assert_eq!(status.code(), Some(0), "{rest:#?}");
+    let last = rest.last().expect("a last line");
+    eprintln!("demo: {last}; {:.1} s with all", began.elapsed().as_secs_f64());
+    let accuracy = last
+        .strip_prefix("succeeded: validation accuracy ")
+        .and_then(|l| l.split(' ').next()?.parse::<f64>().ok())
+        .unwrap_or_else(|| panic!("{last}"));
+    assert!(accuracy >= 80.0, "{last}");
+    let left = crate::server::processes_of(folder.path());
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// What `--json` prints for programs is JSON, whatever the command.
+#[tokio::test]
+async fn json_is_json() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    for args in [&["list", "--json"][..], &["dataset", "list", "--json"]] {
+        let _: Value = server.cli(args).json();
+    }
+    server.stop().await;
+}

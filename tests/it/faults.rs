@@ -1,0 +1,187 @@
+//! Processes that are killed: nothing is lost, nothing is told twice, nothing is left behind.
+
+use crate::{
+    pictures,
+    server::{Process, Server, number, signal, state_of, turn},
+    socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
+    specs,
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+const STEPS: u64 = 240;
+const EVERY: u64 = 40;
+
+/// A job with checkpoints on its way, long enough to be hit.
+fn spec(name: &str, max_restarts: u32) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, STEPS),
+        json!({
+            "checkpoint": {"every_epochs": null, "every_steps": EVERY},
+            "recovery": {"max_restarts": max_restarts},
+        }),
+    )
+}
+
+async fn server() -> Server {
+    let server = Server::start().await;
+    // 40 steps an epoch, so that restarts happen in the middle of one too.
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    server
+}
+
+/// A stream that has seen `steps` steps of both ranks and a checkpoint.
+async fn in_the_middle(server: &Server, id: &str, steps: u64) -> Socket {
+    let mut socket = Socket::of_job(server, id, 0).await;
+    socket.until(|f| f["type"] == "checkpoint").await;
+    for rank in 0..2 {
+        let seen = |f: &Value| is_metric(f, "loss") && f["rank"] == rank && last_step(f) >= steps;
+        if !socket.frames.iter().any(seen) {
+            socket.until(seen).await;
+        }
+    }
+    socket
+}
+
+fn states(events: &[Value]) -> Vec<String> {
+    let mut states: Vec<_> =
+        events.iter().filter(|e| e["type"] == "state").map(|e| state_of(e).as_str().to_owned()).collect();
+    states.dedup();
+    states
+}
+
+/// Every rank has told of every step, in one attempt or another, and of none twice in one attempt.
+async fn every_step_is_there(server: &Server, id: &str) {
+    let points = server.points(id, "loss").await;
+    let places: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+    assert_eq!(places.len(), points.len(), "a step of a rank twice in one attempt");
+    for rank in 0..2 {
+        let steps: BTreeSet<_> = points.iter().filter(|p| p.1 == rank).map(|p| p.2).collect();
+        assert_eq!(steps, (1..=STEPS).collect(), "steps of rank {rank}");
+    }
+}
+
+fn agent_of(server: &Server) -> Option<Process> {
+    server.processes().into_iter().find(|p| p.command() == "agent")
+}
+
+#[tokio::test]
+async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
+    let _turn = turn().await;
+    let server = server().await;
+    let undisturbed = server.submit(&spec("undisturbed", 0)).await;
+    server.succeeded(&undisturbed).await;
+
+    let id = server.submit(&spec("disturbed", 3)).await;
+    let mut socket = in_the_middle(&server, &id, 70).await;
+    let (_, rank) = server.ranks(&id).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
+    signal(rank.pid, Signal::KILL);
+    socket.read_to_end().await;
+    let job = server.succeeded(&id).await;
+    assert_eq!(number(&job["attempt"]), 2);
+
+    let events = stored(&server, &id).await;
+    let told = states(&events);
+    let (first, rest) = told.split_at(4);
+    assert_eq!(first, ["queued", "starting", "running", "restarting"]);
+    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{told:?}");
+    let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
+    let reason = restarting["reason"].as_str().expect("a reason");
+    for words in ["rank 1 was killed by signal 9 at step", "attempt 2 starts from step"] {
+        assert!(reason.contains(words), "{reason}");
+    }
+    let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
+    let from = number(&plan["start_step"]);
+    assert!(from >= EVERY && from.is_multiple_of(EVERY) && from < STEPS, "{plan}");
+    assert!(reason.contains(&format!("starts from step {from}")), "{reason}; {plan}");
+    let points = server.points(&id, "loss").await;
+    let steps_of_second: Vec<_> = points.iter().filter(|p| (p.0, p.1) == (2, 0)).map(|p| p.2).collect();
+    assert_eq!(steps_of_second, (from + 1..=STEPS).collect::<Vec<_>>());
+    every_step_is_there(&server, &id).await;
+    assert!(
+        server.last_model(&id).await == server.last_model(&undisturbed).await,
+        "going on from a checkpoint gives the weights of never having stopped, bit for bit"
+    );
+    // Both attempts' logs are kept.
+    for attempt in [1, 2] {
+        assert!(server.job_dir(&id).join(format!("attempts/{attempt}/rank.0.log")).exists());
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn without_restarts_a_killed_rank_fails_its_job() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = server.submit(&spec("no-second-chance", 0)).await;
+    in_the_middle(&server, &id, 45).await;
+    let ranks = server.ranks(&id);
+    assert_eq!(ranks.len(), 2, "{ranks:?}");
+    signal(ranks[0].1.pid, Signal::KILL);
+    let job = server.ended(&id).await;
+    assert_eq!(job["state"], "failed", "{job:#}");
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(reason.contains("rank 0 was killed by signal 9 at step"), "{reason}");
+    assert!(reason.contains("max_restarts"), "{reason}");
+    server.until("the other rank is gone too", async |s: &Server| s.ranks(&id).is_empty()).await;
+    assert!(!server.checkpoints(&id).await.is_empty(), "its checkpoints stay");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_killed_server_comes_back_to_a_job_that_went_on() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let id = server.submit(&spec("orphaned", 3)).await;
+    let seen = in_the_middle(&server, &id, 60).await.drop_connection();
+    let ranks = server.ranks(&id);
+    server.kill_serve();
+
+    // The ranks train on without it: their logs grow.
+    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
+    let at_death = length();
+    server.until("a rank trains on without a server", async |_: &Server| length() > at_death).await;
+    server.serve_again().await;
+
+    let since = seen.last().map_or(0, |e| number(&e["seq"]));
+    let mut socket = Socket::of_job(&server, &id, since).await;
+    socket.read_to_end().await;
+    let job = server.succeeded(&id).await;
+    assert_eq!(number(&job["attempt"]), 1, "the same attempt, taken over: {job:#}");
+    assert!(ranks.len() == 2, "{ranks:?}");
+
+    // What was told before the end of the server is stored, word for word; what came after goes on
+    // from there.
+    let all = stored(&server, &id).await;
+    assert_unbroken(&all, 0);
+    let mut told = seen;
+    told.extend(socket.events());
+    let end = all.iter().position(is_end).expect("an end") + 1;
+    assert_eq!(told, all[..end]);
+    every_step_is_there(&server, &id).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_killed_agent_comes_back_to_its_ranks() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = server.submit(&spec("agentless", 3)).await;
+    let mut socket = in_the_middle(&server, &id, 50).await;
+    let agent = agent_of(&server).expect("the local agent");
+    signal(agent.pid, Signal::KILL);
+    socket.read_to_end().await;
+    server.succeeded(&id).await;
+    let another = agent_of(&server).expect("the local agent is started again");
+    assert_ne!(another.pid, agent.pid);
+    let all = stored(&server, &id).await;
+    let end = all.iter().position(is_end).expect("an end") + 1;
+    assert_eq!(socket.events(), all[..end]);
+    every_step_is_there(&server, &id).await;
+    // The machine takes the next job.
+    let next = server.submit(&specs::short("afterwards", "fashion", 2, 5)).await;
+    server.succeeded(&next).await;
+    server.stop().await;
+}

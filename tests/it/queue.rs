@@ -1,0 +1,114 @@
+//! Who runs when: slots, gangs, priorities, and jobs that are cancelled.
+
+use crate::{
+    pictures,
+    server::{Agents, Server, number, turn},
+    socket::stored,
+    specs,
+};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+
+/// A job that runs until it is cancelled.
+fn endless(name: &str, ranks: u32) -> Value {
+    specs::short(name, "fashion", ranks, 1_000_000)
+}
+
+async fn server() -> Server {
+    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    server
+}
+
+async fn cancel(server: &Server, id: &str) {
+    let answer = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
+    assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+}
+
+fn started_at(job: &Value) -> jiff::Timestamp {
+    job["started_at"].as_str().expect("it has started").parse().expect("a time")
+}
+
+#[tokio::test]
+async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
+    let _turn = turn().await;
+    let server = server().await;
+    let holder = server.submit(&endless("holder", 1)).await;
+    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+
+    // One slot is free; these need two, so none of their ranks starts.
+    let low = server.submit(&specs::short("low", "fashion", 2, 5)).await;
+    let high = specs::with(specs::short("high", "fashion", 2, 5), json!({"priority": 5}));
+    let high = server.submit(&high).await;
+    let last = server.submit(&specs::short("last", "fashion", 2, 5)).await;
+    // The holder does twenty more steps meanwhile: time enough to start one wrongly.
+    let step = number(&server.job(&holder).await["step"]);
+    server.job_when(&holder, "it goes on", |job| number(&job["step"]) > step + 20).await;
+    for id in [&low, &high, &last] {
+        let job = server.job(id).await;
+        assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");
+        assert!(server.ranks(id).is_empty());
+        let reason = job["reason"].as_str().unwrap_or("");
+        assert!(reason.contains("slot"), "it says what it waits for: {job:#}");
+    }
+    cancel(&server, &holder).await;
+    let mut times = Vec::new();
+    for id in [&high, &low, &last] {
+        times.push(started_at(&server.succeeded(id).await));
+    }
+    assert!(times.is_sorted(), "high, low, last: {times:?}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn two_jobs_train_at_once_when_there_is_room() {
+    let _turn = turn().await;
+    let server = server().await;
+    let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
+    for id in [&a, &b] {
+        server.job_when(id, "it trains", |job| number(&job["step"]) >= 3).await;
+    }
+    for id in [&a, &b] {
+        assert_eq!(server.job(id).await["state"], "running");
+        assert_eq!(server.ranks(id).len(), 1);
+    }
+    cancel(&server, &a).await;
+    assert_eq!(server.ended(&a).await["state"], "cancelled");
+    // The other does not notice.
+    let step = number(&server.job(&b).await["step"]);
+    server.job_when(&b, "it trains on", |job| number(&job["step"]) > step + 5).await;
+    cancel(&server, &b).await;
+    server.ended(&b).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn cancelling_ends_a_job_wherever_it_stands() {
+    let _turn = turn().await;
+    let server = server().await;
+    let running = server.submit(&endless("running", 2)).await;
+    server.job_when(&running, "it trains", |job| number(&job["step"]) >= 5).await;
+    let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;
+    cancel(&server, &queued).await;
+    let job = server.ended(&queued).await;
+    assert_eq!((&job["state"], number(&job["attempt"])), (&json!("cancelled"), 0), "{job:#}");
+    assert!(!server.job_dir(&queued).join("attempts").exists(), "it has never started");
+
+    cancel(&server, &running).await;
+    let job = server.ended(&running).await;
+    assert_eq!(job["state"], "cancelled", "{job:#}");
+    server.until("its ranks are gone", async |s: &Server| s.ranks(&running).is_empty()).await;
+    let events = stored(&server, &running).await;
+    let ends: Vec<_> = events.iter().filter(|e| e["state"] == "cancelled").collect();
+    assert_eq!(ends.len(), 1, "{ends:?}");
+
+    // Its slots are free again, and a job that is cancelled while its ranks start ends as well.
+    let early = server.submit(&endless("early", 2)).await;
+    server.job_when(&early, "it starts", |job| job["state"] != "queued").await;
+    cancel(&server, &early).await;
+    assert_eq!(server.ended(&early).await["state"], "cancelled");
+    server.until("its ranks are gone", async |s: &Server| s.ranks(&early).is_empty()).await;
+    let next = server.submit(&specs::short("next", "fashion", 2, 5)).await;
+    server.succeeded(&next).await;
+    server.stop().await;
+}

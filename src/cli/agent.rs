@@ -61,6 +61,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         dir: args.data_dir,
         cpu_slots: args.cpu_slots,
         only_job: args.job,
+        program: None,
         follow_parent: args.follow_parent,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

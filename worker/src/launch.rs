@@ -159,6 +159,7 @@ impl RankProcess {
 
 struct Stat {
     state: char,
+    group: i32,
     start_time: u64,
 }
 
@@ -168,8 +169,9 @@ fn stat(pid: i32) -> Option<Stat> {
     // The second field is the name in parentheses, which may hold anything.
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
-    let start_time = fields.nth(18)?.parse().ok()?;
-    Some(Stat { state, start_time })
+    let group = fields.nth(1)?.parse().ok()?;
+    let start_time = fields.nth(16)?.parse().ok()?;
+    Some(Stat { state, group, start_time })
 }
 
 fn boot_id() -> String {
@@ -184,7 +186,9 @@ fn find_by_argument(config_path: &Path) -> Option<Mark> {
         let line = fs::read(entry.path().join("cmdline")).ok()?;
         let arguments: Vec<_> = line.split(|b| *b == 0).collect();
         arguments.windows(2).any(|pair| pair == [&b"rank"[..], wanted]).then_some(())?;
-        Some(Mark { pid, start_time: stat(pid)?.start_time, boot_id: boot_id() })
+        // Not a child of it that has not become another program yet.
+        let stat = stat(pid).filter(|s| s.group == pid)?;
+        Some(Mark { pid, start_time: stat.start_time, boot_id: boot_id() })
     })
 }
 
@@ -269,11 +273,16 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let config = config(dir.path());
             let mut started =
-                RankProcess::start(&program(dir.path(), "while :; do sleep 0.05; done"), &config).unwrap();
+                RankProcess::start(&program(dir.path(), "while :; do :; done"), &config).unwrap();
             if lose_mark {
                 fs::remove_file(rank_file(&config.attempt_dir(), 0, "pid")).unwrap();
             }
+            let began = Instant::now();
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+            // Its arguments show up a moment after it was started.
+            while lose_mark && adopted.poll().is_some() && began.elapsed() < Duration::from_secs(20) {
+                adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+            }
             assert_eq!(adopted.poll(), None);
             assert!(!adopted.is_suspended());
             adopted.signal(Signal::STOP);

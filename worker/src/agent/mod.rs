@@ -51,6 +51,8 @@ pub struct Options {
     pub cpu_slots: Option<u32>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
+    /// The program that ranks are, started with `rank FILE ...`; this very binary when absent.
+    pub program: Option<PathBuf>,
     /// End when the process that started this one has ended and no rank is alive here.
     pub follow_parent: bool,
 }
@@ -102,7 +104,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     }
     let home = Home::open(&options.dir)?;
     let around = Surroundings {
-        program: launch::own_program()?,
+        program: options.program.clone().map_or_else(launch::own_program, Ok)?,
         lease: Arc::new(Lease::new()),
         bell: Arc::new(Notify::new()),
     };

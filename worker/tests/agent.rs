@@ -1,0 +1,232 @@
+//! The agent against a server that the test plays: what crosses the wire, in which order, and what
+//! is told again after a broken connection. Shell scripts stand in for ranks.
+
+use futures_util::{SinkExt, StreamExt};
+use lockstep_protocol::{
+    agent::{
+        Acknowledged, AttemptEvent, AttemptRef, Ending, FromAgent, Question, Source, StartAttempt, ToAgent,
+    },
+    job::JobId,
+    spec::JobSpec,
+};
+use lockstep_worker::{
+    agent::{self, AgentError, Options},
+    report::Reporter,
+};
+use std::{fs, os::unix::fs::PermissionsExt, path::Path, time::Duration};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::JoinHandle,
+    time::timeout,
+};
+use tokio_tungstenite::{WebSocketStream, accept_async, tungstenite::Message};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The server's end of one connection; heartbeats are answered on the way.
+struct Line(WebSocketStream<TcpStream>);
+
+impl Line {
+    async fn accept(listener: &TcpListener) -> Self {
+        let (stream, _) = timeout(PATIENCE, listener.accept()).await.expect("no agent came").unwrap();
+        Self(accept_async(stream).await.unwrap())
+    }
+
+    async fn say(&mut self, message: &ToAgent) {
+        let bytes = rmp_serde::to_vec_named(message).unwrap();
+        self.0.send(Message::Binary(bytes.into())).await.unwrap();
+    }
+
+    async fn hear(&mut self) -> FromAgent {
+        loop {
+            let message =
+                timeout(PATIENCE, self.0.next()).await.expect("the agent is silent").unwrap().unwrap();
+            let Message::Binary(bytes) = message else { continue };
+            match rmp_serde::from_slice(&bytes).unwrap() {
+                FromAgent::Heartbeat { .. } => self.say(&ToAgent::HeartbeatAck).await,
+                other => return other,
+            }
+        }
+    }
+
+    /// Hears `Hello`, welcomes, and gives the attempts of the `Hello`.
+    async fn welcome(
+        &mut self,
+        acknowledged: Vec<Acknowledged>,
+        revoked: Vec<AttemptRef>,
+    ) -> Vec<AttemptRef> {
+        let FromAgent::Hello { attempts, slots, .. } = self.hear().await else { panic!("no Hello") };
+        assert_eq!(slots.len(), 2);
+        self.say(&ToAgent::Welcome { heartbeat_secs: 0.1, lease_secs: 30.0, acknowledged, revoked }).await;
+        attempts
+    }
+
+    async fn report(&mut self) -> (Source, u64, Vec<AttemptEvent>) {
+        match self.hear().await {
+            FromAgent::Report { source, first, events, .. } => (source, first, events),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// A job whose ranks are this shell script; `$8` is the rank.
+fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
+    let program = dir.join("program");
+    fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let start = StartAttempt {
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 5 },
+        spec: JobSpec::default(),
+        dataset_path: "/none".into(),
+        world_size: 1,
+        ranks: vec![(0, 0)],
+        master_addr: "127.0.0.1".into(),
+        master_port: 0,
+        secret: "00".into(),
+        job_dir: Some(dir.join("job").to_string_lossy().into_owned()),
+        resume: None,
+    };
+    let options = Options {
+        server: String::new(),
+        token: None,
+        name: Some("test".into()),
+        dir: dir.join("agent"),
+        cpu_slots: Some(2),
+        only_job: Some(start.attempt.job.clone()),
+        program: Some(program),
+        follow_parent: false,
+    };
+    (start, options)
+}
+
+async fn run(mut options: Options) -> (TcpListener, JoinHandle<Result<(), AgentError>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    options.server = format!("http://{}", listener.local_addr().unwrap());
+    (listener, tokio::spawn(agent::run(options)))
+}
+
+async fn end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError> {
+    timeout(PATIENCE, agent).await.expect("the agent does not end").unwrap()
+}
+
+fn acknowledged(start: &StartAttempt, source: Source, records: u64) -> Acknowledged {
+    Acknowledged { attempt: start.attempt.clone(), source, records }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broken_connection_loses_nothing_and_the_end_comes_last() {
+    let dir = tempfile::tempdir().unwrap();
+    // The rank ends when the test says so.
+    let (start, options) =
+        job(dir.path(), &format!("while [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display()));
+    let attempt_dir = dir.path().join("job/attempts/1");
+    fs::create_dir_all(&attempt_dir).unwrap();
+    let reporter = Reporter::create(&attempt_dir, 0).unwrap();
+    let removed = |step| AttemptEvent::CheckpointRemoved { epoch: 1, step };
+    let (listener, agent) = run(options).await;
+
+    let mut line = Line::accept(&listener).await;
+    assert_eq!(line.welcome(vec![], vec![]).await, []);
+    line.say(&ToAgent::Start(Box::new(start.clone()))).await;
+    reporter.event(&removed(0));
+    let (source, first, events) = line.report().await;
+    assert_eq!((source, first, events), (Source::Rank(0), 0, vec![removed(0)]));
+    line.say(&ToAgent::Ack(acknowledged(&start, source, 1))).await;
+    reporter.event(&removed(1));
+    // Read from the socket, but stored by nobody.
+    assert_eq!(line.report().await.1, 1);
+    drop(line);
+
+    reporter.event(&removed(2));
+    fs::write(dir.path().join("go"), "").unwrap();
+    let mut line = Line::accept(&listener).await;
+    let stored = vec![acknowledged(&start, Source::Rank(0), 1)];
+    assert_eq!(line.welcome(stored, vec![]).await, std::slice::from_ref(&start.attempt));
+    let mut of_rank = Vec::new();
+    loop {
+        let (source, first, events) = line.report().await;
+        let records = first + events.len() as u64;
+        if source == Source::Agent {
+            assert_eq!(events, [AttemptEvent::Ended(Ending::Succeeded { step: 0 })]);
+            line.say(&ToAgent::Ack(acknowledged(&start, source, records))).await;
+            break;
+        }
+        assert_eq!(first, 1 + of_rank.len() as u64);
+        of_rank.extend(events);
+        line.say(&ToAgent::Ack(acknowledged(&start, source, records))).await;
+    }
+    assert_eq!(of_rank, [removed(1), removed(2)]);
+    end(agent).await.unwrap();
+    // Nothing is left to be told.
+    assert_eq!(fs::read_dir(dir.path().join("agent/attempts")).unwrap().count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn told_to_stop_it_ends_the_ranks_and_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
+    let (listener, agent) = run(options).await;
+    let mut line = Line::accept(&listener).await;
+    line.welcome(vec![], vec![]).await;
+    line.say(&ToAgent::Start(Box::new(start.clone()))).await;
+    let reason = "cancelled".to_owned();
+    line.say(&ToAgent::Stop { attempt: start.attempt.clone(), reason }).await;
+    let (source, _, events) = line.report().await;
+    assert_eq!((source, events), (Source::Agent, vec![AttemptEvent::Ended(Ending::Stopped)]));
+    line.say(&ToAgent::Ack(acknowledged(&start, Source::Agent, 1))).await;
+    end(agent).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
+    let dir = tempfile::tempdir().unwrap();
+    let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
+    let (listener, agent) = run(options).await;
+    let mut line = Line::accept(&listener).await;
+    line.welcome(vec![], vec![]).await;
+    line.say(&ToAgent::Start(Box::new(start.clone()))).await;
+    let pid_file = dir.path().join("job/attempts/1/rank.0.pid");
+    while !pid_file.exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop(line);
+    let mut line = Line::accept(&listener).await;
+    line.welcome(vec![], vec![start.attempt.clone()]).await;
+    // Served this job alone, and it is over.
+    let closed = async {
+        while let Some(Ok(message)) = line.0.next().await {
+            if let Message::Binary(bytes) = message {
+                let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
+                assert!(matches!(message, FromAgent::Heartbeat { .. }), "{message:?}");
+            }
+        }
+    };
+    timeout(PATIENCE, closed).await.expect("the agent stays");
+    let result = end(agent).await;
+    assert!(result.is_ok(), "{result:?}");
+    let pid: serde_json::Value = serde_json::from_slice(&fs::read(pid_file).unwrap()).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", pid["pid"])).unwrap_or_default();
+    assert!(status.is_empty() || status.contains("zombie"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refusals_and_questions() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, options) = job(dir.path(), "exit 0");
+    let (listener, agent) = run(options).await;
+    let mut line = Line::accept(&listener).await;
+    line.welcome(vec![], vec![]).await;
+    let path = dir.path().join("nothing").to_string_lossy().into_owned();
+    line.say(&ToAgent::Ask { request: 9, question: Question::InspectDataset { path: path.clone() } }).await;
+    match line.hear().await {
+        FromAgent::Answer { request: 9, answer: Err(why) } => assert!(why.contains(&path), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    drop(line);
+    let mut line = Line::accept(&listener).await;
+    assert!(matches!(line.hear().await, FromAgent::Hello { .. }));
+    line.say(&ToAgent::Refused { reason: "another version".into() }).await;
+    let error = end(agent).await.unwrap_err();
+    assert!(!error.is_wrong_request());
+    assert!(error.to_string().contains("another version"), "{error}");
+}

@@ -1,6 +1,7 @@
 //! An engine runs a [`crate::net::Network`]: forward, backward, all-reduce and update of one rank.
 //! Nothing above this folder and `comm/` knows which engine it is.
 
+pub mod bench;
 pub mod cpu;
 
 use crate::{

@@ -1,9 +1,273 @@
-//! The network as data.
+//! The network as data: operations in forward order over numbered tensors.
+//!
+//! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
+//! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
 
-/// A network: operations in forward order.
-#[derive(Debug, Clone)]
+/// Number of an activation in [`Network::tensors`].
+pub type TensorId = usize;
+
+/// Height, width and channels of one picture's activation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorShape {
+    pub height: usize,
+    pub width: usize,
+    pub channels: usize,
+}
+
+impl TensorShape {
+    /// Values of one picture.
+    pub fn len(self) -> usize {
+        self.height * self.width * self.channels
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Pixels of one picture.
+    pub fn pixels(self) -> usize {
+        self.height * self.width
+    }
+}
+
+/// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Op {
+    /// Square convolution without bias. Parameter `weight`, OIHW.
+    Conv { name: String, input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
+    /// Normalises each channel over batch, height and width (epsilon 1e-5, running momentum 0.1).
+    /// Parameters `weight` and `bias`, statistics `running_mean` and `running_var`, all `[channels]`.
+    BatchNorm { name: String, input: TensorId, output: TensorId },
+    /// max(x, 0).
+    Relu { input: TensorId, output: TensorId },
+    /// End of a residual block: `branch` went through its convolutions, `shortcut` around them.
+    Add { branch: TensorId, shortcut: TensorId, output: TensorId },
+    /// Maximum over square windows; padding never wins.
+    MaxPool { input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
+    /// Mean over height and width.
+    GlobalAveragePool { input: TensorId, output: TensorId },
+    /// y = W x + b. Parameters `weight` `[out, in]` and `bias` `[out]`.
+    Linear { name: String, input: TensorId, output: TensorId },
+}
+
+impl Op {
+    /// The activation that this operation produces.
+    pub fn output(&self) -> TensorId {
+        match *self {
+            Op::Conv { output, .. }
+            | Op::BatchNorm { output, .. }
+            | Op::Relu { output, .. }
+            | Op::Add { output, .. }
+            | Op::MaxPool { output, .. }
+            | Op::GlobalAveragePool { output, .. }
+            | Op::Linear { output, .. } => output,
+        }
+    }
+
+    /// The activations that it reads.
+    pub fn inputs(&self) -> Vec<TensorId> {
+        match *self {
+            Op::Add { branch, shortcut, .. } => vec![branch, shortcut],
+            Op::Conv { input, .. }
+            | Op::BatchNorm { input, .. }
+            | Op::Relu { input, .. }
+            | Op::MaxPool { input, .. }
+            | Op::GlobalAveragePool { input, .. }
+            | Op::Linear { input, .. } => vec![input],
+        }
+    }
+}
+
+/// What a parameter is for; engines and initialisation treat them by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    ConvWeight,
+    /// Batch norm's scale.
+    Gamma {
+        /// Of the last batch norm of a residual branch.
+        ends_branch: bool,
+    },
+    /// Batch norm's offset.
+    Beta,
+    RunningMean,
+    RunningVar,
+    LinearWeight,
+    LinearBias,
+}
+
+impl Role {
+    /// Whether the optimizer changes it (running statistics are not trained).
+    pub fn is_trained(self) -> bool {
+        !matches!(self, Role::RunningMean | Role::RunningVar)
+    }
+}
+
+/// A named tensor of the network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parameter {
+    /// torchvision's, e.g. `layer1.0.bn1.running_mean`.
+    pub name: String,
+    /// torchvision's: OIHW, `[out, in]` or `[channels]`.
+    pub shape: Vec<usize>,
+    pub role: Role,
+}
+
+impl Parameter {
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A network: operations in forward order. Tensor 0 is the input picture, the last one the logits.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Network {
+    /// Name of the architecture, e.g. `resnet20`.
+    pub arch: String,
+    /// Height and width of an input picture, in pixels.
     pub image_size: usize,
+    /// Channels of an input picture.
     pub channels: usize,
     pub classes: usize,
+    /// Shape of every activation.
+    pub tensors: Vec<TensorShape>,
+    pub ops: Vec<Op>,
+}
+
+impl Network {
+    /// A network without operations: tensor 0 is the input.
+    pub fn new(arch: &str, image_size: usize, channels: usize, classes: usize) -> Self {
+        let input = TensorShape { height: image_size, width: image_size, channels };
+        Self { arch: arch.into(), image_size, channels, classes, tensors: vec![input], ops: Vec::new() }
+    }
+
+    /// The input pictures.
+    pub fn input(&self) -> TensorId {
+        0
+    }
+
+    /// What the last operation produces.
+    pub fn logits(&self) -> TensorId {
+        self.tensors.len() - 1
+    }
+
+    /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
+    pub fn parameters(&self) -> Vec<Parameter> {
+        let mut all = Vec::new();
+        for op in &self.ops {
+            let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
+                if let Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } = op {
+                    all.push(Parameter { name: format!("{name}.{suffix}"), shape, role });
+                }
+            };
+            match *op {
+                Op::Conv { input, output, kernel, .. } => {
+                    let (from, to) = (self.tensors[input].channels, self.tensors[output].channels);
+                    push("weight", vec![to, from, kernel, kernel], Role::ConvWeight);
+                }
+                Op::BatchNorm { output, .. } => {
+                    let channels = vec![self.tensors[output].channels];
+                    let ends_branch =
+                        self.ops.iter().any(|o| matches!(o, Op::Add { branch, .. } if *branch == output));
+                    push("weight", channels.clone(), Role::Gamma { ends_branch });
+                    push("bias", channels.clone(), Role::Beta);
+                    push("running_mean", channels.clone(), Role::RunningMean);
+                    push("running_var", channels, Role::RunningVar);
+                }
+                Op::Linear { input, output, .. } => {
+                    let (from, to) = (self.tensors[input].len(), self.tensors[output].len());
+                    push("weight", vec![to, from], Role::LinearWeight);
+                    push("bias", vec![to], Role::LinearBias);
+                }
+                Op::Relu { .. } | Op::Add { .. } | Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => {}
+            }
+        }
+        all
+    }
+
+    /// Trained values: weights and biases, without running statistics.
+    pub fn parameter_count(&self) -> usize {
+        self.parameters().iter().filter(|p| p.role.is_trained()).map(Parameter::len).sum()
+    }
+
+    fn push(&mut self, shape: TensorShape, op: impl FnOnce(TensorId) -> Op) -> TensorId {
+        let output = self.tensors.len();
+        self.tensors.push(shape);
+        self.ops.push(op(output));
+        output
+    }
+
+    /// Side length after a square window of `kernel` moved by `stride` over `side` padded pixels.
+    fn window(side: usize, kernel: usize, stride: usize, padding: usize) -> usize {
+        (side + 2 * padding).saturating_sub(kernel) / stride + 1
+    }
+
+    /// Appends a convolution with "same" padding, `kernel / 2`.
+    pub fn conv(
+        &mut self,
+        name: impl Into<String>,
+        input: TensorId,
+        channels: usize,
+        kernel: usize,
+        stride: usize,
+    ) -> TensorId {
+        let (from, padding, name) = (self.tensors[input], kernel / 2, name.into());
+        let height = Self::window(from.height, kernel, stride, padding);
+        let width = Self::window(from.width, kernel, stride, padding);
+        self.push(TensorShape { height, width, channels }, |output| Op::Conv {
+            name,
+            input,
+            output,
+            kernel,
+            stride,
+            padding,
+        })
+    }
+
+    /// Appends a batch norm.
+    pub fn batch_norm(&mut self, name: impl Into<String>, input: TensorId) -> TensorId {
+        let name = name.into();
+        self.push(self.tensors[input], |output| Op::BatchNorm { name, input, output })
+    }
+
+    /// Appends a ReLU.
+    pub fn relu(&mut self, input: TensorId) -> TensorId {
+        self.push(self.tensors[input], |output| Op::Relu { input, output })
+    }
+
+    /// Appends the end of a residual block.
+    pub fn add(&mut self, branch: TensorId, shortcut: TensorId) -> TensorId {
+        self.push(self.tensors[branch], |output| Op::Add { branch, shortcut, output })
+    }
+
+    /// Appends a max pooling with padding `kernel / 2`.
+    pub fn max_pool(&mut self, input: TensorId, kernel: usize, stride: usize) -> TensorId {
+        let (from, padding) = (self.tensors[input], kernel / 2);
+        let height = Self::window(from.height, kernel, stride, padding);
+        let width = Self::window(from.width, kernel, stride, padding);
+        let shape = TensorShape { height, width, channels: from.channels };
+        self.push(shape, |output| Op::MaxPool { input, output, kernel, stride, padding })
+    }
+
+    /// Appends a mean over all pixels.
+    pub fn global_average_pool(&mut self, input: TensorId) -> TensorId {
+        let shape = TensorShape { height: 1, width: 1, channels: self.tensors[input].channels };
+        self.push(shape, |output| Op::GlobalAveragePool { input, output })
+    }
+
+    /// Appends a linear layer.
+    pub fn linear(&mut self, name: impl Into<String>, input: TensorId, outputs: usize) -> TensorId {
+        let name = name.into();
+        self.push(TensorShape { height: 1, width: 1, channels: outputs }, |output| Op::Linear {
+            name,
+            input,
+            output,
+        })
+    }
 }

@@ -4,4 +4,4 @@ mod graph;
 pub mod init;
 pub mod resnet;
 
-pub use graph::Network;
+pub use graph::{Network, Op, Parameter, Role, TensorId, TensorShape};

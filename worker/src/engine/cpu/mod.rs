@@ -1,16 +1,154 @@
 //! The CPU engine: float32, NHWC; the reference for every other engine.
+//!
+//! Work is cut into chunks that depend on shapes alone, never on the number of threads or on timing:
+//! the same job on the same number of ranks gives the same bits.
 
+mod backward;
+mod batch_norm;
 pub mod conv;
+mod forward;
+mod layout;
+mod linear;
+mod loss;
+mod machine;
+mod plan;
+mod pool;
+mod reduce;
+mod sgd;
+mod simd;
 
-use super::{Engine, EngineConfig, EngineError, NamedTensors};
-use crate::{comm::Communicator, net::Network};
+use super::{Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, StepResult};
+use crate::{comm::Communicator, data::loader::Batch, net::Network};
+use machine::Machine;
 use std::sync::Arc;
 
 pub(super) fn build(
-    _: Arc<Network>,
-    _: &NamedTensors,
-    _: EngineConfig,
-    _: Arc<dyn Communicator>,
+    network: Arc<Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn Communicator>,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    Err(EngineError::Parameters("not built yet".into()))
+    let threads = rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads.max(1))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
+    let machine = Machine::new(network.clone(), config, comm.clone())?;
+    let mut engine = CpuEngine { threads, machine, network, comm };
+    engine.set_parameters(initial)?;
+    Ok(Box::new(engine))
+}
+
+struct CpuEngine {
+    threads: rayon::ThreadPool,
+    machine: Machine,
+    network: Arc<Network>,
+    comm: Arc<dyn Communicator>,
+}
+
+impl Engine for CpuEngine {
+    fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
+        for batch in micro_batches {
+            check_batch(&self.network, batch)?;
+        }
+        let machine = &mut self.machine;
+        self.threads.install(|| machine.train_step(micro_batches, lr))
+    }
+
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        check_batch(&self.network, batch)?;
+        let machine = &mut self.machine;
+        self.threads.install(|| machine.evaluate(batch))
+    }
+
+    fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        check_batch(&self.network, batch)?;
+        let machine = &mut self.machine;
+        self.threads.install(|| machine.infer(batch))
+    }
+
+    fn parameters(&self) -> NamedTensors {
+        let mut all = NamedTensors::new();
+        self.machine.layout.export(&self.machine.weights, &mut all);
+        for norm in &self.machine.norms {
+            for (suffix, values) in [("running_mean", &norm.running_mean), ("running_var", &norm.running_var)]
+            {
+                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
+            }
+        }
+        all
+    }
+
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        layout::check(&self.network, values, |_| true)?;
+        self.machine.layout.import(values, &mut self.machine.weights);
+        for norm in &mut self.machine.norms {
+            if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
+                norm.running_mean.copy_from_slice(&mean.values);
+            }
+            if let Some(var) = values.get(&format!("{}.running_var", norm.name)) {
+                norm.running_var.copy_from_slice(&var.values);
+            }
+        }
+        Ok(())
+    }
+
+    fn optimizer_state(&self) -> NamedTensors {
+        let mut all = NamedTensors::new();
+        self.machine.layout.export(&self.machine.momentum, &mut all);
+        all
+    }
+
+    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        layout::check(&self.network, values, |p| p.role.is_trained())?;
+        self.machine.layout.import(values, &mut self.machine.momentum);
+        Ok(())
+    }
+
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        self.comm.broadcast(&mut self.machine.weights, 0)?;
+        let mut running: Vec<f32> = self
+            .machine
+            .norms
+            .iter()
+            .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
+            .collect();
+        self.comm.broadcast(&mut running, 0)?;
+        let mut rest = &running[..];
+        for norm in &mut self.machine.norms {
+            for values in [&mut norm.running_mean, &mut norm.running_var] {
+                let (these, others) = rest.split_at(values.len());
+                values.copy_from_slice(these);
+                rest = others;
+            }
+        }
+        Ok(())
+    }
+
+    fn device_name(&self) -> String {
+        match self.threads.current_num_threads() {
+            1 => "CPU, 1 thread".into(),
+            n => format!("CPU, {n} threads"),
+        }
+    }
+}
+
+/// Whether a batch fits the network: the loops below rely on it.
+fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
+    let picture = network.tensors[network.input()].len();
+    if batch.images.len() != batch.labels.len() * picture {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {} labels has {} values where {picture} a picture are needed",
+            batch.labels.len(),
+            batch.images.len()
+        )));
+    }
+    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
+        Some(label) => Err(EngineError::Parameters(format!(
+            "label {label} does not exist: the network has {} classes, numbered from 0",
+            network.classes
+        ))),
+        None => Ok(()),
+    }
 }

@@ -1,0 +1,210 @@
+//! Training throughput of named cases on made-up pictures.
+
+use super::{EngineConfig, build_cpu};
+use crate::{
+    comm::{Alone, Communicator, ring::Ring},
+    data::loader::Batch,
+    net::{init, resnet},
+    rendezvous::{Meeting, Store, free_port},
+};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use serde::Serialize;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Steps before the clock runs: buffers are filled and threads awake.
+const WARM_UP: usize = 3;
+/// Steps of which the median counts.
+const MEASURED: usize = 10;
+/// Classes of the made-up pictures, as CIFAR-10 has.
+const CLASSES: usize = 10;
+/// Longest wait of a rank for another.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What to measure, written `resnet20:32:64`: architecture, image size, pictures a step over all ranks.
+///
+/// `resnet18c` is ResNet-18 with the CIFAR stem; plain names from 18 to 152 have the ImageNet stem,
+/// as torchvision's models do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    /// As it was written.
+    pub name: String,
+    model: ModelSpec,
+    image_size: usize,
+    batch_size: usize,
+}
+
+impl std::str::FromStr for Case {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |what: &str| {
+            format!("`{text}`: {what}; a case is ARCH:IMAGE_SIZE:BATCH_SIZE, such as resnet20:32:64")
+        };
+        let [arch, image_size, batch_size] = text.split(':').collect::<Vec<_>>()[..] else {
+            return Err(wrong("not three parts"));
+        };
+        let number = |part: &str, what: &str| match part.parse::<usize>() {
+            Ok(value) if (1..=65_536).contains(&value) => Ok(value),
+            _ => Err(wrong(&format!("{what} `{part}` is not a number from 1 to 65536"))),
+        };
+        let (plain, stem) = match arch.strip_suffix('c') {
+            Some(plain) => (plain, Stem::Cifar),
+            None => (arch, Stem::Imagenet),
+        };
+        let arch = Arch::ALL
+            .iter()
+            .find(|(_, name)| *name == plain)
+            .map(|(arch, _)| *arch)
+            .ok_or_else(|| wrong(&format!("unknown architecture `{arch}`")))?;
+        let stem = if arch.is_cifar_family() { Stem::Cifar } else { stem };
+        Ok(Self {
+            name: text.into(),
+            model: ModelSpec { arch, stem, ..ModelSpec::default() },
+            image_size: number(image_size, "image size")?,
+            batch_size: number(batch_size, "batch size")?,
+        })
+    }
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measurement {
+    /// The case as it was written.
+    pub case: String,
+    /// `CPU, 2 threads`: of one rank.
+    pub device: String,
+    /// Threads of a rank.
+    pub threads: usize,
+    /// Ranks, each with its share of the batch, statistics synchronised.
+    pub ranks: u32,
+    /// Pictures a second over all ranks, of the median step.
+    pub images_per_second: f64,
+    /// Milliseconds of the median step on rank 0.
+    pub step_ms: f64,
+    /// Milliseconds of its fastest step.
+    pub fastest_step_ms: f64,
+    /// Of the median step: rank 0's wait for gradients and statistics of others.
+    pub all_reduce_ms: f64,
+}
+
+/// Trains `case` for 13 steps on the CPU with `threads` threads a rank and times the last ten.
+///
+/// Several ranks run in this process, connected over loopback as those of a job are.
+///
+/// # Errors
+/// A case that does not divide over the ranks or fit its network; ports that cannot be had.
+pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, String> {
+    if ranks == 0 || !case.batch_size.is_multiple_of(ranks as usize) {
+        return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
+    }
+    if ranks == 1 {
+        return run_rank(case, threads, Arc::new(Alone));
+    }
+    let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
+    let secret = *uuid::Uuid::new_v4().as_bytes();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..ranks)
+            .map(|rank| {
+                scope.spawn(move || {
+                    let meeting = Meeting {
+                        addr: "127.0.0.1".into(),
+                        port,
+                        secret: secret.to_vec(),
+                        rank,
+                        world_size: ranks,
+                        timeout: TIMEOUT,
+                        stop: Arc::default(),
+                    };
+                    let store = Store::join(meeting).map_err(|e| e.to_string())?;
+                    let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
+                    store.barrier("connected").map_err(|e| e.to_string())?;
+                    run_rank(case, threads, ring)
+                })
+            })
+            .collect();
+        let mut results = ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank died".into())))
+            .collect::<Result<Vec<_>, String>>()?;
+        Ok(results.swap_remove(0))
+    })
+}
+
+fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<Measurement, String> {
+    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let initial = init::initial_parameters(&network, false, 0);
+    let ranks = comm.world_size();
+    let batch_size = case.batch_size / ranks as usize;
+    let config = EngineConfig {
+        batch_size,
+        optimizer: OptimizerKind::Momentum,
+        momentum: 0.9,
+        weight_decay: 0.0,
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads,
+    };
+    let batch = made_up(batch_size, case.image_size, comm.rank());
+    let mut engine = build_cpu(network, &initial, config, comm).map_err(|e| e.to_string())?;
+    let mut steps = Vec::with_capacity(MEASURED);
+    for step in 0..WARM_UP + MEASURED {
+        let start = Instant::now();
+        let result = engine.train_step(std::slice::from_ref(&batch), 0.01).map_err(|e| e.to_string())?;
+        if step >= WARM_UP {
+            steps.push((start.elapsed().as_secs_f64(), result.all_reduce_secs));
+        }
+    }
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (median, waited) = steps[MEASURED / 2];
+    Ok(Measurement {
+        case: case.name.clone(),
+        device: engine.device_name(),
+        threads,
+        ranks,
+        images_per_second: case.batch_size as f64 / median,
+        step_ms: 1e3 * median,
+        fastest_step_ms: 1e3 * steps[0].0,
+        all_reduce_ms: 1e3 * waited,
+    })
+}
+
+/// Evenly spread pixel values: speed does not depend on them.
+fn made_up(pictures: usize, image_size: usize, rank: u32) -> Batch {
+    let value = |i: usize| {
+        let bits = (i as u32).wrapping_add(rank.wrapping_mul(7919)).wrapping_mul(2_654_435_761);
+        (bits >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    Batch {
+        images: (0..pictures * image_size * image_size * 3).map(value).collect(),
+        labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),
+        indices: (0..pictures as u64).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cases_are_read_or_refused_with_the_form() {
+        let case: Case = "resnet18c:32:64".parse().unwrap();
+        assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
+        assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
+        for wrong in ["", "resnet20", "resnet21:32:64", "resnet20:0:64", "resnet20:32:x"] {
+            let error = wrong.parse::<Case>().unwrap_err();
+            assert!(error.contains("resnet20:32:64"), "{error}");
+        }
+    }
+
+    #[test]
+    fn two_ranks_are_measured_over_loopback() {
+        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2).unwrap();
+        assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2).is_err());
+    }
+}

@@ -1,0 +1,170 @@
+//! Where each parameter lies: one flat buffer of weights in the order in which backward produces
+//! gradients, cut into buckets that are reduced as soon as they are complete.
+
+use super::{
+    conv::{self, ConvShape},
+    plan::Step,
+};
+use crate::{
+    engine::{EngineError, HostTensor, NamedTensors},
+    net::{Network, Parameter, Role},
+};
+use std::{collections::BTreeMap, ops::Range};
+
+/// A bucket is closed when it holds this many values (1 MiB): large enough that a ring runs at full
+/// speed, small enough that most of a network is under way before backward ends.
+const BUCKET: usize = 1 << 18;
+
+/// One trained parameter.
+#[derive(Debug, Clone)]
+pub(super) struct Slot {
+    pub(super) name: String,
+    /// torchvision's.
+    pub(super) shape: Vec<usize>,
+    /// Set for a convolution's weights, which are kept in the order of [`conv`].
+    conv: Option<ConvShape>,
+    /// In the flat buffer.
+    pub(super) range: Range<usize>,
+    pub(super) bucket: usize,
+    /// In its bucket.
+    pub(super) in_bucket: Range<usize>,
+    /// Whether LARS adapts it: weights of convolutions and linear layers.
+    pub(super) adapted: bool,
+}
+
+impl Slot {
+    /// From the engine's order to torchvision's.
+    fn export(&self, flat: &[f32]) -> HostTensor {
+        let ours = &flat[self.range.clone()];
+        let mut values = vec![0.0; ours.len()];
+        match &self.conv {
+            Some(shape) => conv::weight_to_oihw(shape, ours, &mut values),
+            None => values.copy_from_slice(ours),
+        }
+        HostTensor { shape: self.shape.clone(), values }
+    }
+
+    fn import(&self, tensor: &HostTensor, flat: &mut [f32]) {
+        let ours = &mut flat[self.range.clone()];
+        match &self.conv {
+            Some(shape) => conv::weight_from_oihw(shape, &tensor.values, ours),
+            None => ours.copy_from_slice(&tensor.values),
+        }
+    }
+}
+
+/// All trained parameters of a network.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    /// In the order in which backward produces their gradients.
+    pub(super) slots: Vec<Slot>,
+    by_name: BTreeMap<String, usize>,
+    /// Range of the flat buffer of each bucket.
+    pub(super) buckets: Vec<Range<usize>>,
+    /// Last slot of each bucket.
+    pub(super) last_slots: Vec<usize>,
+}
+
+impl Layout {
+    pub(super) fn new(network: &Network, steps: &[Step]) -> Self {
+        let parameters: BTreeMap<String, Parameter> =
+            network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
+        let mut layout =
+            Self { slots: Vec::new(), by_name: BTreeMap::new(), buckets: Vec::new(), last_slots: Vec::new() };
+        let mut bucket = 0..0;
+        for step in steps.iter().rev() {
+            let (name, suffixes, conv): (_, &[&str], _) = match step {
+                Step::Conv { name, shape, .. } => (name, &["weight"], Some(*shape)),
+                Step::Norm { name, .. } | Step::Linear { name, .. } => (name, &["weight", "bias"], None),
+                Step::MaxPool { .. } | Step::GlobalAveragePool { .. } => continue,
+            };
+            for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
+                let range = bucket.end..bucket.end + p.len();
+                layout.by_name.insert(p.name.clone(), layout.slots.len());
+                layout.slots.push(Slot {
+                    name: p.name.clone(),
+                    shape: p.shape.clone(),
+                    conv,
+                    bucket: layout.buckets.len(),
+                    in_bucket: range.start - bucket.start..range.end - bucket.start,
+                    adapted: matches!(p.role, Role::ConvWeight | Role::LinearWeight),
+                    range: range.clone(),
+                });
+                bucket.end = range.end;
+            }
+            if bucket.len() >= BUCKET {
+                layout.last_slots.push(layout.slots.len() - 1);
+                layout.buckets.push(bucket.clone());
+                bucket = bucket.end..bucket.end;
+            }
+        }
+        if !bucket.is_empty() {
+            layout.last_slots.push(layout.slots.len() - 1);
+            layout.buckets.push(bucket);
+        }
+        layout
+    }
+
+    /// Values of all parameters.
+    pub(super) fn len(&self) -> usize {
+        self.buckets.last().map_or(0, |b| b.end)
+    }
+
+    /// Number of the parameter `name`, which is the network's.
+    pub(super) fn slot(&self, name: &str) -> usize {
+        self.by_name.get(name).copied().unwrap_or_default()
+    }
+
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's order.
+    pub(super) fn export(&self, flat: &[f32], tensors: &mut NamedTensors) {
+        for slot in &self.slots {
+            tensors.insert(slot.name.clone(), slot.export(flat));
+        }
+    }
+
+    /// Fills the flat buffer from `tensors`, which have been checked.
+    pub(super) fn import(&self, tensors: &NamedTensors, flat: &mut [f32]) {
+        for slot in &self.slots {
+            if let Some(tensor) = tensors.get(&slot.name) {
+                slot.import(tensor, flat);
+            }
+        }
+    }
+}
+
+/// Whether `tensors` are exactly the wanted parameters of the network.
+///
+/// # Errors
+/// Every tensor that is missing, unknown or of another shape (the first three are named).
+pub(super) fn check(
+    network: &Network,
+    tensors: &NamedTensors,
+    wanted: impl Fn(&Parameter) -> bool,
+) -> Result<(), EngineError> {
+    let mut mistakes = Vec::new();
+    let mut known = BTreeMap::new();
+    for p in network.parameters().into_iter().filter(|p| wanted(p)) {
+        match tensors.get(&p.name) {
+            None => mistakes.push(format!("{} is missing", p.name)),
+            Some(t) if t.shape != p.shape || t.values.len() != p.len() => mistakes.push(format!(
+                "{} has shape {:?} ({} values) where {} needs {:?}",
+                p.name,
+                t.shape,
+                t.values.len(),
+                network.arch,
+                p.shape
+            )),
+            Some(_) => {}
+        }
+        known.insert(p.name.clone(), ());
+    }
+    mistakes.extend(
+        tensors.keys().filter(|n| !known.contains_key(*n)).map(|n| format!("{} has no {n}", network.arch)),
+    );
+    if mistakes.is_empty() {
+        return Ok(());
+    }
+    let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
+    mistakes.truncate(3);
+    Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+}

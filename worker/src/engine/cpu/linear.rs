@@ -1,0 +1,96 @@
+//! The linear layer: y = x W^T + b, with PyTorch's `[out, in]` weights.
+
+#![allow(unsafe_code)] // The `gemm` crate takes pointers; `multiply` checks the slices against them.
+
+/// A matrix in a slice: values between neighbouring rows and columns.
+#[derive(Clone, Copy)]
+struct Matrix<'a> {
+    values: &'a [f32],
+    rows: usize,
+    columns: usize,
+    row_step: usize,
+    column_step: usize,
+}
+
+impl<'a> Matrix<'a> {
+    fn new(values: &'a [f32], rows: usize, columns: usize) -> Self {
+        Self { values, rows, columns, row_step: columns, column_step: 1 }
+    }
+
+    fn transposed(self) -> Self {
+        let Self { values, rows, columns, row_step, column_step } = self;
+        Self { values, rows: columns, columns: rows, row_step: column_step, column_step: row_step }
+    }
+
+    fn fits(&self) -> bool {
+        self.rows == 0
+            || self.columns == 0
+            || (self.rows - 1) * self.row_step + (self.columns - 1) * self.column_step < self.values.len()
+    }
+}
+
+/// `out = a b`, row-major, on this thread.
+fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
+    assert!(a.fits() && b.fits() && a.columns == b.rows && out.len() == a.rows * b.columns);
+    if a.columns == 0 || out.is_empty() {
+        out.fill(0.0);
+        return;
+    }
+    // SAFETY: the assertion above keeps every index that the strides reach inside its slice, and `out`
+    // is borrowed mutably, so it overlaps neither operand.
+    unsafe {
+        gemm::gemm(
+            a.rows,
+            b.columns,
+            a.columns,
+            out.as_mut_ptr(),
+            1,
+            b.columns as isize,
+            false,
+            a.values.as_ptr(),
+            a.column_step as isize,
+            a.row_step as isize,
+            b.values.as_ptr(),
+            b.column_step as isize,
+            b.row_step as isize,
+            0.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// `y` `[batch, out]` from `x` `[batch, in]`.
+pub(super) fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
+    let outputs = bias.len();
+    let inputs = weight.len() / outputs;
+    multiply(Matrix::new(x, x.len() / inputs, inputs), Matrix::new(weight, outputs, inputs).transposed(), y);
+    for row in y.chunks_exact_mut(outputs) {
+        for (y, b) in row.iter_mut().zip(bias) {
+            *y += b;
+        }
+    }
+}
+
+/// Overwrites `dx` `[batch, in]`.
+pub(super) fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]) {
+    let inputs = weight.len() / outputs;
+    multiply(Matrix::new(dy, dy.len() / outputs, outputs), Matrix::new(weight, outputs, inputs), dx);
+}
+
+/// Overwrites `dweight` `[out, in]` and `dbias` `[out]`.
+pub(super) fn backward_parameters(x: &[f32], dy: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {
+    let outputs = dbias.len();
+    let batch = dy.len() / outputs;
+    let inputs = dweight.len() / outputs;
+    multiply(Matrix::new(dy, batch, outputs).transposed(), Matrix::new(x, batch, inputs), dweight);
+    dbias.fill(0.0);
+    for row in dy.chunks_exact(outputs) {
+        for (b, dy) in dbias.iter_mut().zip(row) {
+            *b += dy;
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! One rank's step: forward, backward, all-reduce and update, over buffers that stay.
+
+use super::{
+    batch_norm::Statistics,
+    conv,
+    layout::{Layout, Slot},
+    loss,
+    plan::{self, Step},
+    reduce::Reducer,
+    sgd::{self, Sgd},
+};
+use crate::{
+    comm::Communicator,
+    data::loader::Batch,
+    engine::{EngineConfig, EngineError, EvalResult, StepResult},
+    net::Network,
+};
+use std::sync::Arc;
+
+/// A batch norm's state besides its trained parameters.
+pub(super) struct Norm {
+    pub(super) name: String,
+    pub(super) running_mean: Vec<f32>,
+    pub(super) running_var: Vec<f32>,
+    /// Of the latest forward pass.
+    pub(super) statistics: Statistics,
+}
+
+/// Buffers for gradients of activations, handed out and taken back; after the first step nothing is
+/// allocated any more.
+#[derive(Default)]
+pub(super) struct Spare(Vec<Vec<f32>>);
+
+impl Spare {
+    /// A buffer of `len` values of any content.
+    pub(super) fn take(&mut self, len: usize) -> Vec<f32> {
+        let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
+        let Some(best) = fits.min_by_key(|&i| self.0[i].capacity()) else { return vec![0.0; len] };
+        let mut buffer = self.0.swap_remove(best);
+        buffer.resize(len, 0.0);
+        buffer
+    }
+
+    pub(super) fn give(&mut self, buffer: Vec<f32>) {
+        self.0.push(buffer);
+    }
+}
+
+pub(super) struct Machine {
+    pub(super) network: Arc<Network>,
+    pub(super) config: EngineConfig,
+    world_size: f64,
+    sgd: Sgd,
+    pub(super) steps: Vec<Step>,
+    pub(super) layout: Layout,
+    pub(super) weights: Vec<f32>,
+    pub(super) momentum: Vec<f32>,
+    /// One a bucket of the layout; empty while it is with the reducer.
+    pub(super) gradients: Vec<Vec<f32>>,
+    /// Complete buckets that wait to be sent.
+    pub(super) ready: Vec<usize>,
+    pub(super) norms: Vec<Norm>,
+    /// By tensor, for the largest batch so far.
+    pub(super) activations: Vec<Vec<f32>>,
+    /// By tensor: the channel sums that the convolution before a batch norm took along.
+    pub(super) sums: Vec<Vec<f64>>,
+    /// By tensor: gradients from each of its readers.
+    pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
+    /// Which tap won, by output tensor of a max pooling.
+    pub(super) taps: Vec<Vec<u8>>,
+    pub(super) spare: Spare,
+    pub(super) scratch: conv::Scratch,
+    pub(super) reducer: Reducer,
+}
+
+impl Machine {
+    pub(super) fn new(
+        network: Arc<Network>,
+        config: EngineConfig,
+        comm: Arc<dyn Communicator>,
+    ) -> Result<Self, EngineError> {
+        let steps = plan::compile(&network)?;
+        let layout = Layout::new(&network, &steps);
+        let norms = norms(&network, &steps);
+        let tensors = network.tensors.len();
+        let world_size = f64::from(comm.world_size());
+        let reducer = Reducer::new(comm)
+            .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
+        let mut machine = Self {
+            sgd: Sgd { kind: config.optimizer, momentum: config.momentum, weight_decay: config.weight_decay },
+            weights: vec![0.0; layout.len()],
+            momentum: vec![0.0; layout.len()],
+            gradients: layout.buckets.iter().map(|b| vec![0.0; b.len()]).collect(),
+            ready: Vec::new(),
+            activations: vec![Vec::new(); tensors],
+            sums: vec![Vec::new(); tensors],
+            gradient_parts: vec![Vec::new(); tensors],
+            taps: vec![Vec::new(); tensors],
+            spare: Spare::default(),
+            scratch: conv::Scratch::default(),
+            network,
+            config,
+            world_size,
+            steps,
+            layout,
+            norms,
+            reducer,
+        };
+        machine.reserve(machine.config.batch_size);
+        Ok(machine)
+    }
+
+    /// Makes room for activations of `batch` pictures; never shrinks.
+    pub(super) fn reserve(&mut self, batch: usize) {
+        let outputs = self.steps.iter().map(Step::output);
+        for tensor in std::iter::once(self.network.input()).chain(outputs) {
+            let len = batch * self.network.tensors[tensor].len();
+            if self.activations[tensor].len() < len {
+                self.activations[tensor] = vec![0.0; len];
+            }
+        }
+        for step in &self.steps {
+            if let Step::MaxPool { output, .. } = *step {
+                let len = batch * self.network.tensors[output].len();
+                let taps = &mut self.taps[output];
+                taps.resize(len.max(taps.len()), 0);
+            }
+        }
+    }
+
+    /// One optimizer step; see [`crate::engine::Engine::train_step`].
+    ///
+    /// Loss gradients are divided by the pictures of the whole step over all ranks, so that their sum
+    /// over ranks and micro-batches is the gradient of the global batch's mean loss whatever the
+    /// sizes of the parts; as a sum over ranks (`gradients_mean` false) it is that times the ranks.
+    pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
+        let slots = self.config.accumulate.max(1);
+        if batches.len() > slots {
+            return Err(EngineError::Parameters(format!(
+                "{} micro-batches in a step of {slots}",
+                batches.len()
+            )));
+        }
+        // An epoch's end may leave this rank fewer pictures or none: it still takes part.
+        let nothing = Batch::default();
+        let batches: Vec<&Batch> = (0..slots).map(|slot| batches.get(slot).unwrap_or(&nothing)).collect();
+        let mut counts = batches.iter().map(|b| b.labels.len() as f64).collect();
+        self.reducer.statistics(&mut counts)?;
+        let total: f64 = counts.iter().sum();
+        let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
+            return Ok(StepResult::default());
+        };
+        let scale = if self.config.gradients_mean { 1.0 } else { self.world_size } / total;
+
+        let mut measured = loss::Loss::default();
+        let mut first = true;
+        for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0.0) {
+            // Whose pictures a batch norm's statistics are of.
+            let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() as f64 };
+            self.forward(&batch.images, batch.labels.len(), Some(of))?;
+            let part = self.loss_and_gradient(&batch.labels, scale);
+            measured.sum += part.sum;
+            measured.correct += part.correct;
+            self.backward(batch.labels.len(), of, std::mem::take(&mut first), slot == last)?;
+        }
+        let square_sum = self.update(lr)?;
+        let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
+        Ok(StepResult {
+            loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },
+            correct: measured.correct as u32,
+            samples: samples as u32,
+            grad_norm: square_sum.sqrt() as f32,
+            all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
+        })
+    }
+
+    /// Loss of the logits; leaves their gradient times `scale` for backward.
+    fn loss_and_gradient(&mut self, labels: &[u32], scale: f64) -> loss::Loss {
+        let (tensor, classes) = (self.network.logits(), self.network.classes);
+        let len = labels.len() * classes;
+        let mut gradient = self.spare.take(len);
+        let logits = &self.activations[tensor][..len];
+        let smoothing = self.config.label_smoothing;
+        let loss = loss::cross_entropy(logits, labels, classes, smoothing, Some((&mut gradient, scale)));
+        self.gradient_parts[tensor].push(gradient);
+        loss
+    }
+
+    /// Waits for the buckets in order and updates each one's weights while the next still travels.
+    /// Gives the sum of squares of the reduced gradient.
+    fn update(&mut self, lr: f32) -> Result<f64, EngineError> {
+        let mut square_sum = 0.0;
+        let mut slots = self.layout.slots.iter().peekable();
+        for bucket in 0..self.layout.buckets.len() {
+            let gradient = self.reducer.finish_bucket()?;
+            square_sum += sgd::square_sum(&gradient);
+            while let Some(Slot { range, in_bucket, adapted, .. }) = slots.next_if(|s| s.bucket == bucket) {
+                self.sgd.update(
+                    lr,
+                    *adapted,
+                    &mut self.weights[range.clone()],
+                    &mut self.momentum[range.clone()],
+                    &gradient[in_bucket.clone()],
+                );
+            }
+            self.gradients[bucket] = gradient;
+        }
+        Ok(square_sum)
+    }
+
+    /// See [`crate::engine::Engine::eval_step`].
+    pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        let logits = self.infer(batch)?;
+        let loss = loss::cross_entropy(&logits, &batch.labels, self.network.classes, 0.0, None);
+        Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
+    }
+
+    /// Logits with running statistics.
+    pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        let pictures = batch.labels.len();
+        self.forward(&batch.images, pictures, None)?;
+        Ok(self.activations[self.network.logits()][..pictures * self.network.classes].to_vec())
+    }
+}
+
+fn norms(network: &Network, steps: &[Step]) -> Vec<Norm> {
+    let mut norms: Vec<(usize, Norm)> = steps
+        .iter()
+        .filter_map(|step| match step {
+            Step::Norm { name, norm, input, .. } => {
+                let channels = network.tensors[*input].channels;
+                Some((
+                    *norm,
+                    Norm {
+                        name: name.clone(),
+                        running_mean: vec![0.0; channels],
+                        running_var: vec![1.0; channels],
+                        statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),
+                    },
+                ))
+            }
+            _ => None,
+        })
+        .collect();
+    norms.sort_by_key(|(norm, _)| *norm);
+    norms.into_iter().map(|(_, norm)| norm).collect()
+}

@@ -1,0 +1,109 @@
+//! Max pooling and the mean over all pixels. NHWC; a task is one picture.
+
+use crate::net::TensorShape;
+use rayon::prelude::*;
+
+/// A square max pooling.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MaxPool {
+    pub(super) input: TensorShape,
+    pub(super) output: TensorShape,
+    pub(super) kernel: usize,
+    pub(super) stride: usize,
+    pub(super) padding: usize,
+}
+
+impl MaxPool {
+    /// Calls `visit(tap, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that
+    /// lie in the picture, row by row.
+    #[inline(always)]
+    fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
+        for ky in 0..self.kernel {
+            let Some(y) = (oy * self.stride + ky).checked_sub(self.padding) else { continue };
+            if y >= self.input.height {
+                continue;
+            }
+            for kx in 0..self.kernel {
+                let Some(x) = (ox * self.stride + kx).checked_sub(self.padding) else { continue };
+                if x < self.input.width {
+                    visit((ky * self.kernel + kx) as u8, (y * self.input.width + x) * self.input.channels);
+                }
+            }
+        }
+    }
+
+    /// `taps` gets, for each output, which tap of the window won: the first of equals, as in PyTorch.
+    pub(super) fn forward(&self, x: &[f32], y: &mut [f32], taps: &mut [u8]) {
+        let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
+        y.par_chunks_mut(outputs).zip(taps.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
+            |((y, taps), x)| {
+                for (pixel, (y, taps)) in
+                    y.chunks_exact_mut(channels).zip(taps.chunks_exact_mut(channels)).enumerate()
+                {
+                    let mut first = true;
+                    self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
+                        let x = &x[at..at + channels];
+                        for c in 0..channels {
+                            // A NaN wins and stays, so that a diverged run shows.
+                            if first || x[c] > y[c] || x[c].is_nan() {
+                                y[c] = x[c];
+                                taps[c] = tap;
+                            }
+                        }
+                        first = false;
+                    });
+                }
+            },
+        );
+    }
+
+    /// Overwrites `dx`: each output's gradient goes to the input that won.
+    pub(super) fn backward(&self, dy: &[f32], taps: &[u8], dx: &mut [f32]) {
+        let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
+        dx.par_chunks_mut(inputs).zip(dy.par_chunks(outputs).zip(taps.par_chunks(outputs))).for_each(
+            |(dx, (dy, taps))| {
+                dx.fill(0.0);
+                for (pixel, (dy, taps)) in
+                    dy.chunks_exact(channels).zip(taps.chunks_exact(channels)).enumerate()
+                {
+                    self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
+                        let dx = &mut dx[at..at + channels];
+                        for c in 0..channels {
+                            if taps[c] == tap {
+                                dx[c] += dy[c];
+                            }
+                        }
+                    });
+                }
+            },
+        );
+    }
+}
+
+/// Mean over the pixels of each picture and channel.
+pub(super) fn global_average(x: &[f32], input: TensorShape, y: &mut [f32]) {
+    let scale = 1.0 / input.pixels() as f32;
+    y.par_chunks_mut(input.channels).zip(x.par_chunks(input.len())).for_each(|(y, x)| {
+        y.fill(0.0);
+        for pixel in x.chunks_exact(input.channels) {
+            for (y, x) in y.iter_mut().zip(pixel) {
+                *y += x;
+            }
+        }
+        for y in y {
+            *y *= scale;
+        }
+    });
+}
+
+/// Overwrites `dx`: a picture's gradient spread over its pixels.
+pub(super) fn global_average_backward(dy: &[f32], input: TensorShape, dx: &mut [f32]) {
+    let scale = 1.0 / input.pixels() as f32;
+    dx.par_chunks_mut(input.len()).zip(dy.par_chunks(input.channels)).for_each(|(dx, dy)| {
+        for pixel in dx.chunks_exact_mut(input.channels) {
+            for (dx, dy) in pixel.iter_mut().zip(dy) {
+                *dx = dy * scale;
+            }
+        }
+    });
+}

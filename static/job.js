@@ -59,7 +59,7 @@ const lossChart = new Chart(byId("loss-chart"), view, {
   onNote: (note) => text(byId("loss-note"), note && `${note} · ${plural(metrics.ranks, "rank")}`),
 });
 const accuracyChart = new Chart(byId("accuracy-chart"), view, {
-  label: "Accuracy in training and validation", format: percent, tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`, describe,
+  label: "Accuracy in training and validation", format: percent, tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`, describe, limits: [0, 1],
   layers: () => [
     { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
     { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
@@ -119,7 +119,7 @@ function drawFacts() {
   factsTimer = 0;
   drawnAt = performance.now();
   facts.draw();
-  ranks.draw(Date.now(), !isFinal(job.state));
+  ranks.draw(!isFinal(job.state));
 }
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
@@ -196,7 +196,7 @@ async function reload() {
 async function start() {
   setJob(job);
   facts.draw();
-  ranks.draw(Date.now(), !isFinal(job.state));
+  ranks.draw(!isFinal(job.state));
   let seq = null, delay = 250;
   while (seq === null) {
     try {

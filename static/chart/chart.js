@@ -44,9 +44,10 @@ export class Chart {
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
    * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: told what is shown.
+   * `zero`: the axis starts at 0. `limits`: what the axis never goes beyond.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false }) {
-    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero });
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false, limits }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero, limits });
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.over = root.appendChild(document.createElement("canvas"));
     this.tip = root.appendChild(document.createElement("div"));
@@ -122,21 +123,25 @@ export class Chart {
     [low, high] = view.zoom ?? [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high > low ? high : low + 1];
 
     let bottom = Infinity, top = -Infinity, shown = 0, buckets = 0, exact = true;
-    for (const { segment, xs } of parts) {
-      const [from, to] = visible(segment, xs, low, high);
-      let points = 0;
-      for (let i = from; i < to; i++) {
-        points += segment.counts[i];
-        const a = segment.min[i], b = segment.max[i];
-        if (Number.isFinite(b) && b > top) top = b;
-        if (Number.isFinite(a) && a < bottom && (this.scale === "linear" || a > 0)) bottom = a;
+    for (const { parts } of gathered) {
+      let points = 0, held = 0;
+      for (const { segment, xs } of parts) {
+        const [from, to] = visible(segment, xs, low, high);
+        held += to - from;
+        for (let i = from; i < to; i++) {
+          points += segment.counts[i];
+          const a = segment.min[i], b = segment.max[i];
+          if (Number.isFinite(b) && b > top) top = b;
+          if (Number.isFinite(a) && a < bottom && (this.scale === "linear" || a > 0)) bottom = a;
+        }
+        exact &&= segment.exact;
       }
       shown = Math.max(shown, points);
-      buckets = Math.max(buckets, to - from);
-      exact &&= segment.exact;
+      buckets = Math.max(buckets, held);
     }
     if (this.zero && this.scale === "linear" && bottom > 0) bottom = 0;
-    const [y0, y1] = niceDomain(bottom, top, this.scale);
+    let [y0, y1] = niceDomain(bottom, top, this.scale);
+    if (this.limits) [y0, y1] = [Math.max(y0, this.limits[0]), Math.min(y1, this.limits[1])];
 
     const rows = Math.max(2, Math.floor(height / 52));
     const yTicks = this.scale === "log" ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows);
@@ -172,7 +177,14 @@ export class Chart {
     const colour = colours[layer.colour] ?? layer.colour;
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
-      drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band });
+      const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band };
+      // What a later attempt did again is faint: it is no part of the run that counts.
+      const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
+      if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
+      else {
+        within(ctx, plot.left - 1, again, () => drawSegment(ctx, segment, xs, x, y, plot, style));
+        within(ctx, again, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
+      }
       if (!layer.rings) continue;
       const [from, to] = visible(segment, xs, x.low, x.high);
       for (let i = from; i < to; i++) {
@@ -345,6 +357,15 @@ export class Chart {
     const i = Math.max(1, Math.min(part.segment.length - 1, part.segment.find(at, part.xs)));
     return Math.max(pixel, part.segment.length > 1 ? part.xs[i] - part.xs[i - 1] : pixel);
   }
+}
+
+function within(ctx, left, right, draw) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(left, 0, right - left, ctx.canvas.height);
+  ctx.clip();
+  draw();
+  ctx.restore();
 }
 
 /** Ticks and labels of the horizontal axis. */

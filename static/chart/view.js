@@ -65,7 +65,7 @@ export class View extends EventTarget {
   stepAt(x) {
     if (this.axis !== "time") return x;
     let at = 0, step = 0;
-    for (const c of this.clock.segments) {
+    for (const c of this.clock().segments) {
       step = c.length ? c.steps[0] - c.counts[0] : step;
       for (let i = 0; i < c.length; i++) {
         const secs = (c.steps[i] - step) * (c.mean[i] || 0) / 1000;

@@ -6,7 +6,7 @@ import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
 /** Lines kept on the page; older ones are in the rank's log file. */
-const KEEP = 2000;
+const KEEP = 1000;
 const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
 
@@ -117,6 +117,6 @@ function row({ attempt, rank, at, text: words }) {
 }
 
 async function history(job, rank) {
-  const { lines } = await ask(`/api/v1/jobs/${job}/logs?tail=${KEEP / 2}${rank === "" ? "" : `&rank=${rank}`}`);
+  const { lines } = await ask(`/api/v1/jobs/${job}/logs?tail=${KEEP}${rank === "" ? "" : `&rank=${rank}`}`);
   return lines;
 }

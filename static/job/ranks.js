@@ -67,7 +67,7 @@ export class Ranks {
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
       const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
-      if (!this.#slowSince.has(s.rank)) this.#slowSince.set(s.rank, Math.max(1, segment.lastStep - WINDOW));
+      if (!this.#slowSince.has(s.rank)) this.#slowSince.set(s.rank, this.#since(s.rank, others.map((o) => o.rank)));
       const share = own / usual - 1;
       if (worst && worst.share > share) continue;
       const data = median(others.map((o) => o.data));
@@ -79,7 +79,25 @@ export class Ranks {
     return worst;
   }
 
-  draw(now, live) {
+  /** The step since when a rank has been slower than the others, as far back as the page's points go. */
+  #since(rank, others) {
+    const own = (r, i) => {
+      const at = (name) => this.metrics.of(name, r).last;
+      const step = at("step_ms"), k = step ? step.length - 1 - i : -1;
+      return k < 0 ? NaN : step.mean[k] - (at("all_reduce_ms")?.mean[k] ?? 0);
+    };
+    const segment = this.metrics.of("step_ms", rank).last;
+    const BLOCK = 10;
+    let since = segment.lastStep, misses = 0;
+    for (let i = 0; i < segment.length; i += BLOCK) {
+      const mean = (r) => { let sum = 0; for (let k = 0; k < BLOCK; k++) sum += own(r, i + k); return sum / BLOCK; };
+      if (mean(rank) > median(others.map(mean)) * SLOW) { since = segment.steps[Math.max(0, segment.length - i - BLOCK)]; misses = 0; }
+      else if (++misses > 3) break;
+    }
+    return since;
+  }
+
+  draw(live) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step).filter(Number.isFinite), 0);
     for (let r = 0; r < splits.length; r++) {

@@ -59,17 +59,12 @@ const ARCHES: [&str; Arch::ALL.len()] = {
 };
 
 /// Every key of a specification, grouped as shown.
-const GROUPS: [(&str, &[Field]); 5] = [
+const GROUPS: [(&str, &[Field]); 4] = [
     (
         "Job",
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
-        ],
-    ),
-    (
-        "Model and data",
-        &[
             field("model.arch", "Network", Kind::Choice(&ARCHES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field("data.image_size", "Image size", Kind::Integer, "pixels; empty: the dataset's own"),

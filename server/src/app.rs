@@ -1,23 +1,135 @@
-//! The application: what handlers share, and the router that tests and [`crate::serve`] use.
+//! The application: what handlers and the server's own tasks share, and the router that tests and
+//! [`crate::serve`] use.
 
-use crate::config::{ServeConfig, ServeError};
-use axum::{Router, routing::get};
+use crate::{
+    agents::Agents,
+    config::{ServeConfig, ServeError},
+    dispatch::{self, Dispatch},
+    hub::Hub,
+    ingest::{self, Ingest},
+    store::{Changed, Store, sqlite::SqliteStore},
+};
+use std::{
+    ops::Deref,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, AtomicU64},
+    },
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Everything that handlers share.
+pub use crate::router::build_router;
+
+/// Everything that handlers share; cheap to clone.
 #[derive(Clone)]
-pub struct App {}
+pub struct App(Arc<Parts>);
 
-impl App {
-    /// Opens the database.
-    ///
-    /// # Errors
-    /// A database that cannot be opened or is of a newer version.
-    pub async fn open(_config: ServeConfig) -> Result<App, ServeError> {
-        Ok(App {})
+/// What an [`App`] points to.
+pub struct Parts {
+    /// As given, the data directory made absolute.
+    pub config: ServeConfig,
+    /// What outlives the server.
+    pub store: Arc<dyn Store>,
+    pub(crate) hub: Arc<Hub>,
+    pub(crate) agents: Agents,
+    pub(crate) dispatch: Dispatch,
+    pub(crate) ingest: Ingest,
+    /// Done when the server stops: websockets close, tasks end.
+    pub stopping: CancellationToken,
+    /// Websockets and the server's own tasks.
+    pub(crate) tasks: TaskTracker,
+    pub(crate) events_stored: AtomicU64,
+    pub(crate) stream_clients: AtomicI64,
+}
+
+impl Deref for App {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.0
     }
 }
 
-/// Every URL of the server.
-pub fn build_router(_app: App) -> Router {
-    Router::new().route("/healthz", get(|| async { "ok\n" }))
+impl App {
+    /// Opens the database and starts ingest and dispatch.
+    ///
+    /// # Errors
+    /// A data directory or a database that cannot be used.
+    pub async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
+        let data_dir = &config.data_dir;
+        config.data_dir = std::fs::create_dir_all(data_dir.join("jobs"))
+            .and_then(|()| data_dir.canonicalize())
+            .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
+        let store = SqliteStore::open(&database(&config)?).await?;
+        App::with_store(config, Arc::new(store)).await
+    }
+
+    /// As [`App::open`], on a store that is open already.
+    ///
+    /// # Errors
+    /// A store that cannot be read.
+    pub async fn with_store(config: ServeConfig, store: Arc<dyn Store>) -> Result<App, ServeError> {
+        let (ingest, queue) = Ingest::new();
+        let app = App(Arc::new(Parts {
+            dispatch: Dispatch::new(config.lease),
+            config,
+            store,
+            hub: Arc::new(Hub::new()),
+            agents: Agents::default(),
+            ingest,
+            stopping: CancellationToken::new(),
+            tasks: TaskTracker::new(),
+            events_stored: AtomicU64::new(0),
+            stream_clients: AtomicI64::new(0),
+        }));
+        dispatch::restore(&app).await.map_err(|error| ServeError::Database {
+            path: app.config.data_dir.join("lockstep.db").display().to_string(),
+            detail: error.to_string(),
+        })?;
+        app.spawn(ingest::run(app.clone(), queue));
+        app.spawn(dispatch::run(app.clone()));
+        app.spawn({
+            let hub = app.hub.clone();
+            async move { hub.tell_list().await }
+        });
+        Ok(app)
+    }
+
+    /// Runs a task until the server stops.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let stopping = self.stopping.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = task => {}
+                () = stopping.cancelled() => {}
+            }
+        });
+    }
+
+    /// Tells everyone who watches what is now stored, and lets slots go that the job holds no more.
+    pub(crate) fn announce(&self, changed: &Changed) {
+        self.hub.publish(changed);
+        if !changed.job.state.is_active() {
+            self.dispatch.release(&changed.job.id, changed.job.attempt);
+        }
+    }
+
+    /// A job's folder. Ids are made here and checked when they come in, so it is always below `jobs`.
+    pub(crate) fn job_dir(&self, id: &lockstep_protocol::JobId) -> PathBuf {
+        self.config.data_dir.join("jobs").join(id.as_str())
+    }
+}
+
+/// The database file that the configuration names.
+fn database(config: &ServeConfig) -> Result<PathBuf, ServeError> {
+    let Some(url) = &config.database else { return Ok(config.data_dir.join("lockstep.db")) };
+    let no = |why: &str| Err(ServeError::DatabaseUrl(url.clone(), why.to_owned()));
+    if url.starts_with("postgres:") || url.starts_with("postgresql:") {
+        return no("this build has only SQLite; give sqlite://PATH, or leave --database out");
+    }
+    match url.strip_prefix("sqlite://").or_else(|| url.strip_prefix("sqlite:")) {
+        Some(path) if !path.is_empty() => Ok(path.into()),
+        _ => no("write it as sqlite://PATH"),
+    }
 }

@@ -1,8 +1,25 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod agents;
 pub mod app;
 pub mod config;
+mod dispatch;
+mod error;
+mod guard;
+mod handlers;
+mod hub;
+mod ingest;
+pub mod lifecycle;
+mod router;
 mod serve;
+pub mod store;
 
 pub use config::{ServeConfig, ServeError};
+pub use router::openapi;
 pub use serve::serve;
+
+/// The time, to the millisecond: what is stored and what is streamed are then the same.
+pub(crate) fn now() -> jiff::Timestamp {
+    let now = jiff::Timestamp::now();
+    jiff::Timestamp::from_millisecond(now.as_millisecond()).unwrap_or(now)
+}

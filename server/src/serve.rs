@@ -10,8 +10,12 @@ use std::{
     io::{Read, Seek, Write},
     net::SocketAddr,
     path::Path,
+    time::Duration,
 };
 use tokio::net::TcpListener;
+
+/// For requests under way, and again for sockets, when the server stops.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Runs the server until `shutdown` is done; `ready` is told the address once it accepts connections.
 ///
@@ -32,10 +36,28 @@ pub async fn serve(
 
     let app = App::open(config).await?;
     ready(address);
-    axum::serve(listener, build_router(app))
-        .with_graceful_shutdown(shutdown)
-        .await
-        .map_err(ServeError::Stopped)
+    let stopping = app.stopping.clone();
+    let stop = {
+        let stopping = stopping.clone();
+        async move {
+            shutdown.await;
+            // Websockets and the server's own tasks end with this; requests under way are finished.
+            stopping.cancel();
+        }
+    };
+    let late = async {
+        stopping.cancelled().await;
+        tokio::time::sleep(PATIENCE).await;
+    };
+    let served = tokio::select! {
+        served = axum::serve(listener, build_router(app.clone())).with_graceful_shutdown(stop) => served,
+        () = late => Ok(()), // Someone is still downloading; they can go on with a range.
+    };
+    stopping.cancel();
+    app.tasks.close();
+    let _ = tokio::time::timeout(PATIENCE, app.tasks.wait()).await;
+    app.store.close().await;
+    served.map_err(ServeError::Stopped)
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {

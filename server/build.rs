@@ -1,0 +1,5 @@
+//! Embedded migrations and static files are read at compile time: build again when one changes.
+fn main() {
+    println!("cargo:rerun-if-changed=../migrations");
+    println!("cargo:rerun-if-changed=../static");
+}

@@ -1,0 +1,167 @@
+//! One error for all handlers, and its shape on the wire: RFC 9457 problem details under `/api`, a page elsewhere.
+
+use crate::{agents::AskError, store::StoreError};
+use axum::{
+    extract::rejection::{PathRejection, QueryRejection},
+    http::{HeaderValue, StatusCode, header},
+    response::{Html, IntoResponse, Response},
+};
+use lockstep_protocol::{JobState, spec::SpecError};
+use lockstep_web::layout::MessagePage;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+/// Why a request was not done. What a client can mend is told to it; what it cannot is logged, once, here.
+#[derive(Debug)]
+pub(crate) enum Error {
+    /// Nothing has this name or id.
+    NotFound(String),
+    /// The request cannot be read.
+    BadRequest(String),
+    /// Mistakes, each with its place.
+    Invalid(Vec<SpecError>),
+    /// What is there forbids it; the state, when it is a job's.
+    Conflict(String, Option<JobState>),
+    /// From a page of another origin, or for another host.
+    Forbidden(String),
+    /// The body is not JSON, or too large, or the method is not one of the address.
+    Refused(StatusCode, String),
+    /// Something that the server needs is away; trying again may help.
+    Unavailable(String),
+    /// A fault of the server's own.
+    Internal(String),
+}
+
+/// The result of a handler.
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+/// `application/problem+json` (RFC 9457).
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Problem {
+    /// Always `about:blank`: the status says what kind it is.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    title: String,
+    status: u16,
+    /// What is wrong and what would be right.
+    detail: String,
+    /// Every mistake of a specification.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    errors: Vec<SpecError>,
+    /// The job's state that forbids the request.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    state: Option<JobState>,
+}
+
+impl Error {
+    fn problem(self) -> Problem {
+        let (status, detail, errors, state) = match self {
+            Error::NotFound(detail) => (StatusCode::NOT_FOUND, detail, Vec::new(), None),
+            Error::BadRequest(detail) => (StatusCode::BAD_REQUEST, detail, Vec::new(), None),
+            Error::Invalid(errors) => {
+                let detail = match &errors[..] {
+                    [one] => format!("{} {}", one.pointer, one.detail).trim().to_owned(),
+                    many => format!("{} mistakes; see errors", many.len()),
+                };
+                (StatusCode::UNPROCESSABLE_ENTITY, detail, errors, None)
+            }
+            Error::Conflict(detail, state) => (StatusCode::CONFLICT, detail, Vec::new(), state),
+            Error::Forbidden(detail) => (StatusCode::FORBIDDEN, detail, Vec::new(), None),
+            Error::Refused(status, detail) => (status, detail, Vec::new(), None),
+            Error::Unavailable(detail) => {
+                tracing::warn!(detail, "a request could not be served for now");
+                (StatusCode::SERVICE_UNAVAILABLE, detail, Vec::new(), None)
+            }
+            Error::Internal(detail) => {
+                tracing::error!(detail, "a request failed");
+                let told = "the server failed to do this; its log says why".to_owned();
+                (StatusCode::INTERNAL_SERVER_ERROR, told, Vec::new(), None)
+            }
+        };
+        let title = status.canonical_reason().unwrap_or("Error").to_owned();
+        Problem { kind: "about:blank", title, status: status.as_u16(), detail, errors, state }
+    }
+}
+
+impl IntoResponse for Error {
+    fn into_response(self) -> Response {
+        let problem = self.problem();
+        let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let body = serde_json::to_vec(&problem).unwrap_or_default();
+        let mut response =
+            (status, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response();
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("2"));
+        }
+        response
+    }
+}
+
+/// An error on a page for people.
+#[derive(Debug)]
+pub(crate) struct PageError(pub(crate) Error);
+
+impl<E: Into<Error>> From<E> for PageError {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl IntoResponse for PageError {
+    fn into_response(self) -> Response {
+        let problem = self.0.problem();
+        let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let page = MessagePage { status: problem.status, title: problem.title, detail: problem.detail };
+        match page.render() {
+            Ok(html) => (status, Html(html)).into_response(),
+            Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+        }
+    }
+}
+
+impl From<StoreError> for Error {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::NotFound(what) => Error::NotFound(format!("there is no such {what}")),
+            StoreError::Refused(refused) => Error::Conflict(refused.detail, Some(refused.state)),
+            StoreError::NameTaken(name) => {
+                Error::Conflict(format!("the name {name:?} is taken; choose another"), None)
+            }
+            StoreError::KeyReused => Error::Conflict(error.to_string(), None),
+            StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
+            StoreError::Corrupt(_) => Error::Internal(error.to_string()),
+        }
+    }
+}
+
+impl From<AskError> for Error {
+    fn from(error: AskError) -> Self {
+        match error {
+            AskError::NobodyOnline => Error::Unavailable(
+                "no agent is online to look at files; start one with `lockstep agent --server URL`".into(),
+            ),
+            AskError::Refused(detail) => Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]),
+            AskError::NoAnswer => {
+                Error::Unavailable("the agent went away or did not answer in time; try again".into())
+            }
+        }
+    }
+}
+
+impl From<QueryRejection> for Error {
+    fn from(rejection: QueryRejection) -> Self {
+        Error::BadRequest(rejection.body_text())
+    }
+}
+
+impl From<PathRejection> for Error {
+    fn from(rejection: PathRejection) -> Self {
+        Error::BadRequest(rejection.body_text())
+    }
+}
+
+impl From<std::io::Error> for Error {
+    fn from(error: std::io::Error) -> Self {
+        Error::Internal(error.to_string())
+    }
+}

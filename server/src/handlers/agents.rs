@@ -1,0 +1,71 @@
+//! Machines and their slots.
+
+use crate::{app::App, error::Result};
+use axum::{Json, extract::State};
+use jiff::Timestamp;
+use lockstep_protocol::agent::{Machine, Slot};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+/// Machines that have introduced themselves.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct AgentList {
+    agents: Vec<Agent>,
+}
+
+/// A machine.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Agent {
+    pub(super) id: String,
+    pub(super) name: String,
+    pub(super) online: bool,
+    #[schema(value_type = String)]
+    pub(super) last_seen_at: Timestamp,
+    pub(super) machine: Machine,
+    pub(super) slots: Vec<SlotUse>,
+}
+
+/// A slot, and the job that holds it.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SlotUse {
+    #[serde(flatten)]
+    pub(super) slot: Slot,
+    #[schema(value_type = Option<String>)]
+    pub(super) job: Option<lockstep_protocol::JobId>,
+    /// Which of its ranks.
+    pub(super) rank: Option<u32>,
+}
+
+/// List machines
+#[utoipa::path(get, path = "/agents", tag = "agents", responses((status = 200, body = AgentList)))]
+pub(crate) async fn list(State(app): State<App>) -> Result<Json<AgentList>> {
+    Ok(Json(AgentList { agents: all(&app).await? }))
+}
+
+/// Every machine that is known, with what is known of it now.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn all(app: &App) -> Result<Vec<Agent>> {
+    let online = app.agents.online();
+    let agents = app.store.agents().await?.into_iter().map(|row| {
+        let now = online.iter().find(|a| a.row.id == row.id);
+        // A connected agent is heard of more often than that is stored.
+        let row = now.map_or(row, |a| a.row.clone());
+        let mut in_use = app.dispatch.slots_in_use(&row.id);
+        let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
+            Some((job, rank)) => SlotUse { job: Some(job), rank: Some(rank), slot },
+            None => SlotUse { job: None, rank: None, slot },
+        });
+        let slots = slots.collect();
+        Agent {
+            id: row.id,
+            name: row.name,
+            online: now.is_some(),
+            last_seen_at: row.last_seen_at,
+            machine: row.machine,
+            slots,
+        }
+    });
+    Ok(agents.collect())
+}

@@ -1,0 +1,139 @@
+//! Checkpoints: their list, and their files with ranges and checksums.
+
+use super::extract::{Path, job_id};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+    handlers::jobs,
+    store::CheckpointRow,
+};
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::{HeaderValue, Request, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use jiff::Timestamp;
+use lockstep_protocol::agent::CheckpointInfo;
+use serde::Serialize;
+use serde_json::Value;
+use tower_http::services::ServeFile;
+use utoipa::ToSchema;
+
+/// The files of a checkpoint; nothing else in its folder is served.
+const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
+
+/// A job's checkpoints.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct CheckpointList {
+    /// Newest first.
+    checkpoints: Vec<Checkpoint>,
+}
+
+/// A complete checkpoint.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Checkpoint {
+    id: String,
+    attempt: u32,
+    #[serde(flatten)]
+    info: CheckpointInfo,
+    #[schema(value_type = String)]
+    created_at: Timestamp,
+}
+
+/// A checkpoint with its files.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct CheckpointDetail {
+    #[serde(flatten)]
+    checkpoint: Checkpoint,
+    job: String,
+    /// Size and sha256 of each file, from its `MANIFEST.json`.
+    files: Value,
+}
+
+impl From<CheckpointRow> for Checkpoint {
+    fn from(row: CheckpointRow) -> Self {
+        Self { id: row.id, attempt: row.attempt, info: row.info, created_at: row.created_at }
+    }
+}
+
+/// A job's checkpoints
+#[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path)),
+    responses((status = 200, body = CheckpointList), (status = 404, body = Problem)))]
+pub(crate) async fn list(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointList>> {
+    jobs::find(&app, &id).await?;
+    let rows = app.store.checkpoints(&job_id(&id)?).await?;
+    Ok(Json(CheckpointList { checkpoints: rows.into_iter().map(Checkpoint::from).collect() }))
+}
+
+/// One checkpoint
+#[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
+    responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem)))]
+pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointDetail>> {
+    let row = find(&app, &id).await?;
+    let files = manifest(&app, &row).await?.get("files").cloned().unwrap_or_default();
+    Ok(Json(CheckpointDetail { job: row.job.to_string(), checkpoint: row.into(), files }))
+}
+
+/// A file of a checkpoint
+///
+/// `Range` is honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the manifest.
+#[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, optimizer.safetensors, state.json or MANIFEST.json")),
+    responses((status = 200, content_type = "application/octet-stream"), (status = 206), (status = 404, body = Problem), (status = 416)))]
+pub(crate) async fn file(
+    State(app): State<App>,
+    Path((id, file)): Path<(String, String)>,
+    request: Request<Body>,
+) -> Result<Response> {
+    let Some(name) = FILES.into_iter().find(|name| *name == file) else {
+        return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
+    };
+    let row = find(&app, &id).await?;
+    let manifest = manifest(&app, &row).await?;
+    let checksum =
+        manifest.pointer(&format!("/files/{name}/sha256")).and_then(Value::as_str).map(str::to_owned);
+    let path = folder(&app, &row).join(name);
+    let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
+    if response.status() == StatusCode::NOT_FOUND {
+        return Err(removed());
+    }
+    let headers = response.headers_mut();
+    if let Some(checksum) = checksum {
+        let quoted = HeaderValue::from_str(&format!("\"{checksum}\""));
+        for (key, value) in [("x-checksum-sha256", HeaderValue::from_str(&checksum)), ("etag", quoted)] {
+            headers.insert(key, value.map_err(|e| Error::Internal(e.to_string()))?);
+        }
+    }
+    let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    if !name.ends_with(".json") {
+        let attachment = format!("attachment; filename=\"{}-{}-{name}\"", row.info.epoch, row.info.step);
+        headers.insert(
+            header::CONTENT_DISPOSITION,
+            HeaderValue::from_str(&attachment).map_err(|e| Error::Internal(e.to_string()))?,
+        );
+    }
+    Ok(response)
+}
+
+async fn find(app: &App, id: &str) -> Result<CheckpointRow> {
+    app.store.checkpoint(id).await?.ok_or_else(|| Error::NotFound("no checkpoint has this id".into()))
+}
+
+fn removed() -> Error {
+    Error::NotFound(
+        "this checkpoint's files are gone: it was removed to keep the newest ones, or by hand".into(),
+    )
+}
+
+/// From what the database holds of it, never from a request.
+fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
+    app.job_dir(&row.job).join("checkpoints").join(format!("{}-{}", row.info.epoch, row.info.step))
+}
+
+async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
+    let text = tokio::fs::read(folder(app, row).join("MANIFEST.json")).await.map_err(|_| removed())?;
+    serde_json::from_slice(&text).map_err(|e| Error::Internal(format!("checkpoint {}: {e}", row.id)))
+}

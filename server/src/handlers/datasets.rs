@@ -1,0 +1,123 @@
+//! Datasets by name. The server opens none itself: an agent looks.
+
+use super::extract::{Body, Path};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+};
+use axum::{
+    Json,
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    dataset::Dataset,
+    spec::SpecError,
+};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use utoipa::ToSchema;
+
+const MAX_PATH_BYTES: usize = 4096;
+/// A large folder of pictures on a slow disk takes its time to look at.
+const INSPECTION: Duration = Duration::from_secs(120);
+const MAX_NAME_BYTES: usize = 100;
+
+/// All registered datasets.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DatasetList {
+    datasets: Vec<Dataset>,
+}
+
+/// A dataset to register.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewDataset {
+    /// Letters, digits, `-`, `_` and `.`; what jobs give as `data.dataset`.
+    pub(crate) name: String,
+    /// Absolute, on the machines that train on it.
+    pub(crate) path: String,
+}
+
+/// Register a dataset
+///
+/// An agent looks at the files; their format is found, not declared.
+#[utoipa::path(post, path = "/datasets", tag = "datasets", request_body = NewDataset,
+    responses((status = 201, body = Dataset), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online to look at the files")))]
+pub(crate) async fn create(State(app): State<App>, Body(new, _): Body<NewDataset>) -> Result<Response> {
+    let dataset = register(&app, new).await?;
+    Ok((
+        StatusCode::CREATED,
+        [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
+        Json(dataset),
+    )
+        .into_response())
+}
+
+/// Checks, has an agent look, stores.
+///
+/// # Errors
+/// Every mistake, with its field.
+pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
+    let mut errors = Vec::new();
+    let mut mistake = |pointer: &str, detail: &str| {
+        errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if new.name.is_empty()
+        || new.name.len() > MAX_NAME_BYTES
+        || !new.name.chars().all(plain)
+        || new.name.starts_with('.')
+    {
+        mistake("/name", "must have 1 to 100 letters, digits, '-', '_' or '.', and not start with a dot");
+    }
+    if !new.path.starts_with('/') {
+        mistake("/path", "must be an absolute path, such as /data/cifar10, on the machines that train on it");
+    } else if new.path.len() > MAX_PATH_BYTES || new.path.contains('\0') {
+        mistake("/path", "is no path");
+    }
+    if !errors.is_empty() {
+        return Err(Error::Invalid(errors));
+    }
+    if app.store.dataset(&new.name).await?.is_some() {
+        return Err(Error::Conflict(
+            format!(
+                "a dataset is already called {:?}; choose another name, or remove that one first",
+                new.name
+            ),
+            None,
+        ));
+    }
+    let Answer::Dataset { path, info } =
+        app.agents.ask(Question::InspectDataset { path: new.path }, INSPECTION).await?;
+    let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
+    app.store.add_dataset(&dataset).await?;
+    Ok(dataset)
+}
+
+/// List datasets
+#[utoipa::path(get, path = "/datasets", tag = "datasets", responses((status = 200, body = DatasetList)))]
+pub(crate) async fn list(State(app): State<App>) -> Result<Json<DatasetList>> {
+    Ok(Json(DatasetList { datasets: app.store.datasets().await? }))
+}
+
+/// Show a dataset
+#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
+    responses((status = 200, body = Dataset), (status = 404, body = Problem)))]
+pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Result<Json<Dataset>> {
+    let found = app.store.dataset(&name).await?;
+    found.map(Json).ok_or_else(|| Error::NotFound("no dataset has this name".into()))
+}
+
+/// Forget a dataset
+///
+/// Its files stay.
+#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
+    app.store.remove_dataset(&name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,55 @@
+//! Extractors whose refusals are problems like every other error.
+
+use crate::error::{Error, Result};
+use axum::{
+    extract::{FromRequest, FromRequestParts, Request},
+    http::{StatusCode, header},
+};
+use bytes::Bytes;
+use lockstep_protocol::JobId;
+use serde::de::DeserializeOwned;
+
+/// Query parameters.
+#[derive(Debug, FromRequestParts)]
+#[from_request(via(axum::extract::Query), rejection(Error))]
+pub(crate) struct Query<T>(pub T);
+
+/// Parts of the path.
+#[derive(Debug, FromRequestParts)]
+#[from_request(via(axum::extract::Path), rejection(Error))]
+pub(crate) struct Path<T>(pub T);
+
+/// The JSON body, and the bytes that it was.
+#[derive(Debug)]
+pub(crate) struct Body<T>(pub T, pub Bytes);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self> {
+        let kind =
+            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+        // A browser cannot send this type across origins without asking first.
+        if kind.split(';').next().map(str::trim) != Some("application/json") {
+            return Err(Error::Refused(
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                "the body must be JSON, with content-type: application/json".into(),
+            ));
+        }
+        let bytes =
+            Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
+                StatusCode::PAYLOAD_TOO_LARGE => {
+                    Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
+                }
+                _ => Error::BadRequest(rejection.body_text()),
+            })?;
+        let value = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
+        Ok(Self(value, bytes))
+    }
+}
+
+/// A job id in a path: well formed, so that it is safe as a file name.
+pub(crate) fn job_id(text: &str) -> Result<JobId> {
+    text.parse().map_err(|_| Error::NotFound("no job has this id".into()))
+}

@@ -1,0 +1,61 @@
+//! For supervisors and monitoring.
+
+use crate::{
+    app::App,
+    error::{Problem, Result},
+};
+use axum::{extract::State, http::header, response::IntoResponse};
+use std::{fmt::Write as _, sync::atomic::Ordering};
+
+/// The process answers
+#[utoipa::path(get, path = "/healthz", tag = "health", responses((status = 200, body = String)))]
+pub(crate) async fn healthz() -> &'static str {
+    "ok\n"
+}
+
+/// Jobs can be stored now
+#[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
+pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
+    app.store.ready().await?;
+    Ok("ready\n")
+}
+
+/// Numbers in Prometheus' text format 0.0.4
+#[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, body = String, content_type = "text/plain")))]
+pub(crate) async fn prometheus(State(app): State<App>) -> Result<impl IntoResponse> {
+    let counts = app.store.counts().await?;
+    let online = app.agents.online();
+    let mut text = String::new();
+    let mut family = |name: &str, kind: &str, help: &str, samples: &[(String, u64)]| {
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for (labels, value) in samples {
+            let _ = writeln!(text, "{name}{labels} {value}");
+        }
+    };
+    let jobs: Vec<_> = counts.jobs.iter().map(|(state, n)| (format!("{{state=\"{state}\"}}"), *n)).collect();
+    family("lockstep_jobs", "gauge", "Jobs by state.", &jobs);
+    let plain = |n: usize| [(String::new(), n as u64)];
+    family("lockstep_agents_online", "gauge", "Agents connected now.", &plain(online.len()));
+    family(
+        "lockstep_slots",
+        "gauge",
+        "Slots of the agents connected now.",
+        &plain(online.iter().map(|a| a.row.slots.len()).sum()),
+    );
+    family(
+        "lockstep_slots_busy",
+        "gauge",
+        "Slots that a job holds.",
+        &plain(online.iter().map(|a| app.dispatch.slots_in_use(&a.row.id).len()).sum()),
+    );
+    let events = app.events_stored.load(Ordering::Relaxed);
+    family(
+        "lockstep_events_stored_total",
+        "counter",
+        "Events of jobs stored since the start.",
+        &[(String::new(), events)],
+    );
+    let clients = u64::try_from(app.stream_clients.load(Ordering::Relaxed)).unwrap_or(0);
+    family("lockstep_stream_clients", "gauge", "Open streams of dashboards.", &[(String::new(), clients)]);
+    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
+}

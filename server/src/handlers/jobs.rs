@@ -1,0 +1,370 @@
+//! Jobs: submit, list, show, cancel, retry, delete.
+
+use super::extract::{Body, Path, Query, job_id};
+use crate::{
+    app::App,
+    dispatch,
+    error::{Error, Problem, Result},
+    lifecycle,
+    store::{Created, JobFilter, NewJob},
+};
+use axum::{
+    Json,
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use lockstep_protocol::{
+    Job, JobId, JobSpec,
+    dataset::Dataset,
+    spec::{self, Device, SpecError, Validation, nearest},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+use utoipa::{IntoParams, ToSchema};
+
+/// Jobs of one answer, at most.
+const MAX_LIMIT: u32 = 1000;
+const MAX_KEY_BYTES: usize = 255;
+
+/// A page of jobs.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobList {
+    /// Newest first.
+    jobs: Vec<Job>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next: Option<String>,
+}
+
+/// Which jobs.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ListQuery {
+    /// One of the states.
+    state: Option<String>,
+    /// Part of the name.
+    name: Option<String>,
+    /// At most so many, up to 1000; 50 when absent.
+    limit: Option<u32>,
+    /// `next` of the page before.
+    cursor: Option<String>,
+}
+
+impl ListQuery {
+    /// # Errors
+    /// A state or cursor that is none.
+    pub(crate) fn filter(&self) -> Result<JobFilter> {
+        let state = self
+            .state
+            .as_deref()
+            .filter(|s| !s.is_empty())
+            .map(str::parse)
+            .transpose()
+            .map_err(Error::BadRequest)?;
+        let cursor = self.cursor.as_deref().map(str::parse).transpose();
+        Ok(JobFilter {
+            state,
+            name: self.name.clone().filter(|n| !n.is_empty()),
+            limit: self.limit.unwrap_or(50).clamp(1, MAX_LIMIT),
+            cursor: cursor.map_err(|_| Error::BadRequest("the cursor is none of this server's".into()))?,
+        })
+    }
+}
+
+/// What a specification comes to.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Plan {
+    /// Complete, with every default.
+    spec: JobSpec,
+    /// Training pictures.
+    samples: u64,
+    global_batch_size: u64,
+    steps_per_epoch: u64,
+    total_steps: u64,
+}
+
+/// Submit a job
+///
+/// Every mistake is answered at once. With an `Idempotency-Key`, the same request sent again answers with
+/// the job that it made.
+#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body = JobSpec,
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+        (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Body(document, bytes): Body<Value>,
+) -> Result<Response> {
+    let key = idempotency_key(&headers, &bytes)?;
+    let (status, job) = submit(&app, &document, key).await?;
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// Checks a document and stores it as a job.
+///
+/// # Errors
+/// Every mistake in it.
+pub(crate) async fn submit(
+    app: &App,
+    document: &Value,
+    key: Option<(String, String)>,
+) -> Result<(StatusCode, Job)> {
+    let (spec, _) = check(app, document).await.map_err(Error::Invalid)?;
+    let id = JobId::generate();
+    // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
+    let folder = app.job_dir(&id);
+    write_folder(&folder, &spec).await.map_err(|error| {
+        Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
+    })?;
+    let new = NewJob { id, spec, at: crate::now(), idempotency: key };
+    let created = app.store.create_job(new).await;
+    if !matches!(created, Ok(Created::New(_))) {
+        let _ = tokio::fs::remove_dir_all(&folder).await;
+    }
+    match created? {
+        Created::Before(job) => Ok((StatusCode::OK, *job)),
+        Created::New(changed) => {
+            app.announce(&changed);
+            Ok((StatusCode::CREATED, changed.job))
+        }
+    }
+}
+
+async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Result<()> {
+    tokio::fs::create_dir_all(folder).await?;
+    let text = serde_json::to_string_pretty(spec).map_err(std::io::Error::other)?;
+    tokio::fs::write(folder.join("spec.json"), text).await
+}
+
+fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Option<(String, String)>> {
+    let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
+    let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
+    let key = key.ok_or_else(|| {
+        Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} plain characters"))
+    })?;
+    let hash = Sha256::digest(body).iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    });
+    Ok(Some((key.to_owned(), hash)))
+}
+
+/// Check a specification without submitting it
+#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body = JobSpec,
+    responses((status = 200, body = Plan), (status = 422, body = Problem)))]
+pub(crate) async fn validate(State(app): State<App>, Body(document, _): Body<Value>) -> Result<Json<Plan>> {
+    let (spec, dataset) = check(&app, &document).await.map_err(Error::Invalid)?;
+    let samples = training_samples(&spec, &dataset);
+    Ok(Json(Plan {
+        samples,
+        global_batch_size: spec.global_batch_size(),
+        steps_per_epoch: spec.steps_per_epoch(samples),
+        total_steps: spec.total_steps(samples),
+        spec,
+    }))
+}
+
+/// The document's own mistakes, and those that only this server can know.
+async fn check(app: &App, document: &Value) -> std::result::Result<(JobSpec, Dataset), Vec<SpecError>> {
+    let mut errors = Vec::new();
+    let spec = match spec::from_json(document) {
+        Ok(spec) => Some(spec),
+        Err(found) => {
+            errors = found;
+            None
+        }
+    };
+    let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
+    // Also of a document with other mistakes: people mend all at once.
+    let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
+    let datasets = app.store.datasets().await.map_err(|e| vec![at("", e.to_string())])?;
+    let dataset = datasets.iter().find(|d| d.name == name).cloned();
+    if dataset.is_none() && !name.is_empty() {
+        let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
+        let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
+            (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
+            (Some(near), _) => format!("did you mean {near:?}?"),
+            (None, _) => format!("there are {}", names.join(", ")),
+        };
+        errors.push(at("/data/dataset", format!("no dataset is called {name:?}; {known}")));
+    }
+    if let Some(spec) = &spec {
+        errors.extend(slots_mistake(app, spec));
+    }
+    if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
+        errors.extend(dataset_mistakes(spec, dataset));
+    }
+    match (spec, dataset) {
+        (Some(spec), Some(dataset)) if errors.is_empty() => Ok((spec, dataset)),
+        _ => Err(errors),
+    }
+}
+
+fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
+    let online = app.agents.online();
+    if online.is_empty() {
+        return None;
+    }
+    let fits = |device: &str| match spec.parallel.device {
+        Device::Auto => true,
+        Device::Cpu => device == "cpu",
+        Device::Cuda => device == "cuda",
+    };
+    let most =
+        online.iter().map(|a| a.row.slots.iter().filter(|s| fits(&s.device)).count()).max().unwrap_or(0);
+    if most >= spec.parallel.ranks as usize {
+        return None;
+    }
+    if most == 0 {
+        let detail = "no machine online has a slot for this device; \"auto\" takes what there is".into();
+        return Some(SpecError { pointer: "/parallel/device".into(), detail });
+    }
+    let detail = format!(
+        "{} ranks, but the largest machine online has {most} slot{}; use at most {most}, or join a machine with more",
+        spec.parallel.ranks,
+        if most == 1 { "" } else { "s" }
+    );
+    Some(SpecError { pointer: "/parallel/ranks".into(), detail })
+}
+
+/// Training pictures after validation has taken its part.
+fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
+    let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
+    match spec.data.validation {
+        Validation::Fraction(part) => {
+            train - ((train as f64 * part).round() as u64).clamp(1.min(train), train)
+        }
+        Validation::Split(_) => train,
+    }
+}
+
+fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    let mut mistake =
+        |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
+    let info = &dataset.info;
+    if let Validation::Split(name) = &spec.data.validation
+        && name != "none"
+        && !info.splits.iter().any(|s| s.name == *name)
+    {
+        let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
+        let there = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
+        mistake(
+            "/data/validation",
+            format!(
+                "{} has no split {name:?}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
+                dataset.name
+            ),
+        );
+    }
+    if spec.data.image_size.is_none() && (info.height == 0 || info.height != info.width) {
+        mistake(
+            "/data/image_size",
+            format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
+        );
+    }
+    for (pointer, values) in [("/data/mean", &spec.data.mean), ("/data/std", &spec.data.std)] {
+        if let Some(values) = values
+            && values.len() != 1
+            && values.len() != info.channels as usize
+        {
+            mistake(
+                pointer,
+                format!(
+                    "has {} values, but the pictures have {} channel{}",
+                    values.len(),
+                    info.channels,
+                    if info.channels == 1 { "" } else { "s" }
+                ),
+            );
+        }
+    }
+    let samples = training_samples(spec, dataset);
+    if spec.data.drop_remainder && samples < spec.global_batch_size() {
+        let pointer = if spec.train.global_batch_size.is_some() {
+            "/train/global_batch_size"
+        } else {
+            "/train/batch_size"
+        };
+        mistake(
+            pointer,
+            format!(
+                "one step takes {} pictures over all ranks, but {} has {samples} to train on",
+                spec.global_batch_size(),
+                dataset.name
+            ),
+        );
+    }
+    errors
+}
+
+/// List jobs
+#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery), responses((status = 200, body = JobList), (status = 400, body = Problem)))]
+pub(crate) async fn list(State(app): State<App>, Query(query): Query<ListQuery>) -> Result<Json<JobList>> {
+    let page = app.store.jobs(&query.filter()?).await?;
+    Ok(Json(JobList { jobs: page.jobs, next: page.next.map(|id| id.to_string()) }))
+}
+
+/// One job.
+///
+/// # Errors
+/// 404 when there is none.
+pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
+    let row = app.store.job(&job_id(id)?).await?;
+    row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
+/// Show a job
+#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), responses((status = 200, body = Job), (status = 404, body = Problem)))]
+pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Job>> {
+    Ok(Json(find(&app, &id).await?))
+}
+
+/// Cancel a job
+///
+/// A queued one is cancelled at once; ranks that run are ended first.
+#[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is over already")))]
+pub(crate) async fn cancel(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    let job = dispatch::cancel(&app, &job_id(&id)?).await?;
+    Ok((StatusCode::ACCEPTED, Json(job)))
+}
+
+/// Run a finished job again
+///
+/// As its next attempt, from its newest checkpoint.
+#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over")))]
+pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Result<(StatusCode, Json<Job>)> {
+    let at = crate::now();
+    let changed = app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::retry(row, at))).await?;
+    app.announce(&changed);
+    Ok((StatusCode::ACCEPTED, Json(changed.job)))
+}
+
+/// Delete a job
+///
+/// With its events and checkpoints. One that is not over is refused: cancel it first.
+#[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+    let id = job_id(&id)?;
+    app.store.delete_job(&id).await?;
+    app.hub.deleted(&id);
+    let folder = app.job_dir(&id);
+    match tokio::fs::remove_dir_all(&folder).await {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            // The job is gone for its users; what stays is only space.
+            tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
+        }
+        _ => {}
+    }
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,134 @@
+//! Log lines of a job.
+
+use super::extract::{Path, Query, job_id};
+use crate::{
+    app::App,
+    error::{Problem, Result},
+    handlers::jobs,
+    store::LogFilter,
+};
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::{HeaderMap, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use lockstep_protocol::{
+    agent::LogLine,
+    stream::{Event, EventBody},
+};
+use serde::{Deserialize, Serialize};
+use std::fmt::Write as _;
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_EVENTS: u32 = 1000;
+const MAX_EVENTS: u32 = 10_000;
+
+/// Which lines.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct LogsQuery {
+    rank: Option<u32>,
+    attempt: Option<u32>,
+    /// `next` of the answer before.
+    #[serde(default)]
+    after: u64,
+    /// Events to read, each of one line or a few; 1000 when absent, 10000 at most.
+    limit: Option<u32>,
+    /// The newest so many lines, instead.
+    tail: Option<u32>,
+    /// Only lines that contain this.
+    q: Option<String>,
+}
+
+/// Lines in the order in which they were stored.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Logs {
+    lines: Vec<Line>,
+    /// Give it as `after` to read on; null at the end.
+    next: Option<u64>,
+}
+
+/// A line, and where it is from.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Line {
+    /// The event that it came with.
+    seq: u64,
+    attempt: u32,
+    rank: u32,
+    #[serde(flatten)]
+    line: LogLine,
+}
+
+/// Log lines
+///
+/// As JSON, or with `Accept: text/plain` as a file of all lines that match.
+#[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem)))]
+pub(crate) async fn query(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Query(query): Query<LogsQuery>,
+) -> Result<Response> {
+    let job = jobs::find(&app, &id).await?;
+    let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    if accepts.starts_with("text/plain") {
+        return Ok(plain(app, job.id, query));
+    }
+    let limit = query.tail.or(query.limit).unwrap_or(DEFAULT_EVENTS).clamp(1, MAX_EVENTS);
+    let newest = query.tail.is_some();
+    let filter = LogFilter { rank: query.rank, attempt: query.attempt, after: query.after, limit, newest };
+    let events = app.store.logs(&job_id(&id)?, &filter).await?;
+    let next = (!newest && events.len() == limit as usize).then(|| events.last().map(|e| e.seq)).flatten();
+    let mut lines = lines(events, query.q.as_deref());
+    if newest {
+        lines.drain(..lines.len().saturating_sub(limit as usize));
+    }
+    Ok(Json(Logs { lines, next }).into_response())
+}
+
+fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
+    let mut found = Vec::new();
+    for Event { seq, body, .. } in events {
+        if let EventBody::Log { attempt, rank, lines } = body {
+            let wanted = lines.into_iter().filter(|l| containing.is_none_or(|q| l.text.contains(q)));
+            found.extend(wanted.map(|line| Line { seq, attempt, rank, line }));
+        }
+    }
+    found
+}
+
+/// A line each: time, rank, text; with one rank chosen only the text, as in its log file.
+fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response {
+    let parts = stream::try_unfold(Some(query.after), move |after| {
+        let (app, job) = (app.clone(), job.clone());
+        let filter = LogFilter {
+            rank: query.rank,
+            attempt: query.attempt,
+            after: after.unwrap_or(0),
+            limit: DEFAULT_EVENTS,
+            newest: false,
+        };
+        let containing = query.q.clone();
+        async move {
+            if after.is_none() {
+                return Ok(None);
+            }
+            let events = app.store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
+            let next =
+                (events.len() == DEFAULT_EVENTS as usize).then(|| events.last().map(|e| e.seq)).flatten();
+            let mut text = String::new();
+            for Line { rank, line, .. } in lines(events, containing.as_deref()) {
+                let _ = match filter.rank {
+                    Some(_) => writeln!(text, "{}", line.text),
+                    None => writeln!(text, "{} rank {rank}  {}", line.at, line.text),
+                };
+            }
+            Ok::<_, std::io::Error>(Some((text, next)))
+        }
+    });
+    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], Body::from_stream(parts)).into_response()
+}

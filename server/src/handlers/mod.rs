@@ -1,0 +1,14 @@
+//! One file a kind of thing; `crate::router` says which address leads where.
+
+pub(crate) mod agent_socket;
+pub(crate) mod agents;
+pub(crate) mod assets;
+pub(crate) mod checkpoints;
+pub(crate) mod datasets;
+pub(crate) mod extract;
+pub(crate) mod health;
+pub(crate) mod jobs;
+pub(crate) mod logs;
+pub(crate) mod metrics;
+pub(crate) mod pages;
+pub(crate) mod stream;

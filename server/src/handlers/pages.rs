@@ -1,0 +1,258 @@
+//! Pages for people: what is stored, put into the views of `lockstep_web`.
+
+use super::{
+    agents,
+    datasets::{self, NewDataset},
+    extract::{Path, Query, job_id},
+    jobs::{self, ListQuery},
+};
+use crate::{
+    app::App,
+    error::{Error, PageError},
+    store::JobFilter,
+};
+use axum::{
+    Form,
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::{Html, IntoResponse, Redirect, Response},
+};
+use lockstep_web::{datasets as dataset_views, job as job_views, jobs as jobs_views, machines, submit};
+use serde::Deserialize;
+
+type Page = Result<Response, PageError>;
+
+fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
+    let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
+    Ok(Html(html).into_response())
+}
+
+/// The server as this browser sees it, for commands to copy.
+fn server_url(headers: &HeaderMap) -> String {
+    let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("127.0.0.1:7070");
+    format!("http://{host}")
+}
+
+/// `GET /`
+pub(crate) async fn home() -> Redirect {
+    Redirect::to("/jobs")
+}
+
+/// `GET /jobs`
+pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query): Query<ListQuery>) -> Page {
+    // A filter typed by hand that is none shows everything.
+    let filter = query.filter().unwrap_or_else(|_| JobFilter { limit: 50, ..JobFilter::default() });
+    let page = app.store.jobs(&filter).await?;
+    let any = !page.jobs.is_empty()
+        || !app.store.jobs(&JobFilter { limit: 1, ..JobFilter::default() }).await?.jobs.is_empty();
+    html(
+        jobs_views::JobsPage {
+            jobs: page.jobs,
+            filter: jobs_views::JobFilter { state: filter.state, name: filter.name.unwrap_or_default() },
+            any,
+            next: page.next.map(|id| id.to_string()),
+            server_url: server_url(&headers),
+            now: crate::now(),
+        }
+        .render(),
+    )
+}
+
+/// What stands in a new form.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct NewJobQuery {
+    preset: Option<String>,
+    dataset: Option<String>,
+    /// A job to submit again.
+    from: Option<String>,
+}
+
+/// `GET /jobs/new`
+pub(crate) async fn new_job(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Query(query): Query<NewJobQuery>,
+) -> Page {
+    let datasets = app.store.datasets().await?;
+    let mut page = submit::SubmitPage::fresh(
+        query.preset.as_deref(),
+        query.dataset.as_deref(),
+        datasets,
+        slots(&app),
+        server_url(&headers),
+    );
+    if let Some(id) = &query.from {
+        page.form = submit::Form::from_spec(&jobs::find(&app, id).await?.spec);
+    }
+    html(page.render())
+}
+
+fn slots(app: &App) -> u32 {
+    app.agents.online().iter().map(|a| a.row.slots.len() as u32).sum()
+}
+
+/// `POST /jobs/new`: the form without scripts.
+pub(crate) async fn submit_job(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Form(pairs): Form<Vec<(String, String)>>,
+) -> Page {
+    let form = submit::Form::from_pairs(pairs);
+    match jobs::submit(&app, &form.document(), None).await {
+        Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
+        Err(Error::Invalid(mistakes)) => {
+            let datasets = app.store.datasets().await?;
+            let page = submit::SubmitPage {
+                form,
+                mistakes,
+                datasets,
+                slots: slots(&app),
+                server_url: server_url(&headers),
+            };
+            Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
+        }
+        Err(other) => Err(PageError(other)),
+    }
+}
+
+/// `GET /jobs/{id}`
+pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Path<String>) -> Page {
+    let id = job_id(&id)?;
+    let row = app
+        .store
+        .job(&id)
+        .await?
+        .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
+    let job = row.job;
+    let reports = app.store.rank_reports(&id, job.attempt).await?;
+    let places = app
+        .store
+        .live_attempts()
+        .await?
+        .into_iter()
+        .find(|a| a.attempt.job == id)
+        .map(|a| a.places)
+        .unwrap_or_default();
+    let ranks = (0..job.ranks)
+        .map(|rank| {
+            let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
+            job_views::RankSeat {
+                rank,
+                agent: place
+                    .map(|p| p.agent.clone())
+                    .or_else(|| job.agents.first().cloned())
+                    .unwrap_or_default(),
+                report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),
+            }
+        })
+        .collect();
+    let rows = app.store.checkpoints(&id).await?;
+    let checkpoints = rows
+        .into_iter()
+        .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
+        .collect();
+    let folder = app.job_dir(&id);
+    let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
+    html(
+        job_views::JobPage {
+            job,
+            ranks,
+            checkpoints,
+            size_bytes,
+            server_url: server_url(&headers),
+            now: crate::now(),
+        }
+        .render(),
+    )
+}
+
+/// What deleting a folder frees; `None` when it cannot be read.
+fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
+    let mut total = 0;
+    for entry in std::fs::read_dir(folder).ok()? {
+        let entry = entry.ok()?;
+        let kind = entry.file_type().ok()?;
+        total += if kind.is_dir() {
+            folder_bytes(&entry.path()).unwrap_or(0)
+        } else {
+            entry.metadata().map_or(0, |m| m.len())
+        };
+    }
+    Some(total)
+}
+
+/// `GET /datasets`
+pub(crate) async fn datasets(State(app): State<App>, headers: HeaderMap) -> Page {
+    datasets_page(&app, &headers, dataset_views::DatasetForm::default()).await
+}
+
+async fn datasets_page(app: &App, headers: &HeaderMap, form: dataset_views::DatasetForm) -> Page {
+    let datasets = app.store.datasets().await?;
+    html(
+        dataset_views::DatasetsPage { datasets, form, server_url: server_url(headers), now: crate::now() }
+            .render(),
+    )
+}
+
+/// `POST /datasets`: the form without scripts.
+pub(crate) async fn add_dataset(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Form(new): Form<NewDataset>,
+) -> Page {
+    let (name, path) = (new.name.clone(), new.path.clone());
+    let mut form = dataset_views::DatasetForm { name, path, ..Default::default() };
+    let status = match datasets::register(&app, new).await {
+        Ok(_) => return Ok(Redirect::to("/datasets").into_response()),
+        Err(Error::Invalid(mistakes)) => {
+            for mistake in mistakes {
+                let field =
+                    if mistake.pointer == "/name" { &mut form.name_error } else { &mut form.path_error };
+                *field = Some(mistake.detail);
+            }
+            StatusCode::UNPROCESSABLE_ENTITY
+        }
+        Err(Error::Conflict(detail, _)) => {
+            form.name_error = Some(detail);
+            StatusCode::CONFLICT
+        }
+        Err(other) => return Err(PageError(other)),
+    };
+    Ok((status, datasets_page(&app, &headers, form).await?).into_response())
+}
+
+/// `GET /machines`
+pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page {
+    let mut cards = Vec::new();
+    for agent in agents::all(&app).await? {
+        let mut slots = Vec::new();
+        for held in agent.slots {
+            let holder = match held.job {
+                Some(id) => app.store.job(&id).await?.map(|row| machines::Holder {
+                    job_id: id.to_string(),
+                    job_name: row.job.name,
+                    rank: held.rank.unwrap_or(0),
+                }),
+                None => None,
+            };
+            slots.push((held.slot, holder));
+        }
+        cards.push(machines::AgentCard {
+            id: agent.id,
+            name: agent.name,
+            online: agent.online,
+            last_seen_at: agent.last_seen_at,
+            machine: agent.machine,
+            slots,
+        });
+    }
+    html(
+        machines::MachinesPage { agents: cards, server_url: server_url(&headers), now: crate::now() }
+            .render(),
+    )
+}
+
+/// Any other address.
+pub(crate) async fn not_found() -> PageError {
+    PageError(Error::NotFound("There is no page at this address.".into()))
+}

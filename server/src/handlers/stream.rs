@@ -1,0 +1,257 @@
+//! Websockets of the dashboard: one job's events without a gap or a double, and the list of jobs.
+
+use super::extract::{Path, Query, job_id};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+    hub::Subscription,
+    store::{EventRow, JobFilter, JobRow},
+};
+use axum::{
+    extract::{
+        State, WebSocketUpgrade,
+        ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
+    },
+    http::StatusCode,
+    response::Response,
+};
+use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use lockstep_protocol::stream::{CLOSE_TOO_SLOW, Frame};
+use serde::Deserialize;
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+use tokio::sync::broadcast::error::RecvError;
+use utoipa::IntoParams;
+
+/// A reader whose connection takes nothing for this long is closed.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Proxies and sleeping laptops are found out by a ping that nobody answers.
+const PING_EVERY: Duration = Duration::from_secs(20);
+/// Events read from the store at a time.
+const REPLAY: u32 = 500;
+/// What a browser may send: nothing but pongs and a close.
+const INCOMING_BYTES: usize = 4096;
+
+/// Where to go on.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct Since {
+    /// Events up to this number are known; 0 for all.
+    #[serde(default)]
+    since: u64,
+}
+
+fn accept(
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<WebSocketUpgrade> {
+    let upgrade = upgrade.map_err(|e| {
+        Error::Refused(
+            StatusCode::UPGRADE_REQUIRED,
+            format!("this address is a websocket: {}", e.body_text()),
+        )
+    })?;
+    Ok(upgrade.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES))
+}
+
+/// A job's events, live
+///
+/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
+#[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
+    responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
+pub(crate) async fn job_stream(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Query(Since { since }): Query<Since>,
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response> {
+    let id = job_id(&id)?;
+    let upgrade = accept(upgrade)?;
+    // Subscribed before it is read, so that nothing falls between.
+    let subscription = app.hub.subscribe(&id);
+    let row = app.store.job(&id).await?;
+    let row = row.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    Ok(upgrade.on_upgrade(move |socket| {
+        let tasks = app.tasks.clone();
+        tasks.track_future(async move {
+            let reader = Reader::new(&app, socket);
+            if let Err(Gone) = follow(&app, reader, row, subscription, since).await {
+                tracing::debug!("a reader of a stream went away");
+            }
+        })
+    }))
+}
+
+/// The connection is no more.
+struct Gone;
+
+/// The writing half of a browser's connection; its reading half is watched for the close.
+struct Reader<'a> {
+    app: &'a App,
+    to: SplitSink<WebSocket, Message>,
+    closed: tokio::task::JoinHandle<()>,
+    sent: u64,
+}
+
+impl<'a> Reader<'a> {
+    fn new(app: &'a App, socket: WebSocket) -> Self {
+        app.stream_clients.fetch_add(1, Ordering::Relaxed);
+        let (to, mut from) = socket.split();
+        let closed = tokio::spawn(async move {
+            while let Some(Ok(message)) = from.next().await {
+                if matches!(message, Message::Close(_)) {
+                    break;
+                }
+            }
+        });
+        Self { app, to, closed, sent: 0 }
+    }
+
+    /// Sends, or closes a reader that takes nothing: it can come back with the number it was sent last.
+    async fn send(&mut self, message: Message) -> std::result::Result<(), Gone> {
+        tokio::select! {
+            sent = self.to.send(message) => return sent.map_err(|_| Gone),
+            () = self.app.stopping.cancelled() => {}
+            () = tokio::time::sleep(PATIENCE) => {
+                self.close(CLOSE_TOO_SLOW, &self.sent.to_string()).await;
+                return Err(Gone);
+            }
+        }
+        self.close(1001, "the server is stopping").await;
+        Err(Gone)
+    }
+
+    async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Gone> {
+        let text = serde_json::to_string(frame).map_err(|_| Gone)?;
+        self.send(Message::Text(text.into())).await
+    }
+
+    async fn event(&mut self, event: &EventRow) -> std::result::Result<(), Gone> {
+        self.send(Message::Text(event.frame().into())).await?;
+        self.sent = event.seq;
+        Ok(())
+    }
+
+    async fn close(&mut self, code: u16, reason: &str) {
+        let frame = CloseFrame { code, reason: reason.into() };
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.to.send(Message::Close(Some(frame)))).await;
+    }
+}
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        self.closed.abort();
+        self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+async fn follow(
+    app: &App,
+    mut reader: Reader<'_>,
+    row: JobRow,
+    mut subscription: Subscription,
+    since: u64,
+) -> std::result::Result<(), Gone> {
+    let id = row.job.id.clone();
+    let last_seq = row.job.last_seq;
+    // A number from the future is another server's, or of a database that was put back: from the start.
+    let since = if since > last_seq { 0 } else { since };
+    reader.sent = since;
+    reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq: 1.min(last_seq), last_seq }).await?;
+    let mut live = false;
+    loop {
+        if let Some(events) = subscription.after(reader.sent) {
+            for event in &events {
+                reader.event(event).await?;
+            }
+        } else {
+            let events = match app.store.events(&id, reader.sent, REPLAY).await {
+                Ok(events) => events,
+                Err(error) => {
+                    tracing::warn!(%error, "a stream cannot be read on");
+                    reader.close(1013, "the database is not available; come back").await;
+                    return Err(Gone);
+                }
+            };
+            for event in &events {
+                reader.event(event).await?;
+            }
+            if events.len() == REPLAY as usize {
+                continue;
+            }
+        }
+        if !live && reader.sent >= last_seq {
+            live = true;
+            let seq = reader.sent;
+            reader.frame(&Frame::Live { seq }).await?;
+        }
+        loop {
+            let sent = reader.sent;
+            tokio::select! {
+                known = subscription.wait(sent) => {
+                    if !known {
+                        reader.close(1000, "the job was deleted").await;
+                        return Ok(());
+                    }
+                    break;
+                }
+                _ = &mut reader.closed => return Ok(()),
+                () = app.stopping.cancelled() => {
+                    reader.close(1001, "the server is stopping").await;
+                    return Ok(());
+                }
+                () = tokio::time::sleep(PING_EVERY) => reader.send(Message::Ping(bytes::Bytes::new())).await?,
+            }
+        }
+    }
+}
+
+/// All jobs, live
+///
+/// A websocket of JSON text frames: `live` once changes are being told, then `job` with a job's newest state
+/// (at most four times a second each) and `job_deleted`. Read the list after `live`, and nothing is missed.
+#[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
+pub(crate) async fn list_stream(
+    State(app): State<App>,
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response> {
+    let upgrade = accept(upgrade)?;
+    Ok(upgrade.on_upgrade(move |socket| {
+        let tasks = app.tasks.clone();
+        tasks.track_future(async move {
+            let reader = Reader::new(&app, socket);
+            if let Err(Gone) = follow_list(&app, reader).await {
+                tracing::debug!("a reader of the list went away");
+            }
+        })
+    }))
+}
+
+async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(), Gone> {
+    let mut list = app.hub.list();
+    reader.frame(&Frame::Live { seq: 0 }).await?;
+    loop {
+        tokio::select! {
+            frame = list.recv() => match frame {
+                Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into())).await?,
+                Err(RecvError::Closed) => return Ok(()),
+                // It fell behind: jobs are told as they are, so the newest list makes up for all it missed.
+                Err(RecvError::Lagged(_)) => {
+                    list = list.resubscribe();
+                    let filter = JobFilter { limit: REPLAY, ..JobFilter::default() };
+                    let page = app.store.jobs(&filter).await.map_err(|_| Gone)?;
+                    for job in page.jobs {
+                        reader.frame(&Frame::Job { job: Box::new(job) }).await?;
+                    }
+                }
+            },
+            _ = &mut reader.closed => return Ok(()),
+            () = app.stopping.cancelled() => {
+                reader.close(1001, "the server is stopping").await;
+                return Ok(());
+            }
+            () = tokio::time::sleep(PING_EVERY) => reader.send(Message::Ping(bytes::Bytes::new())).await?,
+        }
+    }
+}

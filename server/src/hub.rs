@@ -1,0 +1,158 @@
+//! Who is watching which job, and the newest events of watched jobs, so that a live reader need not ask the
+//! store for each. The store stays the truth: a reader whose next event is not here reads it there, so it
+//! can fall behind as far as it likes and misses nothing.
+
+use crate::store::{Changed, EventRow};
+use lockstep_protocol::{
+    job::{Job, JobId},
+    stream::Frame,
+};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::sync::{Notify, broadcast, watch};
+
+/// Newest events kept for each watched job.
+const RECENT: usize = 512;
+/// Between two updates of one job on the list.
+const LIST_EVERY: Duration = Duration::from_millis(250);
+/// Updates of the list that a reader may be behind before it is sent the whole list again.
+const LIST_BACKLOG: usize = 1024;
+
+/// Subscribers, by job; and those of the list.
+#[derive(Debug)]
+pub(crate) struct Hub {
+    jobs: Mutex<HashMap<JobId, Watched>>,
+    list: broadcast::Sender<Arc<str>>,
+    /// Jobs whose newest state the list has not been told; `None` for a deleted one.
+    untold: Mutex<HashMap<JobId, Option<Job>>>,
+    wake: Notify,
+}
+
+#[derive(Debug)]
+struct Watched {
+    last_seq: watch::Sender<u64>,
+    /// Without a gap.
+    recent: VecDeque<Arc<EventRow>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Hub {
+    pub(crate) fn new() -> Self {
+        Self {
+            jobs: Mutex::default(),
+            list: broadcast::channel(LIST_BACKLOG).0,
+            untold: Mutex::default(),
+            wake: Notify::new(),
+        }
+    }
+
+    /// Tells subscribers what is stored. Two changes of a job may be told in the wrong order, as they are
+    /// told after their transactions; readers then take the earlier one from the store.
+    pub(crate) fn publish(&self, changed: &Changed) {
+        if let Some(last) = changed.events.last()
+            && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
+        {
+            let newest = watched.recent.back().map(|e| e.seq);
+            if newest.is_none_or(|seq| last.seq > seq) {
+                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.seq != seq + 1)) {
+                    watched.recent.clear();
+                }
+                watched.recent.extend(changed.events.iter().cloned().map(Arc::new));
+                while watched.recent.len() > RECENT {
+                    watched.recent.pop_front();
+                }
+                watched.last_seq.send_replace(last.seq);
+            }
+        }
+        let mut untold = lock(&self.untold);
+        let newer = match untold.get(&changed.job.id) {
+            Some(Some(told)) => told.last_seq <= changed.job.last_seq,
+            Some(None) => false,
+            None => true,
+        };
+        if newer {
+            untold.insert(changed.job.id.clone(), Some(changed.job.clone()));
+            self.wake.notify_one();
+        }
+    }
+
+    /// Tells the list that a job is no more, and ends the job's streams.
+    pub(crate) fn deleted(&self, id: &JobId) {
+        lock(&self.jobs).remove(id);
+        lock(&self.untold).insert(id.clone(), None);
+        self.wake.notify_one();
+    }
+
+    /// To be done before the store is asked, so that nothing falls between.
+    pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
+        let mut jobs = lock(&self.jobs);
+        let watched = jobs
+            .entry(id.clone())
+            .or_insert_with(|| Watched { last_seq: watch::channel(0).0, recent: VecDeque::new() });
+        let last_seq = watched.last_seq.subscribe();
+        Subscription { hub: self.clone(), id: id.clone(), last_seq }
+    }
+
+    /// Frames of the list, from now.
+    pub(crate) fn list(&self) -> broadcast::Receiver<Arc<str>> {
+        self.list.subscribe()
+    }
+
+    /// Tells the list's readers what changed, each job at most once in [`LIST_EVERY`]. Runs until dropped.
+    pub(crate) async fn tell_list(&self) {
+        loop {
+            self.wake.notified().await;
+            for (id, job) in std::mem::take(&mut *lock(&self.untold)) {
+                let frame = match job {
+                    Some(job) => Frame::Job { job: Box::new(job) },
+                    None => Frame::JobDeleted { id: id.to_string() },
+                };
+                if let Ok(text) = serde_json::to_string(&frame) {
+                    // Nobody listening is no error.
+                    let _ = self.list.send(text.into());
+                }
+            }
+            tokio::time::sleep(LIST_EVERY).await;
+        }
+    }
+}
+
+/// One reader of one job.
+#[derive(Debug)]
+pub(crate) struct Subscription {
+    hub: Arc<Hub>,
+    id: JobId,
+    last_seq: watch::Receiver<u64>,
+}
+
+impl Subscription {
+    /// The events after `seq`, if the first of them is still here; else the store has them (or there are none).
+    pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
+        let jobs = lock(&self.hub.jobs);
+        let recent = &jobs.get(&self.id)?.recent;
+        let first = recent.front()?.seq;
+        let skip = usize::try_from((seq + 1).checked_sub(first)?).ok()?;
+        (skip < recent.len()).then(|| recent.iter().skip(skip).cloned().collect())
+    }
+
+    /// Waits until there is an event after `seq`. False when the job is deleted.
+    pub(crate) async fn wait(&mut self, seq: u64) -> bool {
+        self.last_seq.wait_for(|last| *last > seq).await.is_ok()
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let mut jobs = lock(&self.hub.jobs);
+        // Itself still counts as one.
+        if jobs.get(&self.id).is_some_and(|w| w.last_seq.receiver_count() <= 1) {
+            jobs.remove(&self.id);
+        }
+    }
+}

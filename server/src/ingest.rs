@@ -1,0 +1,128 @@
+//! Reports of agents: stored, then published, then acknowledged, in that order. Whatever waits when a
+//! transaction begins goes into it, so a busy server makes larger transactions, not a longer queue.
+
+use crate::{
+    app::App,
+    store::{Ingested, Report},
+};
+use lockstep_protocol::agent::ToAgent;
+use std::{sync::atomic::Ordering, time::Duration};
+use tokio::sync::{mpsc, oneshot};
+
+/// Reports that may wait. An agent has at most a few dozen under way.
+const QUEUE: usize = 4096;
+/// The most records in one transaction, so that no reader waits long for the first of them.
+const BATCH_RECORDS: usize = 4096;
+
+/// What waits to be stored.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Report {
+        /// To be acknowledged to this agent ...
+        agent: String,
+        /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
+        connection: mpsc::Sender<()>,
+        report: Report,
+    },
+    /// Answered when everything before it is stored.
+    Barrier(oneshot::Sender<()>),
+}
+
+/// Where connections put their reports.
+#[derive(Debug, Clone)]
+pub(crate) struct Ingest(mpsc::Sender<Work>);
+
+pub(crate) type Queue = mpsc::Receiver<Work>;
+
+impl Ingest {
+    pub(crate) fn new() -> (Self, Queue) {
+        let (to, queue) = mpsc::channel(QUEUE);
+        (Self(to), queue)
+    }
+
+    /// False when the database is so far behind that the report should come again later.
+    pub(crate) fn put(&self, work: Work) -> bool {
+        self.0.try_send(work).is_ok()
+    }
+
+    /// Returns when all that was put before is stored.
+    pub(crate) async fn drained(&self) {
+        let (to, done) = oneshot::channel();
+        if self.0.send(Work::Barrier(to)).await.is_ok() {
+            let _ = done.await;
+        }
+    }
+}
+
+/// Stores reports until `app` stops.
+pub(crate) async fn run(app: App, mut queue: Queue) {
+    while let Some(first) = queue.recv().await {
+        let mut batch = vec![first];
+        let size = |w: &Work| if let Work::Report { report, .. } = w { report.events.len() } else { 0 };
+        let mut records = size(&batch[0]);
+        while records < BATCH_RECORDS
+            && let Ok(more) = queue.try_recv()
+        {
+            records += size(&more);
+            batch.push(more);
+        }
+        store(&app, batch).await;
+    }
+}
+
+async fn store(app: &App, batch: Vec<Work>) {
+    let mut reports = Vec::with_capacity(batch.len());
+    let mut from = Vec::with_capacity(batch.len());
+    let mut barriers = Vec::new();
+    for work in batch {
+        match work {
+            Work::Report { agent, connection, report } => {
+                from.push((agent, connection, report.attempt.clone()));
+                reports.push(report);
+            }
+            Work::Barrier(done) => barriers.push(done),
+        }
+    }
+    let answers = if reports.is_empty() { Some(Vec::new()) } else { store_patiently(app, reports).await };
+    let Some(answers) = answers else { return };
+    for ((agent, connection, attempt), answer) in from.into_iter().zip(answers) {
+        match answer {
+            Ingested::Stored { acknowledged, changed } => {
+                if let Some(changed) = changed {
+                    app.events_stored.fetch_add(changed.events.len() as u64, Ordering::Relaxed);
+                    app.announce(&changed);
+                }
+                app.agents.tell(&agent, ToAgent::Ack(acknowledged));
+            }
+            Ingested::Stale => {
+                let reason = "another attempt has taken its place, or the job is over".into();
+                app.agents.tell(&agent, ToAgent::Stop { attempt, reason });
+            }
+            Ingested::Gap { stored } => {
+                tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");
+                let _ = connection.try_send(());
+            }
+        }
+    }
+    for done in barriers {
+        let _ = done.send(());
+    }
+}
+
+/// Tries until it is stored: a full disk or a busy database passes, and agents keep what is not acknowledged.
+async fn store_patiently(app: &App, reports: Vec<Report>) -> Option<Vec<Ingested>> {
+    let mut wait = Duration::from_millis(100);
+    loop {
+        match app.store.ingest(reports.clone()).await {
+            Ok(answers) => return Some(answers),
+            Err(error) => {
+                tracing::error!(%error, "reports cannot be stored; trying again");
+                tokio::select! {
+                    () = tokio::time::sleep(wait) => {}
+                    () = app.stopping.cancelled() => return None,
+                }
+                wait = (wait * 2).min(Duration::from_secs(5));
+            }
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! What reports, requests and time do to a job. Pure: every function edits a [`JobRow`] and returns the events
+//! to store, so that a store can run it inside its transaction, and one rule serves every database.
+
+use crate::store::JobRow;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{AttemptEvent, Ending},
+    job::{JobState, Measured},
+    metric::{self, MetricColumn},
+    stream::EventBody,
+};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Points of a job's sparkline.
+const SPARKLINE: usize = 40;
+/// The longest line of a log that is kept, in bytes.
+const LINE_BYTES: usize = 4096;
+/// The longest reason that is kept, in bytes.
+const REASON_BYTES: usize = 2000;
+
+/// A request that a job's state forbids.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{detail}")]
+pub struct Refused {
+    /// The state.
+    pub state: JobState,
+    /// Why not, and what can be done.
+    pub detail: String,
+}
+
+fn refused(state: JobState, detail: impl Into<String>) -> Refused {
+    Refused { state, detail: detail.into() }
+}
+
+/// What a job's newest values and its sparkline are computed from.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Progress {
+    /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
+    parts: Vec<(f64, u32)>,
+    /// Each rank's newest loss and accuracy; their mean is shown.
+    loss: BTreeMap<u32, f64>,
+    accuracy: BTreeMap<u32, f64>,
+    /// The newest checkpoint's step.
+    checkpoint: Option<u64>,
+}
+
+impl Progress {
+    fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
+        self.parts.resize(SPARKLINE, (0.0, 0));
+        let total = total_steps.max(1);
+        for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
+            let at = u128::from(step.saturating_sub(1)) * SPARKLINE as u128 / u128::from(total);
+            let part = &mut self.parts[(at as usize).min(SPARKLINE - 1)];
+            part.0 += f64::from(*value);
+            part.1 += 1;
+        }
+    }
+
+    /// Forgets what an attempt that starts again from `step` will measure anew.
+    fn restart_at(&mut self, step: u64, total_steps: u64) {
+        self.loss.clear();
+        self.accuracy.clear();
+        let keep = u128::from(step) * SPARKLINE as u128 / u128::from(total_steps.max(1));
+        self.parts.truncate(keep as usize);
+    }
+
+    /// About [`SPARKLINE`] mean losses, in the order of steps.
+    pub fn sparkline(&self) -> Vec<f32> {
+        self.parts.iter().filter(|(_, n)| *n > 0).map(|(sum, n)| (sum / f64::from(*n)) as f32).collect()
+    }
+}
+
+fn mean(values: &BTreeMap<u32, f64>) -> Option<f64> {
+    (!values.is_empty()).then(|| values.values().sum::<f64>() / values.len() as f64)
+}
+
+fn shorten(text: &mut String, bytes: usize) {
+    if text.len() > bytes {
+        text.truncate(text.floor_char_boundary(bytes));
+    }
+}
+
+/// Moves a job to `next`.
+///
+/// # Errors
+/// A move that [`JobState::may_become`] does not know.
+fn go(row: &mut JobRow, next: JobState, reason: Option<String>, at: Timestamp) -> Result<EventBody, Refused> {
+    let job = &mut row.job;
+    if !job.state.may_become(next) {
+        return Err(refused(job.state, format!("a job that is {} cannot become {next}", job.state)));
+    }
+    job.state = next;
+    job.reason = reason.map(|mut r| {
+        shorten(&mut r, REASON_BYTES);
+        r
+    });
+    if !next.is_active() {
+        row.token = None;
+        job.images_per_second = None;
+        job.eta_secs = None;
+    }
+    match next {
+        JobState::Starting => {
+            job.started_at.get_or_insert(at);
+            job.finished_at = None;
+        }
+        JobState::Queued => job.finished_at = None,
+        _ if next.is_final() => {
+            job.finished_at = Some(at);
+            row.stop = None;
+        }
+        _ => {}
+    }
+    Ok(state_event(row))
+}
+
+fn state_event(row: &JobRow) -> EventBody {
+    EventBody::State { state: row.job.state, reason: row.job.reason.clone(), attempt: row.job.attempt }
+}
+
+/// The next attempt was claimed: the caller has set attempt, token and agents.
+pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    Ok(vec![go(row, JobState::Starting, None, at)?])
+}
+
+/// Why a job still waits; no event when it is what the job says already.
+pub fn waits(row: &mut JobRow, reason: &str) -> Result<Vec<EventBody>, Refused> {
+    let waiting = matches!(row.job.state, JobState::Queued);
+    if !waiting || row.job.reason.as_deref() == Some(reason) {
+        return Ok(Vec::new());
+    }
+    row.job.reason = Some(reason.to_owned());
+    Ok(vec![state_event(row)])
+}
+
+/// A person wants it stopped. With `reachable` false nobody can be asked to stop its ranks: it ends at once,
+/// and its agent learns of it when it comes back.
+pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let state = row.job.state;
+    if state.is_final() {
+        return Err(refused(state, format!("the job is already over: it is {state}")));
+    }
+    if row.token.is_some() && reachable {
+        if row.stop.is_some() {
+            return Ok(Vec::new());
+        }
+        row.stop = Some("cancelled on request".into());
+        row.job.reason = Some("being cancelled: its ranks are told to stop".into());
+        return Ok(vec![state_event(row)]);
+    }
+    Ok(vec![go(row, JobState::Cancelled, Some("cancelled on request".into()), at)?])
+}
+
+/// A person wants a job that failed or was cancelled to go on from its newest checkpoint.
+pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let state = row.job.state;
+    if !matches!(state, JobState::Failed | JobState::Cancelled) {
+        return Err(refused(
+            state,
+            format!("the job is {state}; only a job that has failed or was cancelled can be retried"),
+        ));
+    }
+    row.restarts = 0;
+    let from = origin(row);
+    Ok(vec![go(row, JobState::Queued, Some(format!("retried on request; goes on from {from}")), at)?])
+}
+
+/// Its agent was silent for longer than the lease, or came back without it.
+pub fn lost(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let mut events = vec![go(row, JobState::Lost, Some(why.to_owned()), at)?];
+    events.push(match row.stop.take() {
+        Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
+        None => restart_or_fail(row, why, at)?,
+    });
+    Ok(events)
+}
+
+/// Its agent went away in order: back to the queue, not counted as a restart.
+pub fn requeue(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let event = match row.stop.take() {
+        Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
+        None => {
+            let reason = format!("{why}; goes on from {}", origin(row));
+            go(row, JobState::Queued, Some(reason), at)?
+        }
+    };
+    Ok(vec![event])
+}
+
+/// What it needs is gone before it could start.
+pub fn cannot_start(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    Ok(vec![go(row, JobState::Failed, Some(why.to_owned()), at)?])
+}
+
+fn origin(row: &JobRow) -> String {
+    row.progress.checkpoint.map_or("the start".into(), |step| format!("step {step}"))
+}
+
+fn restart_or_fail(row: &mut JobRow, why: &str, at: Timestamp) -> Result<EventBody, Refused> {
+    let allowed = row.job.spec.recovery.max_restarts;
+    if row.restarts < allowed {
+        row.restarts += 1;
+        let next = format!("{why}; attempt {} starts from {}", row.job.attempt + 1, origin(row));
+        return go(row, JobState::Restarting, Some(next), at);
+    }
+    let times = match row.restarts {
+        0 => "no restart is allowed (recovery.max_restarts = 0)".to_owned(),
+        n => format!("it had been restarted {n} times, as often as recovery.max_restarts allows"),
+    };
+    go(row, JobState::Failed, Some(format!("{why}; {times}")), at)
+}
+
+/// What a record of a rank or its agent does to a job and which events it becomes. Records that no honest rank
+/// writes (an unknown metric, a rank that the job does not have) become none.
+pub fn report(
+    row: &mut JobRow,
+    event: AttemptEvent,
+    leaving: Option<&str>,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
+    let attempt = row.job.attempt;
+    let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
+    Ok(match event {
+        AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
+            let job = &mut row.job;
+            (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
+            job.epoch = epoch_of(start_step + 1, steps_per_epoch);
+            row.progress.restart_at(start_step, total_steps);
+            let mut events = Vec::new();
+            if row.job.state == JobState::Starting {
+                let stop = row.stop.as_ref().and(row.job.reason.clone());
+                events.push(go(row, JobState::Running, stop, at)?);
+            }
+            events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
+            events
+        }
+        AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
+            let columns = columns.into_iter().filter(|c| {
+                metric::NAMES.contains(&c.name.as_str())
+                    && c.steps.len() == c.values.len()
+                    && !c.steps.is_empty()
+            });
+            columns
+                .map(|column| {
+                    note(row, rank, &column);
+                    EventBody::Metrics {
+                        attempt,
+                        rank,
+                        name: column.name,
+                        steps: column.steps,
+                        values: column.values.into_iter().map(|v| v.is_finite().then_some(v)).collect(),
+                    }
+                })
+                .collect()
+        }
+        AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
+            lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
+            vec![EventBody::Log { attempt, rank, lines }]
+        }
+        AttemptEvent::Rank { rank, report } if has(row, rank) => {
+            vec![EventBody::Rank { attempt, rank, report }]
+        }
+        AttemptEvent::Checkpoint(checkpoint) => {
+            row.progress.checkpoint = row.progress.checkpoint.max(Some(checkpoint.step));
+            let id = checkpoint_id(row, checkpoint.epoch, checkpoint.step);
+            vec![EventBody::Checkpoint { attempt, id, checkpoint }]
+        }
+        AttemptEvent::CheckpointRemoved { epoch, step } => {
+            vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
+        }
+        AttemptEvent::Evaluation(evaluation) => {
+            let job = &mut row.job;
+            job.last.val_loss = Some(evaluation.loss).filter(|v| v.is_finite());
+            job.last.val_accuracy = Some(evaluation.accuracy).filter(|v| v.is_finite());
+            if evaluation.accuracy.is_finite() && job.best.is_none_or(|b| evaluation.accuracy > b.value) {
+                let (value, step, epoch) = (evaluation.accuracy, evaluation.step, evaluation.epoch);
+                job.best = Some(Measured { value, step, epoch });
+            }
+            vec![EventBody::Evaluation { attempt, evaluation }]
+        }
+        AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
+        // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
+        AttemptEvent::RankFailed { .. }
+        | AttemptEvent::Metrics { .. }
+        | AttemptEvent::Log { .. }
+        | AttemptEvent::Rank { .. } => Vec::new(),
+    })
+}
+
+fn checkpoint_id(row: &JobRow, epoch: u32, step: u64) -> String {
+    format!("{}-{epoch}-{step}", row.job.id)
+}
+
+/// The epoch, from 1, that a step, from 1, belongs to.
+fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
+    let epoch = step.saturating_sub(1) / steps_per_epoch.max(1) + 1;
+    u32::try_from(epoch).unwrap_or(u32::MAX)
+}
+
+/// Takes what the job itself shows from a column.
+fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
+    let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
+    let value = f64::from(*value);
+    let job = &mut row.job;
+    match column.name.as_str() {
+        "loss" => {
+            row.progress.add_losses(column, job.total_steps);
+            row.progress.loss.insert(rank, value);
+            job.last.loss = mean(&row.progress.loss).filter(|v| v.is_finite());
+            job.sparkline = row.progress.sparkline();
+            if step > job.step {
+                job.step = step;
+                let last = if job.total_steps > 0 { step.min(job.total_steps) } else { step };
+                job.epoch = epoch_of(last, job.steps_per_epoch);
+            }
+        }
+        "accuracy" => {
+            row.progress.accuracy.insert(rank, value);
+            job.last.accuracy = mean(&row.progress.accuracy).filter(|v| v.is_finite());
+        }
+        "lr" => job.last.lr = Some(value).filter(|v| v.is_finite()),
+        "images_per_second" if value.is_finite() && value > 0.0 => {
+            job.images_per_second = Some(value);
+            let left = job.total_steps.saturating_sub(job.step) * job.spec.global_batch_size();
+            job.eta_secs = Some(left as f64 / value);
+        }
+        _ => {}
+    }
+}
+
+fn ended(
+    row: &mut JobRow,
+    ending: Ending,
+    leaving: Option<&str>,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
+    let mut events = Vec::new();
+    match (ending, row.stop.take()) {
+        (Ending::Succeeded { step }, _) => {
+            if row.job.state == JobState::Starting {
+                events.push(go(row, JobState::Running, None, at)?);
+            }
+            row.job.step = row.job.step.max(step);
+            events.push(go(row, JobState::Succeeded, None, at)?);
+        }
+        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), at)?),
+        (Ending::Stopped, None) => {
+            let why = leaving.unwrap_or("its agent stopped it in order");
+            events.extend(requeue(row, why, at)?);
+        }
+        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, &reason, at)?),
+        (Ending::Failed { reason, retriable: false }, None) => {
+            events.push(go(row, JobState::Failed, Some(reason), at)?);
+        }
+    }
+    Ok(events)
+}

@@ -1,0 +1,121 @@
+//! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
+//! descriptions, so `openapi.json` cannot forget one.
+
+use crate::{
+    app::App,
+    error::Error,
+    guard,
+    handlers::{
+        agent_socket, agents, assets, checkpoints, datasets, health, jobs, logs, metrics, pages, stream,
+    },
+};
+use axum::{
+    Json, Router,
+    extract::DefaultBodyLimit,
+    http::StatusCode,
+    middleware,
+    response::{IntoResponse, Response},
+    routing::{any, get},
+};
+use std::{any::Any, time::Duration};
+use tower_http::{
+    catch_panic::CatchPanicLayer,
+    compression::{
+        CompressionLayer,
+        predicate::{DefaultPredicate, NotForContentType, Predicate},
+    },
+    timeout::TimeoutLayer,
+};
+use utoipa::OpenApi;
+use utoipa_axum::{router::OpenApiRouter, routes};
+
+/// The largest body of a request. A specification or a form takes a few kilobytes.
+const BODY_BYTES: usize = 1 << 20;
+/// Until a handler must have begun to answer. Looking at a large dataset takes longest.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+#[derive(OpenApi)]
+#[openapi(info(
+    title = "Lockstep",
+    description = "Submit training jobs, watch them, fetch what they made. Errors are RFC 9457 problems."
+))]
+struct Document;
+
+/// What programs rely on.
+fn api() -> OpenApiRouter<App> {
+    let v1 = OpenApiRouter::new()
+        .routes(routes!(jobs::list, jobs::create))
+        .routes(routes!(jobs::validate))
+        .routes(routes!(jobs::show, jobs::delete))
+        .routes(routes!(jobs::cancel))
+        .routes(routes!(jobs::retry))
+        .routes(routes!(metrics::query))
+        .routes(routes!(metrics::csv))
+        .routes(routes!(logs::query))
+        .routes(routes!(checkpoints::list))
+        .routes(routes!(checkpoints::show))
+        .routes(routes!(checkpoints::file))
+        .routes(routes!(datasets::list, datasets::create))
+        .routes(routes!(datasets::show, datasets::delete))
+        .routes(routes!(agents::list))
+        .routes(routes!(agent_socket::socket))
+        .routes(routes!(stream::job_stream))
+        .routes(routes!(stream::list_stream))
+        .routes(routes!(document));
+    OpenApiRouter::with_openapi(Document::openapi())
+        .nest("/api/v1", v1)
+        .routes(routes!(health::healthz))
+        .routes(routes!(health::readyz))
+        .routes(routes!(health::prometheus))
+}
+
+/// The document of `GET /api/v1/openapi.json`.
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    api().into_openapi()
+}
+
+/// This document
+#[utoipa::path(get, path = "/openapi.json", tag = "document", responses((status = 200, body = Object)))]
+async fn document() -> Json<utoipa::openapi::OpenApi> {
+    Json(openapi())
+}
+
+/// Every URL of the server.
+pub fn build_router(app: App) -> Router {
+    let (api, _) = api().split_for_parts();
+    Router::new()
+        .merge(api)
+        .route("/", get(pages::home))
+        .route("/jobs", get(pages::jobs))
+        .route("/jobs/new", get(pages::new_job).post(pages::submit_job))
+        .route("/jobs/{id}", get(pages::job))
+        .route("/datasets", get(pages::datasets).post(pages::add_dataset))
+        .route("/machines", get(pages::machines))
+        .route("/static/{*path}", get(assets::asset))
+        .route("/api/{*path}", any(no_such_call))
+        .fallback(pages::not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(BODY_BYTES))
+        .layer(TimeoutLayer::with_status_code(StatusCode::GATEWAY_TIMEOUT, PATIENCE))
+        // Weights do not compress, and ranges are of the file's own bytes.
+        .layer(CompressionLayer::new().compress_when(
+            DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
+        ))
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn(guard::guard))
+        .with_state(app)
+}
+
+async fn no_such_call() -> Error {
+    Error::NotFound("there is no such call; see /api/v1/openapi.json".into())
+}
+
+async fn wrong_method() -> Error {
+    let detail = "this address does not know that method; see /api/v1/openapi.json";
+    Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
+}
+
+fn panicked(panic: Box<dyn Any + Send + 'static>) -> Response {
+    let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    Error::Internal(format!("a handler panicked: {}", said.unwrap_or("?"))).into_response()
+}

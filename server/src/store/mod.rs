@@ -1,0 +1,128 @@
+//! What the server must never lose, behind one trait: SQLite today, another database by implementing
+//! [`Store`] and passing the same tests.
+//!
+//! What a report or a request does to a job is decided outside (`crate::lifecycle`), on a [`JobRow`]; a store
+//! reads the row, lets the change happen, and writes row and events in one transaction.
+
+mod rows;
+pub mod sqlite;
+
+pub use rows::{
+    AgentRow, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested, JobFilter,
+    JobRow, LogFilter, MetricFilter, NewJob, Page, Place, Report,
+};
+
+use crate::lifecycle::Refused;
+use async_trait::async_trait;
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptRef, RankReport},
+    dataset::Dataset,
+    job::{Job, JobId},
+    metric::MetricColumn,
+    stream::{Event, EventBody},
+};
+
+/// What goes wrong in a store.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// No such job, dataset ...
+    #[error("there is no such {0}")]
+    NotFound(&'static str),
+    /// The job's state forbids it.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    /// The name is taken.
+    #[error("the name {0:?} is taken")]
+    NameTaken(String),
+    /// An idempotency key came with another request before.
+    #[error("this Idempotency-Key was used before, with another request")]
+    KeyReused,
+    /// The database did not do its work: full, busy, away. Trying again later may help.
+    #[error("the database is not available: {0}")]
+    Unavailable(String),
+    /// A row does not hold what this version writes.
+    #[error("the database holds something unreadable: {0}")]
+    Corrupt(String),
+}
+
+/// The result of a store's work.
+pub type Result<T> = std::result::Result<T, StoreError>;
+
+/// A change of one job: edits the row and says what happened. It may be run more than once.
+pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
+
+/// The job after a change, and the events that the change stored.
+#[derive(Debug, Clone)]
+pub struct Changed {
+    /// After the change.
+    pub job: Job,
+    /// In order; may be empty.
+    pub events: Vec<EventRow>,
+}
+
+/// Everything that outlives the server. Each method is atomic, and what it returned is on disk.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Stores a new job as `queued` with its first event. The same idempotency key and request give the job
+    /// that was made then.
+    async fn create_job(&self, new: NewJob) -> Result<Created>;
+    /// The job and what the server alone knows of it.
+    async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
+    /// Newest first, after the filter's cursor.
+    async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
+    /// Jobs that wait for slots, in the order in which they get them.
+    async fn waiting(&self) -> Result<Vec<JobRow>>;
+    /// Changes a job by `change`, which is refused or done as a whole.
+    async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
+    /// Removes a job that is over, with all that is stored of it.
+    async fn delete_job(&self, id: &JobId) -> Result<()>;
+
+    /// Makes the job's next attempt, if the job still waits.
+    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
+    /// Attempts that may write, on whatever agent.
+    async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
+    /// How many records of each source of an attempt are stored.
+    async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>>;
+    /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
+    /// before are skipped; one answer for each report, in order.
+    async fn ingest(&self, reports: Vec<Report>) -> Result<Vec<Ingested>>;
+
+    /// Events of a job with `seq > after`, in order, at most `limit`.
+    async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
+    /// Columns of metrics in order of their events, each with its rank and attempt; and the newest event's number.
+    async fn metrics(
+        &self,
+        job: &JobId,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)>;
+    /// Events of kind `log` that match, in order, at most `limit`.
+    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>>;
+    /// The newest report of each rank of an attempt.
+    async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>>;
+
+    /// A job's checkpoints, newest first.
+    async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
+    /// One checkpoint.
+    async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
+
+    /// By name.
+    async fn datasets(&self) -> Result<Vec<Dataset>>;
+    /// One dataset.
+    async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
+    /// Registers a dataset; refuses a name that is taken.
+    async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
+    /// Forgets a dataset; its files stay.
+    async fn remove_dataset(&self, name: &str) -> Result<()>;
+
+    /// Remembers an agent as it introduced itself, or that it was seen.
+    async fn put_agent(&self, agent: &AgentRow) -> Result<()>;
+    /// By name.
+    async fn agents(&self) -> Result<Vec<AgentRow>>;
+
+    /// Numbers for `/metrics`.
+    async fn counts(&self) -> Result<Counts>;
+    /// Whether it can be written now.
+    async fn ready(&self) -> Result<()>;
+    /// Writes out what is left and closes.
+    async fn close(&self);
+}

@@ -1,0 +1,247 @@
+//! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
+
+use crate::lifecycle::Progress;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
+    job::{Job, JobId, JobState},
+    spec::JobSpec,
+};
+use serde::{Deserialize, Serialize};
+
+/// A job about to be stored.
+#[derive(Debug, Clone)]
+pub struct NewJob {
+    /// Its id.
+    pub id: JobId,
+    /// Checked.
+    pub spec: JobSpec,
+    /// Now.
+    pub at: Timestamp,
+    /// The client's key and the hash of its request.
+    pub idempotency: Option<(String, String)>,
+}
+
+/// What [`super::Store::create_job`] did.
+#[derive(Debug, Clone)]
+pub enum Created {
+    /// A new job.
+    New(Box<super::Changed>),
+    /// The job that the same request made before.
+    Before(Box<Job>),
+}
+
+/// A job and what only the server knows of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JobRow {
+    /// As it is shown.
+    pub job: Job,
+    /// Why its ranks are being stopped at somebody's wish.
+    pub stop: Option<String>,
+    /// Failed or lost attempts since it was last submitted or retried.
+    pub restarts: u32,
+    /// Fencing token of the attempt that may write.
+    pub token: Option<u64>,
+    /// What its newest values and its sparkline come from.
+    pub progress: Progress,
+}
+
+impl JobRow {
+    /// The attempt that may write, if there is one.
+    pub fn live(&self) -> Option<AttemptRef> {
+        let job = &self.job;
+        self.token.map(|token| AttemptRef { job: job.id.clone(), attempt: job.attempt, token })
+    }
+}
+
+/// Which jobs to list.
+#[derive(Debug, Clone, Default)]
+pub struct JobFilter {
+    /// In this state.
+    pub state: Option<JobState>,
+    /// Whose name contains this.
+    pub name: Option<String>,
+    /// At most so many; 0 counts as 50.
+    pub limit: u32,
+    /// Older than this job.
+    pub cursor: Option<JobId>,
+}
+
+/// A page of jobs.
+#[derive(Debug, Clone)]
+pub struct Page {
+    /// Newest first.
+    pub jobs: Vec<Job>,
+    /// There are older ones, after this job.
+    pub next: Option<JobId>,
+}
+
+/// The ranks of an attempt on one agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Its id.
+    pub agent_id: String,
+    /// Its name then.
+    pub agent: String,
+    /// Global rank and slot index.
+    pub ranks: Vec<(u32, u32)>,
+}
+
+/// The wish to start a job's next attempt.
+#[derive(Debug, Clone)]
+pub struct Claim {
+    /// The job.
+    pub job: JobId,
+    /// Its attempt so far, so that two claims of the same moment make one attempt.
+    pub after_attempt: u32,
+    /// Where.
+    pub places: Vec<Place>,
+    /// Now.
+    pub at: Timestamp,
+}
+
+/// An attempt that was made.
+#[derive(Debug, Clone)]
+pub struct Claimed {
+    /// With its fencing token.
+    pub attempt: AttemptRef,
+    /// The newest complete checkpoint, to continue from: `<epoch>-<step>`.
+    pub resume: Option<String>,
+    /// The job, now `starting`.
+    pub changed: super::Changed,
+}
+
+/// An attempt that may write.
+#[derive(Debug, Clone)]
+pub struct AttemptRow {
+    /// With its fencing token.
+    pub attempt: AttemptRef,
+    /// Where its ranks are.
+    pub places: Vec<Place>,
+    /// Why it is being stopped, if it is.
+    pub stop: Option<String>,
+}
+
+/// Records of one source of an attempt, as they came.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Of which attempt.
+    pub attempt: AttemptRef,
+    /// Who wrote them.
+    pub source: Source,
+    /// The number of the first.
+    pub first: u64,
+    /// In order.
+    pub events: Vec<AttemptEvent>,
+    /// When they came.
+    pub at: Timestamp,
+    /// The agent is stopping in order, for this reason.
+    pub leaving: Option<String>,
+}
+
+/// What became of a report.
+#[derive(Debug, Clone)]
+pub enum Ingested {
+    /// Its records are on disk.
+    Stored {
+        /// To be told to the agent.
+        acknowledged: Acknowledged,
+        /// None when every record was there already.
+        changed: Option<Box<super::Changed>>,
+    },
+    /// The attempt may not write (any more): fenced, ended or deleted.
+    Stale,
+    /// Records before it are missing: the connection lost some, or it is no honest agent.
+    Gap {
+        /// So many are stored.
+        stored: u64,
+    },
+}
+
+/// A stored event. `body` is the JSON of its [`lockstep_protocol::stream::EventBody`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventRow {
+    /// From 1.
+    pub seq: u64,
+    /// To the millisecond.
+    pub at: Timestamp,
+    /// A JSON object.
+    pub body: String,
+}
+
+impl EventRow {
+    /// The event as a frame of the stream; the same text whether it is new or replayed.
+    pub fn frame(&self) -> String {
+        let rest = self.body.strip_prefix('{').unwrap_or("}");
+        format!("{{\"seq\":{},\"at\":\"{}\",{rest}", self.seq, self.at)
+    }
+}
+
+/// Which metrics.
+#[derive(Debug, Clone, Default)]
+pub struct MetricFilter {
+    /// One name, or all.
+    pub name: Option<String>,
+    /// These ranks; empty for all.
+    pub ranks: Vec<u32>,
+    /// Steps not below.
+    pub from: Option<u64>,
+    /// Steps not above.
+    pub to: Option<u64>,
+    /// Events with `seq > after` ...
+    pub after: u64,
+    /// ... at most so many; `None` for all.
+    pub limit: Option<u32>,
+}
+
+/// Which log events.
+#[derive(Debug, Clone, Default)]
+pub struct LogFilter {
+    /// Of this rank.
+    pub rank: Option<u32>,
+    /// Of this attempt.
+    pub attempt: Option<u32>,
+    /// With `seq > after`.
+    pub after: u64,
+    /// At most so many events.
+    pub limit: u32,
+    /// The newest ones instead of the first ones (still in order).
+    pub newest: bool,
+}
+
+/// A complete checkpoint.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CheckpointRow {
+    /// Opaque.
+    pub id: String,
+    /// Of this job.
+    pub job: JobId,
+    /// Written by this attempt.
+    pub attempt: u32,
+    /// What is known of it.
+    pub info: CheckpointInfo,
+    /// When it was reported.
+    pub created_at: Timestamp,
+}
+
+/// A machine that has introduced itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AgentRow {
+    /// Kept by the agent over restarts.
+    pub id: String,
+    /// As shown.
+    pub name: String,
+    /// As it introduced itself.
+    pub machine: Machine,
+    /// In index order.
+    pub slots: Vec<Slot>,
+    /// When it last said anything.
+    pub last_seen_at: Timestamp,
+}
+
+/// Numbers for monitoring.
+#[derive(Debug, Clone, Default)]
+pub struct Counts {
+    /// Jobs in each state that any job is in.
+    pub jobs: Vec<(JobState, u64)>,
+}

@@ -1,0 +1,372 @@
+//! Jobs and attempts: rows in and out, changes, claims.
+
+use super::{SqliteStore, from_json, int, json, small, time, uint};
+use crate::{
+    lifecycle,
+    store::{
+        AttemptRow, Change, Changed, Claim, Claimed, Created, EventRow, JobFilter, JobRow, NewJob, Page,
+        Place, Result, StoreError,
+    },
+};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::AttemptRef,
+    job::{Job, JobId, JobState, LastValues},
+    stream::EventBody,
+};
+use sqlx::{Row, Sqlite, SqliteConnection, Transaction, sqlite::SqliteRow};
+
+/// Jobs on a page when the filter does not say.
+const PAGE: u32 = 50;
+/// The most on any page.
+const PAGE_MAX: u32 = 500;
+
+pub(super) fn job_row(row: &SqliteRow) -> Result<JobRow> {
+    let id: String = row.try_get("id")?;
+    let state: String = row.try_get("state")?;
+    let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
+    let best: Option<String> = row.try_get("best")?;
+    let last: String = row.try_get("last")?;
+    let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
+    let progress: lifecycle::Progress = from_json(row.try_get("progress")?)?;
+    let job = Job {
+        id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+        name: row.try_get("name")?,
+        state: state.parse().map_err(StoreError::Corrupt)?,
+        reason: row.try_get("reason")?,
+        spec: from_json(row.try_get("spec")?)?,
+        attempt: small(row.try_get("attempt")?),
+        ranks: small(row.try_get("ranks")?),
+        agents: from_json(row.try_get("agents")?)?,
+        step: unsigned("step")?,
+        epoch: small(row.try_get("epoch")?),
+        total_steps: unsigned("total_steps")?,
+        steps_per_epoch: unsigned("steps_per_epoch")?,
+        images_per_second: row.try_get("images_per_second")?,
+        eta_secs: row.try_get("eta_secs")?,
+        created_at: time(row.try_get("created_at")?)?,
+        started_at: optional_time("started_at")?,
+        finished_at: optional_time("finished_at")?,
+        best: best.as_deref().map(from_json).transpose()?,
+        last: if last == "{}" { LastValues::default() } else { from_json(&last)? },
+        last_seq: unsigned("last_seq")?,
+        sparkline: progress.sparkline(),
+    };
+    Ok(JobRow {
+        job,
+        stop: row.try_get("stop")?,
+        restarts: small(row.try_get("restarts")?),
+        token: row.try_get::<Option<i64>, _>("token")?.map(uint),
+        progress,
+    })
+}
+
+pub(super) async fn load(db: &mut SqliteConnection, id: &JobId) -> Result<Option<JobRow>> {
+    let row = sqlx::query("SELECT * FROM jobs WHERE id = ?").bind(id.as_str()).fetch_optional(db).await?;
+    row.as_ref().map(job_row).transpose()
+}
+
+/// Writes what can change of a job. An attempt that may no longer write is marked as ended.
+pub(super) async fn save(db: &mut SqliteConnection, row: &JobRow, at: Timestamp) -> Result<()> {
+    let job = &row.job;
+    sqlx::query(
+        "UPDATE jobs SET state = ?2, reason = ?3, attempt = ?4, agents = ?5, step = ?6, epoch = ?7, \
+         total_steps = ?8, steps_per_epoch = ?9, images_per_second = ?10, eta_secs = ?11, started_at = ?12, \
+         finished_at = ?13, best = ?14, last = ?15, last_seq = ?16, progress = ?17, stop = ?18, restarts = ?19, \
+         token = ?20 WHERE id = ?1",
+    )
+    .bind(job.id.as_str())
+    .bind(job.state.as_str())
+    .bind(&job.reason)
+    .bind(job.attempt)
+    .bind(json(&job.agents)?)
+    .bind(int(job.step))
+    .bind(job.epoch)
+    .bind(int(job.total_steps))
+    .bind(int(job.steps_per_epoch))
+    .bind(job.images_per_second)
+    .bind(job.eta_secs)
+    .bind(job.started_at.map(|t| t.as_millisecond()))
+    .bind(job.finished_at.map(|t| t.as_millisecond()))
+    .bind(job.best.as_ref().map(json).transpose()?)
+    .bind(json(&job.last)?)
+    .bind(int(job.last_seq))
+    .bind(json(&row.progress)?)
+    .bind(&row.stop)
+    .bind(row.restarts)
+    .bind(row.token.map(int))
+    .execute(&mut *db)
+    .await?;
+    if row.token.is_none() {
+        sqlx::query("UPDATE attempts SET ended_at = ?2 WHERE job_id = ?1 AND ended_at IS NULL")
+            .bind(job.id.as_str())
+            .bind(at.as_millisecond())
+            .execute(db)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Stores events after the job's newest, and keeps the table of checkpoints in step with them.
+pub(super) async fn append(
+    db: &mut SqliteConnection,
+    row: &mut JobRow,
+    bodies: Vec<EventBody>,
+    at: Timestamp,
+) -> Result<Vec<EventRow>> {
+    let mut events = Vec::with_capacity(bodies.len());
+    for body in bodies {
+        row.job.last_seq += 1;
+        let seq = row.job.last_seq;
+        let attempt = row.job.attempt;
+        let (kind, rank, name, steps) = match &body {
+            EventBody::State { .. } => ("state", None, None, None),
+            EventBody::Plan { .. } => ("plan", None, None, None),
+            EventBody::Metrics { rank, name, steps, .. } => {
+                ("metrics", Some(*rank), Some(name.as_str()), steps.first().zip(steps.last()))
+            }
+            EventBody::Log { rank, .. } => ("log", Some(*rank), None, None),
+            EventBody::Checkpoint { .. } => ("checkpoint", None, None, None),
+            EventBody::CheckpointRemoved { .. } => ("checkpoint_removed", None, None, None),
+            EventBody::Evaluation { .. } => ("evaluation", None, None, None),
+            EventBody::Rank { rank, .. } => ("rank", Some(*rank), None, None),
+        };
+        let text = json(&body)?;
+        sqlx::query(
+            "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        )
+        .bind(row.job.id.as_str())
+        .bind(int(seq))
+        .bind(at.as_millisecond())
+        .bind(kind)
+        .bind(attempt)
+        .bind(rank)
+        .bind(name)
+        .bind(steps.map(|(first, _)| int(*first)))
+        .bind(steps.map(|(_, last)| int(*last)))
+        .bind(&text)
+        .execute(&mut *db)
+        .await?;
+        project(db, &row.job.id, &body, at).await?;
+        events.push(EventRow { seq, at, body: text });
+    }
+    Ok(events)
+}
+
+async fn project(db: &mut SqliteConnection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
+    match body {
+        EventBody::Checkpoint { attempt, id, checkpoint } => {
+            if checkpoint.best {
+                sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = ?")
+                    .bind(job.as_str())
+                    .execute(&mut *db)
+                    .await?;
+            }
+            sqlx::query("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")
+                .bind(id)
+                .bind(job.as_str())
+                .bind(attempt)
+                .bind(checkpoint.epoch)
+                .bind(int(checkpoint.step))
+                .bind(checkpoint.val_accuracy)
+                .bind(checkpoint.val_loss)
+                .bind(checkpoint.best)
+                .bind(int(checkpoint.size_bytes))
+                .bind(at.as_millisecond())
+                .execute(db)
+                .await?;
+        }
+        EventBody::CheckpointRemoved { id, .. } => {
+            sqlx::query("DELETE FROM checkpoints WHERE id = ?").bind(id).execute(db).await?;
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+async fn change(
+    db: &mut Transaction<'static, Sqlite>,
+    mut row: JobRow,
+    at: Timestamp,
+    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
+) -> Result<Changed> {
+    let bodies = change(&mut row)?;
+    let events = append(db, &mut row, bodies, at).await?;
+    save(db, &row, at).await?;
+    Ok(Changed { job: row.job, events })
+}
+
+impl SqliteStore {
+    pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
+        let mut db = self.begin().await?;
+        if let Some((key, request)) = &new.idempotency {
+            let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = ?")
+                .bind(key)
+                .fetch_optional(&mut *db)
+                .await?;
+            if let Some(before) = before {
+                if before.try_get::<String, _>("request")? != *request {
+                    return Err(StoreError::KeyReused);
+                }
+                let id: String = before.try_get("job_id")?;
+                let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+                let row = load(&mut db, &id).await?.ok_or(StoreError::NotFound("job"))?;
+                return Ok(Created::Before(Box::new(row.job)));
+            }
+        }
+        sqlx::query(
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) VALUES (?, ?, 'queued', ?, ?, ?, ?)",
+        )
+        .bind(new.id.as_str())
+        .bind(&new.spec.name)
+        .bind(new.spec.priority)
+        .bind(json(&new.spec)?)
+        .bind(new.spec.parallel.ranks)
+        .bind(new.at.as_millisecond())
+        .execute(&mut *db)
+        .await?;
+        if let Some((key, request)) = &new.idempotency {
+            sqlx::query("INSERT INTO idempotency VALUES (?, ?, ?, ?)")
+                .bind(key)
+                .bind(request)
+                .bind(new.id.as_str())
+                .bind(new.at.as_millisecond())
+                .execute(&mut *db)
+                .await?;
+        }
+        let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
+        let first = EventBody::State { state: JobState::Queued, reason: None, attempt: 0 };
+        let changed = change(&mut db, row, new.at, |_| Ok(vec![first])).await?;
+        db.commit().await?;
+        Ok(Created::New(Box::new(changed)))
+    }
+
+    pub(super) async fn read_job(&self, id: &JobId) -> Result<Option<JobRow>> {
+        load(&mut *self.reader.acquire().await?, id).await
+    }
+
+    pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
+        let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
+        let rows = sqlx::query(
+            "SELECT * FROM jobs WHERE (?1 IS NULL OR state = ?1) \
+             AND (?2 IS NULL OR instr(lower(name), lower(?2)) > 0) \
+             AND (?3 IS NULL OR (created_at, id) < (SELECT created_at, id FROM jobs WHERE id = ?3)) \
+             ORDER BY created_at DESC, id DESC LIMIT ?4",
+        )
+        .bind(filter.state.map(JobState::as_str))
+        .bind(filter.name.as_deref().filter(|n| !n.is_empty()))
+        .bind(filter.cursor.as_ref().map(JobId::as_str))
+        .bind(limit + 1)
+        .fetch_all(&self.reader)
+        .await?;
+        let mut jobs = rows.iter().map(|r| Ok(job_row(r)?.job)).collect::<Result<Vec<_>>>()?;
+        let more = jobs.len() > limit as usize;
+        jobs.truncate(limit as usize);
+        let next = jobs.last().filter(|_| more).map(|j| j.id.clone());
+        Ok(Page { jobs, next })
+    }
+
+    pub(super) async fn list_waiting(&self) -> Result<Vec<JobRow>> {
+        let rows = sqlx::query(
+            "SELECT * FROM jobs WHERE state IN ('queued', 'restarting', 'lost') \
+             ORDER BY priority DESC, created_at, id LIMIT 1000",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        rows.iter().map(job_row).collect()
+    }
+
+    pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
+        let mut db = self.begin().await?;
+        let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
+        let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
+        db.commit().await?;
+        Ok(changed)
+    }
+
+    pub(super) async fn remove_job(&self, id: &JobId) -> Result<()> {
+        let mut db = self.begin().await?;
+        let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
+        let state = row.job.state;
+        if !state.is_final() {
+            let detail = format!("the job is {state}; cancel it before it is deleted");
+            return Err(lifecycle::Refused { state, detail }.into());
+        }
+        sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.as_str()).execute(&mut *db).await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn make_attempt(&self, claim: Claim) -> Result<Option<Claimed>> {
+        let mut db = self.begin().await?;
+        // The one statement that decides: of two claims only one finds the job still waiting.
+        let claimed = sqlx::query(
+            "UPDATE jobs SET attempt = attempt + 1 WHERE id = ?1 AND attempt = ?2 \
+             AND state IN ('queued', 'restarting') RETURNING attempt",
+        )
+        .bind(claim.job.as_str())
+        .bind(claim.after_attempt)
+        .fetch_optional(&mut *db)
+        .await?;
+        let Some(claimed) = claimed else { return Ok(None) };
+        let attempt = small(claimed.try_get("attempt")?);
+        let resume: Option<(i64, i64)> = sqlx::query_as(
+            "SELECT epoch, step FROM checkpoints WHERE job_id = ? ORDER BY step DESC, epoch DESC LIMIT 1",
+        )
+        .bind(claim.job.as_str())
+        .fetch_optional(&mut *db)
+        .await?;
+        let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
+        let token: i64 = sqlx::query_scalar(
+            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES (?, ?, ?, ?, ?) \
+             RETURNING token",
+        )
+        .bind(claim.job.as_str())
+        .bind(attempt)
+        .bind(json(&claim.places)?)
+        .bind(&resume)
+        .bind(claim.at.as_millisecond())
+        .fetch_one(&mut *db)
+        .await?;
+        let token = uint(token);
+        let mut agents: Vec<String> = Vec::new();
+        for place in &claim.places {
+            if !agents.contains(&place.agent) {
+                agents.push(place.agent.clone());
+            }
+        }
+        let row = load(&mut db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
+        let changed = change(&mut db, row, claim.at, |row| {
+            row.token = Some(token);
+            row.job.agents = agents;
+            lifecycle::started(row, claim.at)
+        })
+        .await?;
+        db.commit().await?;
+        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, token }, resume, changed }))
+    }
+
+    pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
+        let rows = sqlx::query(
+            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop FROM attempts a \
+             JOIN jobs j ON j.id = a.job_id AND j.token = a.token ORDER BY a.token",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        rows.iter()
+            .map(|row| {
+                let id: String = row.try_get("job_id")?;
+                let places: Vec<Place> = from_json(row.try_get("places")?)?;
+                Ok(AttemptRow {
+                    attempt: AttemptRef {
+                        job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                        attempt: small(row.try_get("attempt")?),
+                        token: uint(row.try_get("token")?),
+                    },
+                    places,
+                    stop: row.try_get("stop")?,
+                })
+            })
+            .collect()
+    }
+}

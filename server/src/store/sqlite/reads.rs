@@ -1,0 +1,148 @@
+//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints.
+
+use super::{SqliteStore, from_json, int, small, time, uint};
+use crate::store::{CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError};
+use lockstep_protocol::{
+    agent::{CheckpointInfo, RankReport},
+    job::JobId,
+    metric::MetricColumn,
+    stream::Event,
+};
+use serde::Deserialize;
+use sqlx::{Row, sqlite::SqliteRow};
+
+/// The part of a metrics event that a query needs.
+#[derive(Deserialize)]
+struct Points {
+    attempt: u32,
+    rank: u32,
+    #[serde(flatten)]
+    column: MetricColumn,
+}
+
+fn checkpoint_row(row: &SqliteRow) -> Result<CheckpointRow> {
+    let job: String = row.try_get("job_id")?;
+    Ok(CheckpointRow {
+        id: row.try_get("id")?,
+        job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
+        attempt: small(row.try_get("attempt")?),
+        info: CheckpointInfo {
+            epoch: small(row.try_get("epoch")?),
+            step: uint(row.try_get("step")?),
+            val_accuracy: row.try_get("val_accuracy")?,
+            val_loss: row.try_get("val_loss")?,
+            best: row.try_get("best")?,
+            size_bytes: uint(row.try_get("size_bytes")?),
+        },
+        created_at: time(row.try_get("created_at")?)?,
+    })
+}
+
+impl SqliteStore {
+    pub(super) async fn read_events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
+        let rows: Vec<(i64, i64, String)> = sqlx::query_as(
+            "SELECT seq, at, body FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
+        )
+        .bind(job.as_str())
+        .bind(int(after))
+        .bind(limit)
+        .fetch_all(&self.reader)
+        .await?;
+        rows.into_iter().map(|(seq, at, body)| Ok(EventRow { seq: uint(seq), at: time(at)?, body })).collect()
+    }
+
+    pub(super) async fn read_metrics(
+        &self,
+        job: &JobId,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
+        // Both in one snapshot, so that a stream from `as_of_seq` goes on exactly where the columns end.
+        let mut db = self.reader.begin().await?;
+        let as_of: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = ?")
+            .bind(job.as_str())
+            .fetch_optional(&mut *db)
+            .await?;
+        let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
+        let ranks = serde_json::to_string(&filter.ranks).unwrap_or_default();
+        let rows: Vec<(i64, String)> = sqlx::query_as(
+            "SELECT seq, body FROM events WHERE job_id = ?1 AND kind = 'metrics' AND (?2 IS NULL OR name = ?2) \
+             AND (?3 = '[]' OR rank IN (SELECT value FROM json_each(?3))) \
+             AND (?4 IS NULL OR last_step >= ?4) AND (?5 IS NULL OR first_step <= ?5) AND seq > ?6 \
+             ORDER BY seq LIMIT ?7",
+        )
+        .bind(job.as_str())
+        .bind(&filter.name)
+        .bind(ranks)
+        .bind(filter.from.map(int))
+        .bind(filter.to.map(int))
+        .bind(int(filter.after))
+        .bind(filter.limit.map_or(-1, i64::from))
+        .fetch_all(&mut *db)
+        .await?;
+        db.rollback().await?;
+        // A page of events ends at its last one, whatever came after.
+        let full = filter.limit.is_some_and(|limit| rows.len() == limit as usize);
+        let as_of = rows.last().filter(|_| full).map_or(as_of, |(seq, _)| *seq);
+        let columns = rows
+            .iter()
+            .map(|(_, body)| from_json::<Points>(body).map(|p| (p.rank, p.attempt, p.column)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok((uint(as_of), columns))
+    }
+
+    pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
+        let query = if filter.newest {
+            "SELECT seq, at, body FROM events WHERE job_id = ?1 AND kind = 'log' AND (?2 IS NULL OR rank = ?2) \
+             AND (?3 IS NULL OR attempt = ?3) AND seq > ?4 ORDER BY seq DESC LIMIT ?5"
+        } else {
+            "SELECT seq, at, body FROM events WHERE job_id = ?1 AND kind = 'log' AND (?2 IS NULL OR rank = ?2) \
+             AND (?3 IS NULL OR attempt = ?3) AND seq > ?4 ORDER BY seq LIMIT ?5"
+        };
+        let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(query)
+            .bind(job.as_str())
+            .bind(filter.rank)
+            .bind(filter.attempt)
+            .bind(int(filter.after))
+            .bind(filter.limit)
+            .fetch_all(&self.reader)
+            .await?;
+        if filter.newest {
+            rows.reverse();
+        }
+        rows.into_iter()
+            .map(|(seq, at, body)| Ok(Event { seq: uint(seq), at: time(at)?, body: from_json(&body)? }))
+            .collect()
+    }
+
+    pub(super) async fn read_rank_reports(
+        &self,
+        job: &JobId,
+        attempt: u32,
+    ) -> Result<Vec<(u32, RankReport)>> {
+        let rows: Vec<(i64, String)> = sqlx::query_as(
+            "SELECT rank, body FROM events WHERE job_id = ?1 AND seq IN (SELECT max(seq) FROM events \
+             WHERE job_id = ?1 AND kind = 'rank' AND name IS NULL AND attempt = ?2 GROUP BY rank) ORDER BY rank",
+        )
+        .bind(job.as_str())
+        .bind(attempt)
+        .fetch_all(&self.reader)
+        .await?;
+        rows.iter().map(|(rank, body)| Ok((small(*rank), from_json(body)?))).collect()
+    }
+
+    pub(super) async fn read_checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
+        let rows = sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY step DESC, epoch DESC")
+            .bind(job.as_str())
+            .fetch_all(&self.reader)
+            .await?;
+        rows.iter().map(checkpoint_row).collect()
+    }
+
+    pub(super) async fn read_checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
+        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
+            .bind(id)
+            .fetch_optional(&self.reader)
+            .await?;
+        row.as_ref().map(checkpoint_row).transpose()
+    }
+}

@@ -243,6 +243,12 @@ byId("cancel").addEventListener("click", () => {
     act: () => ask(`/api/v1/jobs/${job.id}/cancel`, { method: "POST" }),
   });
 });
+byId("retry").addEventListener("click", async (event) => {
+  const button = event.currentTarget;
+  button.disabled = true;
+  try { setJob(await ask(`/api/v1/jobs/${job.id}/retry`, { method: "POST" })); } catch (error) { text(byId("verdict-why"), sentence(error)); }
+  button.disabled = false;
+});
 byId("delete").addEventListener("click", () => {
   const size = byId("facts-data").dataset.size || bytes(checkpoints.bytes);
   confirmThen({

@@ -82,9 +82,10 @@ function showMistakes(errors) {
 }
 
 function showPlan(answer) {
-  const { steps_per_epoch, total_steps, global_batch_size } = answer ?? {};
+  const { samples, steps_per_epoch, total_steps, global_batch_size } = answer ?? {};
   const parts = [];
-  if (global_batch_size) parts.push(`${count(global_batch_size)} pictures a step`);
+  if (samples) parts.push(`${count(samples)} pictures`);
+  if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${count(steps_per_epoch)} steps an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   text(byId("plan"), parts.join(" · "));

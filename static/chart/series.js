@@ -128,12 +128,13 @@ export class Series {
     return added;
   }
 
-  /** Buckets as `GET /metrics` brings them; `exact` when each is one point. */
+  /** Buckets as `GET /metrics` brings them, each named by its first step; `exact` when each is one point. */
   load(attempt, { steps, min, max, mean }, exact) {
     const segment = this.segment(attempt);
-    for (let i = 0; i < steps.length; i++) {
+    for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
-      const count = exact ? 1 : Math.max(1, steps[i] - (i ? steps[i - 1] : segment.lastStep < 0 ? 0 : segment.lastStep));
+      // The last one is taken to be as wide as the one before it.
+      if (!exact && i + 1 < steps.length) count = steps[i + 1] - steps[i];
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
     }
     if (!exact) segment.exact = false;

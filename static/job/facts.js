@@ -23,8 +23,10 @@ export class Facts {
     const { job, metrics } = this, total = job.total_steps;
     const loss = metrics.mean("loss").last;
     const newest = metrics.of("loss").last;
-    // A new attempt goes back to its checkpoint; the newest attempt's step is the job's.
-    const step = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    // A new attempt goes back to its checkpoint: its steps are the job's. Points that came as buckets
+    // are named by their first step, so the server's own count may be ahead.
+    const told = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    const step = newest?.exact ? told : Math.max(told, job.step);
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
@@ -47,7 +49,7 @@ export class Facts {
       fact("left", left === null ? "–" : clock(left), "");
     }
     fact("speed", speed ? rate(speed) : "–", speed && job.ranks > 1 ? `${rate(speed / job.ranks)} a rank` : "");
-    const last = loss?.length ? loss.mean[loss.length - 1] : job.last.loss;
+    const last = loss?.length && loss.counts[loss.length - 1] === 1 ? loss.mean[loss.length - 1] : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
 
@@ -103,6 +105,7 @@ export class Facts {
       byId("started").title = job.started_at;
     }
     byId("cancel").hidden = isFinal(job.state);
+    byId("retry").hidden = job.state !== "failed" && job.state !== "cancelled";
     byId("delete").hidden = !isFinal(job.state);
   }
 

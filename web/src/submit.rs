@@ -290,13 +290,14 @@ const PRESETS: [Preset; 3] = [
     Preset {
         key: "fashion-mnist",
         title: "Fashion-MNIST, quick look",
-        about: "ResNet-20, 3 epochs, a minute or so on two CPU cores",
+        about: "ResNet-20, 5 epochs, a minute or so on two CPU cores",
         ranks: 2,
         values: &[
             ("name", "fashion-resnet20"),
             ("model.arch", "resnet20"),
             ("data.dataset", "fashion-mnist"),
-            ("train.epochs", "3"),
+            ("train.epochs", "5"),
+            ("data.crop_padding", "2"),
             ("train.global_batch_size", "64"),
             ("train.optimizer", "nesterov"),
             ("train.lr", "0.1"),

@@ -1,0 +1,68 @@
+// The form: every mistake beside its field, with and without scripts.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { Eyes, House, until } from "./house.mjs";
+
+let house, eyes;
+before(async () => { [house, eyes] = await Promise.all([House.open(), Eyes.open()]); });
+after(async () => { await eyes?.close(); await house?.close(); });
+
+const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[contains(@class,'field')]").locator(".error");
+
+describe("the form", () => {
+  test("shows a mistake beside its field while typing, and takes it away again", async () => {
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const lr = page.getByLabel("Learning rate", { exact: true });
+    await lr.fill("-1");
+    await until("the mistake is named", async () => (await beside(page, "Learning rate").textContent()) !== "");
+    assert.equal(await lr.getAttribute("aria-invalid"), "true");
+    assert.equal(await beside(page, "Epochs").textContent(), "", "no other field is blamed");
+    await lr.fill("0.1");
+    await until("and gone", async () => (await beside(page, "Learning rate").textContent()) === "");
+    await page.end();
+  });
+
+  test("sends nothing half done: all mistakes at once, each at its field, also behind more settings", async () => {
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    await page.getByLabel("Learning rate", { exact: true }).fill("fast");
+    await page.getByLabel("Ranks", { exact: true }).fill("4096");
+    await page.getByText("More settings").click();
+    await page.getByLabel("Seed", { exact: true }).fill("-3");
+    await page.getByText("More settings").click();
+    await page.getByRole("button", { name: "Submit job" }).click();
+    for (const label of ["Learning rate", "Ranks", "Seed"]) {
+      await until(`a mistake beside ${label}`, async () => (await beside(page, label).textContent()) !== "");
+    }
+    assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
+    assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
+    assert.equal((await house.ask("/jobs")).jobs.length, 0);
+    await page.end();
+  });
+
+  test("works without scripts", async () => {
+    const page = await eyes.page(house, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
+    await page.getByLabel("Name", { exact: true }).fill("no script");
+    await page.getByLabel("Learning rate", { exact: true }).fill("-1");
+    await page.getByRole("button", { name: "Submit job" }).click();
+    assert.notEqual((await beside(page, "Learning rate").textContent()).trim(), "");
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "no script", "nothing typed is lost");
+    await page.getByLabel("Learning rate", { exact: true }).fill("0.1");
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+    assert.equal(await page.locator("h1").textContent(), "no script");
+    const id = new URL(page.url()).pathname.split("/").pop();
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
+  test("registers a dataset, and says what is wrong with one that is none", async () => {
+    const page = await eyes.page(house, "/datasets", { expected: [/422/] });
+    assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
+    await page.getByLabel("Name", { exact: true }).fill("nothing");
+    await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
+    await page.getByRole("button", { name: "Look and register" }).click();
+    await until("the folder is named as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
+    await page.end();
+  });
+});

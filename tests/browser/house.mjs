@@ -1,0 +1,157 @@
+// The real binary with a data directory of its own, and a real Chromium that watches itself: an error on
+// a page's console, or a request that leaves the server, fails the test.
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { mkdtemp, readdir, readFile, rm } from "node:fs/promises";
+import { createServer } from "node:net";
+import { tmpdir } from "node:os";
+import { dirname, join, resolve } from "node:path";
+import { fileURLToPath } from "node:url";
+import { chromium } from "playwright-core";
+
+const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
+const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
+const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
+const PATIENCE_MS = 120_000;
+
+/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. */
+export async function until(what, check, patience = PATIENCE_MS) {
+  const end = Date.now() + patience;
+  let last;
+  for (;;) {
+    try { const found = await check(); if (found) return found; last = found; } catch (error) { last = error; }
+    if (Date.now() > end) assert.fail(`${what}: not within ${patience / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+
+const freePort = () => new Promise((done, failed) => {
+  const server = createServer().once("error", failed).listen(0, "127.0.0.1", () => {
+    const { port } = server.address();
+    server.close(() => done(port));
+  });
+});
+
+/** A running server, its dataset registered. */
+export class House {
+  static async open({ dataset = true } = {}) {
+    const house = new House();
+    house.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
+    house.port = await freePort();
+    house.url = `http://127.0.0.1:${house.port}`;
+    house.output = "";
+    await house.start();
+    if (dataset) await house.register();
+    return house;
+  }
+
+  async start() {
+    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, "--cpu-slots", "2"],
+      { stdio: ["ignore", "pipe", "pipe"] });
+    for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
+    this.ended = new Promise((done) => this.process.once("exit", done));
+    await until("the server answers", () => this.process.exitCode === null && fetch(`${this.url}/readyz`).then((r) => r.ok))
+      .catch((error) => { throw new Error(`${error.message}\n${this.output}`); });
+    await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+  }
+
+  async ask(path, body) {
+    const answer = await fetch(`${this.url}/api/v1${path}`, body === undefined ? {}
+      : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+    const content = await answer.json();
+    assert.ok(answer.ok, `${path}: ${answer.status} ${JSON.stringify(content)}`);
+    return content;
+  }
+
+  register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
+
+  /** A small job: `train` and the rest are laid over it. */
+  submit({ name = "small", train = {}, ranks = 2 } = {}) {
+    return this.ask("/jobs", {
+      name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02 },
+      train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" },
+    });
+  }
+
+  job(id) { return this.ask(`/jobs/${id}`); }
+
+  /** At once, as a crash would: ranks and the agent live on. */
+  async crash() {
+    this.process.kill("SIGKILL");
+    await this.ended;
+  }
+
+  async close() {
+    this.process.kill("SIGTERM");
+    await Promise.race([this.ended, new Promise((done) => setTimeout(done, 20_000))]);
+    // Whatever still runs in this directory, should an orderly stop have missed it.
+    for (const pid of (await readdir("/proc")).filter((name) => /^\d+$/.test(name))) {
+      const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
+      if (command.includes(this.dir) && Number(pid) !== process.pid) try { process.kill(Number(pid), "SIGKILL"); } catch { /* gone */ }
+    }
+    await rm(this.dir, { recursive: true, force: true, maxRetries: 5 });
+  }
+}
+
+/** A browser whose pages fail the test for what they should not do. */
+export class Eyes {
+  static async open() {
+    const eyes = new Eyes();
+    eyes.browser = await chromium.launch({
+      executablePath: CHROMIUM,
+      args: ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync"],
+    });
+    return eyes;
+  }
+
+  /** A page at `path`. `expected`: console errors that the test provokes, such as an answer of 422. */
+  async page(house, path, { expected = [], ...options } = {}) {
+    const context = await this.browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+    const page = await context.newPage();
+    page.faults = [];
+    this.watch(page, house, expected);
+    page.tab = async (at) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, house, expected); await tab.goto(house.url + at); return tab; };
+    page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "what pages did wrong"); };
+    await page.goto(house.url + path);
+    return page;
+  }
+
+  watch(page, house, expected) {
+    const fault = (what) => { if (!expected.some((e) => e.test(what))) page.faults.push(what); };
+    page.on("console", (m) => { if (m.type() === "error" || m.type() === "warning") fault(`console: ${m.text()}`); });
+    page.on("pageerror", (error) => fault(`error: ${error.stack}`));
+    page.on("request", (r) => { if (!r.url().startsWith(`${house.url}/`) && !r.url().startsWith("data:")) fault(`request to ${r.url()}`); });
+    page.on("websocket", (w) => { if (new URL(w.url()).host !== new URL(house.url).host) fault(`socket to ${w.url()}`); });
+  }
+
+  close() { return this.browser.close(); }
+}
+
+/** What the loss chart holds: `{ "rank 0": { points, step, value }, ... }`, over all attempts. */
+export const losses = (page) => page.evaluate(() => {
+  const found = {};
+  for (const { label, points, step, value, attempt } of window.lockstep?.charts.loss.snapshot() ?? []) {
+    const line = (found[label] ??= { points: 0 });
+    Object.assign(line, { points: line.points + points, step, value, attempt });
+  }
+  return found;
+});
+
+/** Pixels of the loss chart in each rank's colour. */
+export const pixels = (page) => page.evaluate(async () => {
+  const { palette } = await import("/static/chart/palette.js");
+  const canvas = document.querySelector("#loss-chart canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return palette().ranks.slice(0, 2).map((colour) => {
+    const [r, g, b] = colour.match(/[\d.]+/g).map(Number);
+    let count = 0;
+    for (let i = 0; i < data.length; i += 4) {
+      if (data[i + 3] > 128 && Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 48) count++;
+    }
+    return count;
+  });
+});
+
+export const state = (page) => page.locator("#state").textContent();

@@ -1,0 +1,109 @@
+// A job from the form to its end, as somebody at the screen sees it.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { Eyes, House, losses, pixels, state, until } from "./house.mjs";
+
+let house, eyes;
+before(async () => { [house, eyes] = await Promise.all([House.open(), Eyes.open()]); });
+after(async () => { await eyes?.close(); await house?.close(); });
+
+describe("a job", () => {
+  test("filled in, submitted, watched live to its end; reload and a second tab show the same", async () => {
+    const page = await eyes.page(house, "/jobs");
+    assert.ok(await page.getByText("No job yet").isVisible(), "an empty list says what to do");
+    await page.locator("#no-jobs").getByRole("link", { name: "form" }).click();
+    await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
+    await page.getByLabel("Name", { exact: true }).fill("from the form");
+    await page.getByLabel("Epochs", { exact: true }).fill("");
+    await page.getByText("More settings").click();
+    await page.getByLabel("Steps", { exact: true }).fill("120");
+    await page.getByLabel("or of all ranks").fill("16");
+    await page.getByLabel("Validation", { exact: true }).fill("0.02");
+    await until("the form tells how long it will be", async () => /120 in all/.test(await page.locator("#plan").textContent()));
+    assert.match(await page.locator("#spec-text").textContent(), /\[train\]\n[^[]*steps = 120/);
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+
+    await until("it runs", async () => (await state(page)) === "running");
+    const first = await until("both ranks have a line", async () => {
+      const found = await losses(page);
+      return found["rank 0"]?.points > 1 && found["rank 1"]?.points > 1 && found;
+    });
+    const lines = await until("the log has lines", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) || 0);
+    const drawn = await until("both lines are drawn", async () => { const p = await pixels(page); return p[0] > 5 && p[1] > 5 && p; });
+    const tab = await page.tab(new URL(page.url()).pathname);
+
+    await until("both lines grow while it trains", async () => {
+      const found = await losses(page);
+      return (await state(page)) === "running" && ["rank 0", "rank 1"].every((r) => found[r].points > first[r].points + 10);
+    });
+    await until("and so does what is drawn", async () => { const p = await pixels(page); return p[0] + p[1] !== drawn[0] + drawn[1]; });
+    await until("the log moves", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > lines);
+    assert.equal(await page.locator("#live").textContent(), "live");
+    assert.match(await page.locator("#step").textContent(), /^\d+$/);
+    assert.match(await page.locator("#ranks li").first().textContent(), /rank 0.*ms/s);
+
+    await until("it succeeds", async () => (await state(page)) === "succeeded");
+    const whole = await until("every step is there once", async () => {
+      const found = await losses(page);
+      return found["rank 0"].points === 120 && found["rank 1"].points === 120 && found;
+    });
+    await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
+    assert.equal(await page.locator("#step").textContent(), "120");
+    assert.match(await page.locator("#accuracy").textContent(), /^\d+\.\d %$/);
+    assert.equal(await page.locator("#verdict").isVisible(), false, "nothing is wrong, so nothing is said");
+    await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Took");
+
+    const link = page.locator("#checkpoints a").first();
+    const model = await page.request.get(new URL(await link.getAttribute("href"), page.url()).href);
+    assert.ok(model.ok() && (await model.body()).length > 1_000_000, "the model can be fetched");
+
+    const lastLine = await page.locator("#log-lines p").last().textContent();
+    await page.reload();
+    await until("a reload shows the same lines", async () => { assert.deepEqual(await losses(page), whole); return true; });
+    assert.equal(await page.locator("#log-lines p").last().textContent(), lastLine);
+    await page.end();
+  });
+
+  test("is cancelled after a question that says what is lost", async () => {
+    const { id } = await house.submit({ name: "endless", train: { steps: 100_000 } });
+    const page = await eyes.page(house, `/jobs/${id}`);
+    await until("it trains", async () => (await losses(page))["rank 1"]?.points > 2);
+    await page.getByRole("button", { name: "Cancel", exact: true }).click();
+    const dialog = page.getByRole("dialog");
+    assert.match(await dialog.textContent(), /no checkpoint yet/);
+    await dialog.getByRole("button", { name: "Keep it" }).click();
+    assert.equal(await dialog.isVisible(), false);
+    assert.equal((await house.job(id)).state, "running", "keeping it keeps it");
+    await page.getByRole("button", { name: "Cancel", exact: true }).click();
+    await page.getByRole("button", { name: "Cancel the job" }).click();
+    await until("it is cancelled", async () => (await state(page)) === "cancelled");
+    assert.equal((await house.job(id)).state, "cancelled");
+    assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
+
+    await page.getByRole("button", { name: "Delete", exact: true }).click();
+    await page.getByRole("button", { name: "Delete the job" }).click();
+    await page.waitForURL(/\/jobs$/);
+    await until("the list no longer has it", async () => !(await page.locator("#rows").textContent()).includes("endless"));
+    await page.end();
+  });
+
+  test("survives the server's death under the page: no point missing, none twice", async () => {
+    const { id } = await house.submit({ name: "survivor", train: { steps: 400 } });
+    const page = await eyes.page(house, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
+    await until("it trains", async () => (await losses(page))["rank 1"]?.points > 5);
+    await house.crash();
+    await until("the page says so", async () => (await page.locator("#live").textContent()) === "reconnecting");
+    const before = (await losses(page))["rank 0"].points;
+    await house.start();
+    await until("it is live again, by itself", async () => (await page.locator("#live").textContent()) === "live");
+    await until("what happened meanwhile is here", async () => (await losses(page))["rank 0"].points > before + 5);
+    await until("it succeeds", async () => (await state(page)) === "succeeded", 240_000);
+    const { series } = await house.ask(`/jobs/${id}/metrics?name=loss&points=10000`);
+    const stored = series.filter((s) => s.rank === 0).reduce((n, s) => n + s.steps.length, 0);
+    await until("the page has what the store has", async () => (await losses(page))["rank 0"].points === stored);
+    assert.ok(stored >= 400, `${stored} stored`);
+    await page.end();
+  });
+});

@@ -1,0 +1,158 @@
+// Every page: on a phone, in both themes, with a keyboard, and the list and the charts at work.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { after, before, describe, test } from "node:test";
+import { Eyes, House, losses, state, until } from "./house.mjs";
+
+const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+let house, eyes, done;
+before(async () => {
+  [house, eyes] = await Promise.all([House.open(), Eyes.open()]);
+  done = await house.submit({ name: "finished" });
+  await until("a job has finished", async () => (await house.job(done.id)).state === "succeeded");
+});
+after(async () => { await eyes?.close(); await house?.close(); });
+
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines"];
+
+describe("every page", () => {
+  test("fits a phone: nothing to scroll sideways", async () => {
+    for (const path of paths()) {
+      const page = await eyes.page(house, path, { viewport: { width: 360, height: 740 } });
+      await page.waitForLoadState("networkidle").catch(() => {});
+      const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+      assert.ok(over <= 0, `${path} is ${over} pixels too wide`);
+      assert.ok(await page.locator("h1").isVisible());
+      await page.end();
+    }
+  });
+
+  test("passes axe in both themes", async () => {
+    for (const colorScheme of ["dark", "light"]) {
+      for (const path of paths()) {
+        const page = await eyes.page(house, path, { colorScheme });
+        await until("its scripts have run", () => page.locator("#theme").isVisible());
+        if (path.endsWith(done.id)) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
+        await page.evaluate(axe);
+        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(told, [], `${path}, ${colorScheme}`);
+        await page.end();
+      }
+    }
+  });
+
+  test("keeps a chosen theme", async () => {
+    const page = await eyes.page(house, "/jobs", { colorScheme: "dark" });
+    const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    const dark = await background();
+    await page.getByRole("button", { name: "Use the light theme" }).click();
+    const light = await background();
+    assert.notEqual(light, dark);
+    await page.goto(`${house.url}/machines`);
+    assert.equal(await background(), light);
+    await page.end();
+  });
+});
+
+describe("the list", () => {
+  test("changes in place, and its filter is in the address", async () => {
+    const page = await eyes.page(house, "/jobs");
+    const { id } = await house.submit({ name: "in the list", train: { steps: 100_000 } });
+    const row = page.locator(`tr[data-id="${id}"]`);
+    await until("the new job appears by itself", () => row.isVisible());
+    await until("and runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
+    const at = await until("and moves", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
+    await until("and moves on", async () => Number(await row.locator("progress").getAttribute("value")) > at);
+    await page.getByRole("link", { name: "succeeded", exact: true }).click();
+    await until("only what matches is left", async () => !(await row.isVisible()) && page.locator(`tr[data-id="${done.id}"]`).isVisible());
+    assert.equal(new URL(page.url()).searchParams.get("state"), "succeeded");
+    await page.reload();
+    assert.equal(await row.isVisible(), false, "the address holds the filter");
+    await page.getByRole("link", { name: "all", exact: true }).click();
+    await page.keyboard.press("/");
+    await page.keyboard.type("in the");
+    await until("the search narrows", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${done.id}"]`).isVisible()));
+    assert.equal(new URL(page.url()).searchParams.get("name"), "in the");
+    await page.keyboard.type(" moon");
+    await until("and says when nothing matches", () => page.locator("#none-match").isVisible());
+
+    const machines = await page.tab("/machines");
+    await until("its slots are shown as held", async () => (await machines.locator(".slots .busy").count()) === 2);
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await until("and as free again", async () => (await machines.locator(".slots .busy").count()) === 0);
+    await page.end();
+  });
+});
+
+describe("a chart", () => {
+  test("tells values to the mouse and to the keyboard, zooms, and goes back", async () => {
+    const page = await eyes.page(house, `/jobs/${done.id}`);
+    await until("it is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
+    assert.equal(await page.locator("#loss-note").textContent(), "every point · 2 ranks");
+    const chart = page.locator("#loss-chart"), box = await chart.boundingBox();
+    await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
+    const tip = chart.locator(".tip");
+    await until("the tip tells both ranks", async () => /step \d+.*rank 0\s*\d.*rank 1\s*\d/s.test(await tip.textContent()));
+
+    const drag = async (from, to) => {
+      await page.mouse.move(box.x + box.width * from, box.y + 100);
+      await page.mouse.down();
+      await page.mouse.move(box.x + box.width * to, box.y + 120, { steps: 5 });
+      await page.mouse.up();
+    };
+    await drag(0.3, 0.6);
+    const zoom = await page.evaluate(() => window.lockstep.view.zoom);
+    assert.ok(zoom && zoom[1] - zoom[0] < 20, `${zoom}`);
+    await chart.dblclick({ position: { x: 300, y: 100 } });
+    assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
+
+    await page.mouse.move(0, 0);
+    await chart.focus();
+    await page.keyboard.press("Home");
+    await page.keyboard.press("ArrowRight");
+    await until("the keyboard hears values", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
+    await page.keyboard.press("+");
+    assert.ok(await page.evaluate(() => window.lockstep.view.zoom));
+    await page.keyboard.press("0");
+    assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
+
+    for (const name of ["smooth 0.6", "log", "epoch", "time"]) {
+      await page.getByRole("button", { name, exact: true }).click();
+      assert.equal(await page.getByRole("button", { name, exact: true }).getAttribute("aria-pressed"), "true");
+    }
+    assert.equal(await state(page), "succeeded");
+    await page.end();
+  });
+
+  test("keeps peaks, gaps and totals when it merges points, and takes none twice", async () => {
+    const page = await eyes.page(house, "/jobs");
+    const found = await page.evaluate(async () => {
+      const { MeanSeries, Series } = await import("/static/chart/series.js");
+      const series = new Series("loss", 0, 1024);
+      for (let step = 1; step <= 100_000; step += 100) {
+        const steps = Array.from({ length: 100 }, (_, i) => step + i);
+        series.append(1, steps, steps.map((s) => (s === 77_777 ? 9 : s > 50_000 && s <= 60_000 ? null : 1)));
+        series.append(1, steps, steps.map(() => 5));
+      }
+      const segment = series.segments[0], at = (f) => Array.from({ length: segment.length }, (_, i) => i).filter(f);
+      const mean = new MeanSeries("loss", 2, 1024);
+      mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
+      mean.appendRank(1, [1, 2], [3, null]);
+      return {
+        held: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
+        peaks: at((i) => segment.max[i] === 9).length, wrong: at((i) => segment.max[i] === 5).length,
+        gap: at((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
+        mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
+        smooth: Array.from(series.segments[0].smooth(0.6).subarray(0, 3)),
+      };
+    });
+    assert.ok(found.held <= 1024 && found.points === 100_000 && !found.exact, JSON.stringify(found));
+    assert.deepEqual([found.peaks, found.wrong, found.gap], [1, 0, 10_000]);
+    assert.deepEqual(found.mean, [2, NaN], "a step counts once every rank has told its value");
+    assert.deepEqual(found.smooth, [1, 1, 1], "smoothing has no bias at its start");
+    await page.end();
+  });
+});

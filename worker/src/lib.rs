@@ -5,6 +5,7 @@ pub mod agent;
 pub mod checkpoint;
 pub mod comm;
 pub mod data;
+pub mod doctor;
 pub mod engine;
 pub mod launch;
 pub mod net;

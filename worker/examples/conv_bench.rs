@@ -1,5 +1,6 @@
-//! GFLOP/s of every convolution in a network, and the time of all of them in a training step, on one thread:
-//! `cargo run --release -p lockstep-worker --example conv_bench [resnet20|resnet18|resnet50] [repeats]`.
+//! GFLOP/s of every convolution in a network, and the time of all of them in a training step:
+//! `cargo run --release -p lockstep-worker --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`,
+//! networks being resnet20, resnet18 (small stem) and resnet50 (large stem), on one thread unless told.
 //!
 //! Times are the minimum of the repeats, so that other work on the machine shows less.
 
@@ -67,13 +68,14 @@ fn main() {
     let wanted = arguments.next();
     let repeats = arguments.next().and_then(|n| n.parse().ok()).unwrap_or(7);
     let threads = arguments.next().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let batch_wanted: Option<usize> = arguments.next().and_then(|n| n.parse().ok());
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
         Ok(pool) => pool.install(|| {
             for (name, batch, layers) in
                 [("resnet20", 64, RESNET20), ("resnet18", 64, RESNET18), ("resnet50", 32, RESNET50)]
             {
-                if wanted.as_deref().is_none_or(|wanted| wanted == name) {
-                    network(name, batch, layers, repeats);
+                if wanted.as_deref().is_none_or(|wanted| wanted == name || wanted == "all") {
+                    network(name, batch_wanted.unwrap_or(batch), layers, repeats);
                 }
             }
         }),

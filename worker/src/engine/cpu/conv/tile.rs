@@ -1,6 +1,7 @@
 //! The innermost loops: register tiles that multiply packed pictures (see `pack`) with weights or with
 //! other packed pictures. Everything is summed in one fixed order whatever the tile's size, so the way
-//! work is cut never shows in the results.
+//! work is cut never shows in the results. Loops, their table and the choice stay in one file because they
+//! change together.
 
 use super::vector::Vector;
 

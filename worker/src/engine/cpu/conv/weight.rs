@@ -13,8 +13,8 @@ use super::{
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
 
-/// Pixels of a piece: (16 input and 32 output channels) * 4 bytes * 192 = 36 KiB.
-const PIXELS: usize = 192;
+/// Pixels of a piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. More are slower.
+const PIXELS: usize = 256;
 /// Pictures in a group when one is larger than a piece.
 const GROUP: usize = 4;
 /// Weights, up to which tasks share pixels out and keep gradients of their own in the second-level cache.
@@ -192,7 +192,7 @@ impl Plan<'_> {
         let count = self.pieces[0].len();
         let mut each = count;
         while each > 1 && {
-            let (src, rows) = (&self.pieces[0][..each])
+            let (src, rows) = self.pieces[0][..each]
                 .iter()
                 .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
             src.max(rows) * row > PACKED

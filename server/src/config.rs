@@ -20,6 +20,8 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
+    /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
+    pub stream_patience: Duration,
 }
 
 impl ServeConfig {
@@ -31,6 +33,7 @@ impl ServeConfig {
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
+            stream_patience: Duration::from_secs(20),
         }
     }
 }

@@ -39,9 +39,9 @@ fn refused(state: JobState, detail: impl Into<String>) -> Refused {
 pub struct Progress {
     /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
     parts: Vec<(f64, u32)>,
-    /// Each rank's newest loss and accuracy; their mean is shown.
-    loss: BTreeMap<u32, f64>,
-    accuracy: BTreeMap<u32, f64>,
+    /// Each rank's newest loss and accuracy, none when it was not finite; their mean is shown.
+    loss: BTreeMap<u32, Option<f64>>,
+    accuracy: BTreeMap<u32, Option<f64>>,
     /// The newest checkpoint's step.
     checkpoint: Option<u64>,
 }
@@ -72,8 +72,10 @@ impl Progress {
     }
 }
 
-fn mean(values: &BTreeMap<u32, f64>) -> Option<f64> {
-    (!values.is_empty()).then(|| values.values().sum::<f64>() / values.len() as f64)
+/// None as soon as one of them is not finite: a run that diverges on one rank diverges.
+fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
+    let sum = values.values().copied().sum::<Option<f64>>()?;
+    (!values.is_empty()).then(|| sum / values.len() as f64)
 }
 
 fn shorten(text: &mut String, bytes: usize) {
@@ -259,7 +261,12 @@ pub fn report(
             lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
             vec![EventBody::Log { attempt, rank, lines }]
         }
-        AttemptEvent::Rank { rank, report } if has(row, rank) => {
+        AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
+            // JSON has no NaN, and what is read back is a number.
+            let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
+            for number in times.into_iter().chain([&mut report.images_per_second]) {
+                *number = if number.is_finite() { *number } else { 0.0 };
+            }
             vec![EventBody::Rank { attempt, rank, report }]
         }
         AttemptEvent::Checkpoint(checkpoint) => {
@@ -302,13 +309,13 @@ fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
 /// Takes what the job itself shows from a column.
 fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
-    let value = f64::from(*value);
+    let value = Some(f64::from(*value)).filter(|v| v.is_finite());
     let job = &mut row.job;
     match column.name.as_str() {
         "loss" => {
             row.progress.add_losses(column, job.total_steps);
             row.progress.loss.insert(rank, value);
-            job.last.loss = mean(&row.progress.loss).filter(|v| v.is_finite());
+            job.last.loss = mean(&row.progress.loss);
             job.sparkline = row.progress.sparkline();
             if step > job.step {
                 job.step = step;
@@ -318,13 +325,14 @@ fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
         }
         "accuracy" => {
             row.progress.accuracy.insert(rank, value);
-            job.last.accuracy = mean(&row.progress.accuracy).filter(|v| v.is_finite());
+            job.last.accuracy = mean(&row.progress.accuracy);
         }
-        "lr" => job.last.lr = Some(value).filter(|v| v.is_finite()),
-        "images_per_second" if value.is_finite() && value > 0.0 => {
-            job.images_per_second = Some(value);
-            let left = job.total_steps.saturating_sub(job.step) * job.spec.global_batch_size();
-            job.eta_secs = Some(left as f64 / value);
+        "lr" => job.last.lr = value,
+        "images_per_second" => {
+            let speed = value.filter(|v| *v > 0.0);
+            let left = job.total_steps.saturating_sub(job.step) as f64 * job.spec.global_batch_size() as f64;
+            job.images_per_second = speed;
+            job.eta_secs = speed.map(|speed| left / speed);
         }
         _ => {}
     }

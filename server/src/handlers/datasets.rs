@@ -116,8 +116,14 @@ pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Re
 ///
 /// Its files stay.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "A job that is not over trains on it")))]
 pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
+    let needed = app.store.unfinished().await?.into_iter().find(|job| job.spec.data.dataset == name);
+    if let Some(job) = needed {
+        let detail =
+            format!("job {} ({:?}) is {} and trains on it; cancel it first", job.id, job.name, job.state);
+        return Err(Error::Conflict(detail, Some(job.state)));
+    }
     app.store.remove_dataset(&name).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -25,8 +25,6 @@ use std::{
 use tokio::sync::broadcast::error::RecvError;
 use utoipa::IntoParams;
 
-/// A reader whose connection takes nothing for this long is closed.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Proxies and sleeping laptops are found out by a ping that nobody answers.
 const PING_EVERY: Duration = Duration::from_secs(20);
 /// Events read from the store at a time.
@@ -113,7 +111,7 @@ impl<'a> Reader<'a> {
         tokio::select! {
             sent = self.to.send(message) => return sent.map_err(|_| Gone),
             () = self.app.stopping.cancelled() => {}
-            () = tokio::time::sleep(PATIENCE) => {
+            () = tokio::time::sleep(self.app.config.stream_patience) => {
                 self.close(CLOSE_TOO_SLOW, &self.sent.to_string()).await;
                 return Err(Gone);
             }

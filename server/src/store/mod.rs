@@ -72,6 +72,8 @@ pub trait Store: Send + Sync + 'static {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// Jobs that wait for slots, in the order in which they get them.
     async fn waiting(&self) -> Result<Vec<JobRow>>;
+    /// Jobs that are not over.
+    async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Changes a job by `change`, which is refused or done as a whole.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
     /// Removes a job that is over, with all that is stored of it.

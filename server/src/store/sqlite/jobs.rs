@@ -277,6 +277,13 @@ impl SqliteStore {
         rows.iter().map(job_row).collect()
     }
 
+    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
+        let rows = sqlx::query("SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled')")
+            .fetch_all(&self.reader)
+            .await?;
+        rows.iter().map(|r| Ok(job_row(r)?.job)).collect()
+    }
+
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;

@@ -19,7 +19,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
     dataset::Dataset,
-    job::JobId,
+    job::{Job, JobId},
     metric::MetricColumn,
     stream::Event,
 };
@@ -143,6 +143,9 @@ impl Store for SqliteStore {
     }
     async fn waiting(&self) -> Result<Vec<JobRow>> {
         self.list_waiting().await
+    }
+    async fn unfinished(&self) -> Result<Vec<Job>> {
+        self.list_unfinished().await
     }
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
         self.edit_job(id, change).await

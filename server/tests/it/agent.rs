@@ -1,0 +1,180 @@
+//! An agent that speaks the protocol over a real websocket and trains nothing.
+
+use crate::house::{DEADLINE, House};
+use futures_util::{SinkExt, StreamExt};
+use lockstep_protocol::{
+    agent::{
+        Acknowledged, Answer, AttemptEvent, AttemptRef, Ending, FromAgent, LogLine, Machine,
+        PROTOCOL_VERSION, Question, Slot, Source, StartAttempt, ToAgent,
+    },
+    dataset::{DatasetInfo, SplitInfo},
+    job::JobId,
+    metric::MetricColumn,
+};
+use serde_json::json;
+use tokio::time::timeout;
+use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
+
+pub struct Agent {
+    socket: WebSocketStream<MaybeTlsStream<tokio::net::TcpStream>>,
+    /// The answer to Hello.
+    pub welcome: (Vec<Acknowledged>, Vec<AttemptRef>),
+    /// Answers to heartbeats are passed over, and counted.
+    pub heartbeats: usize,
+}
+
+pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
+    FromAgent::Hello {
+        protocol: PROTOCOL_VERSION,
+        agent_id: format!("id-{name}"),
+        name: name.into(),
+        machine: Machine {
+            hostname: "testing".into(),
+            cpu: "a CPU".into(),
+            cores: slots,
+            memory_bytes: 1 << 30,
+            disk_free_bytes: 1 << 30,
+            version: "0".into(),
+        },
+        slots: (0..slots)
+            .map(|index| Slot { index, device: "cpu".into(), name: "a core".into(), memory_bytes: 0 })
+            .collect(),
+        attempts,
+        only_job: None,
+    }
+}
+
+impl Agent {
+    /// Connects and says `hello`; the answer is the first message.
+    pub async fn greet(house: &House, hello: FromAgent) -> Result<Self, String> {
+        let url = format!("ws://{}/api/v1/agent/socket", house.address);
+        let (socket, _) = timeout(DEADLINE, connect_async(url)).await.unwrap().unwrap();
+        let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0 };
+        agent.send(hello).await;
+        match agent.next().await {
+            Some(ToAgent::Welcome { acknowledged, revoked, .. }) => {
+                agent.welcome = (acknowledged, revoked);
+                Ok(agent)
+            }
+            Some(ToAgent::Refused { reason }) => Err(reason),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub async fn join(house: &House, slots: u32) -> Self {
+        Self::greet(house, hello("a", slots, Vec::new())).await.unwrap()
+    }
+
+    /// Joins, and registers the dataset that [`crate::house::spec`] names.
+    pub async fn with_pictures(house: &House, slots: u32) -> Self {
+        let mut agent = Self::join(house, slots).await;
+        let new = json!({"name": "pictures", "path": "/some/pictures"});
+        let add = house.post("/datasets", &new);
+        let ((status, body), ()) = tokio::join!(add, agent.answer(Ok(info())));
+        assert_eq!(status, 201, "{body}");
+        agent
+    }
+
+    /// Answers the next question.
+    pub async fn answer(&mut self, info: Result<DatasetInfo, String>) {
+        let Some(ToAgent::Ask { request, question: Question::InspectDataset { path } }) = self.next().await
+        else {
+            panic!("no question")
+        };
+        let answer = info.map(|info| Answer::Dataset { path, info });
+        self.send(FromAgent::Answer { request, answer }).await;
+    }
+
+    pub async fn send(&mut self, message: FromAgent) {
+        let bytes = rmp_serde::to_vec_named(&message).unwrap();
+        self.socket.send(Message::Binary(bytes.into())).await.unwrap();
+    }
+
+    /// The next message but heartbeats' answers; none when the server has closed.
+    pub async fn next(&mut self) -> Option<ToAgent> {
+        loop {
+            match timeout(DEADLINE, self.socket.next()).await.expect("the server says something") {
+                Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes).unwrap() {
+                    ToAgent::HeartbeatAck => self.heartbeats += 1,
+                    message => return Some(message),
+                },
+                None | Some(Ok(Message::Close(_)) | Err(_)) => return None,
+                Some(Ok(_)) => {}
+            }
+        }
+    }
+
+    pub async fn started(&mut self) -> StartAttempt {
+        match self.next().await {
+            Some(ToAgent::Start(start)) => *start,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Reports and waits until it is stored; the number acknowledged.
+    pub async fn report(
+        &mut self,
+        attempt: &AttemptRef,
+        source: Source,
+        first: u64,
+        events: Vec<AttemptEvent>,
+    ) -> u64 {
+        self.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
+        match self.next().await {
+            Some(ToAgent::Ack(ack)) if ack.source == source => ack.records,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub async fn end(&mut self, attempt: &AttemptRef, ending: Ending) {
+        assert_eq!(self.report(attempt, Source::Agent, 0, vec![AttemptEvent::Ended(ending)]).await, 1);
+    }
+
+    /// Goes without a word.
+    pub fn vanish(self) {}
+
+    pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
+        self.send(FromAgent::Heartbeat { attempts: attempts.to_vec() }).await;
+    }
+}
+
+pub fn info() -> DatasetInfo {
+    let split = |name: &str, samples: u64| SplitInfo {
+        name: name.into(),
+        samples,
+        per_class: vec![samples / 2, samples - samples / 2],
+    };
+    DatasetInfo {
+        format: "idx".into(),
+        classes: vec!["cat".into(), "dog".into()],
+        splits: vec![split("train", 1000), split("test", 200)],
+        height: 28,
+        width: 28,
+        channels: 1,
+        mean: vec![0.5],
+        std: vec![0.5],
+        broken: Vec::new(),
+        broken_count: 0,
+    }
+}
+
+pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
+    AttemptEvent::Running { total_steps, steps_per_epoch: total_steps / 2, start_step }
+}
+
+pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {
+    let values = steps.clone().map(|s| 1.0 / s as f32).collect();
+    AttemptEvent::Metrics {
+        rank,
+        columns: vec![MetricColumn { name: "loss".into(), steps: steps.collect(), values }],
+    }
+}
+
+pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
+    let at = "2026-01-02T03:04:05Z".parse().unwrap();
+    AttemptEvent::Log { rank, lines: vec![LogLine { number, at, text: text.into() }] }
+}
+
+pub fn stranger() -> AttemptRef {
+    AttemptRef { job: JobId::generate(), attempt: 1, token: 1 }
+}

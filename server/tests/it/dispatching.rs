@@ -1,0 +1,241 @@
+//! Slots, order, leases and restarts.
+
+use crate::{
+    agent::{Agent, hello, line, losses, running},
+    house::House,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    job::JobState,
+};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+fn failed(reason: &str, retriable: bool) -> Ending {
+    Ending::Failed { reason: reason.into(), retriable }
+}
+
+#[tokio::test]
+async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_until_none_is_left() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let first = agent.started().await;
+    assert_eq!(first.resume, None);
+    let checkpoint =
+        CheckpointInfo { epoch: 1, step: 50, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let events = vec![running(100, 0), losses(0, 1..=60), AttemptEvent::Checkpoint(checkpoint)];
+    agent.report(&first.attempt, Source::Rank(0), 0, events).await;
+    agent.end(&first.attempt, failed("rank 1 was killed by signal 9 at step 60", true)).await;
+
+    let second = agent.started().await;
+    assert_eq!((second.attempt.attempt, second.resume.as_deref()), (2, Some("1-50")));
+    let states = house.stored(&id).await;
+    let reason = states.iter().find(|e| e["state"] == "restarting").unwrap()["reason"].as_str().unwrap();
+    assert_eq!(reason, "rank 1 was killed by signal 9 at step 60; attempt 2 starts from step 50");
+    agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50)]).await;
+    assert_eq!(house.job(&id).await.step, 50);
+    agent.end(&second.attempt, failed("rank 0 was killed by signal 9", true)).await;
+    let job = house.job(&id).await;
+    assert_eq!(job.state, JobState::Failed);
+    assert!(job.reason.unwrap().contains("restarted 1 times, as often as recovery.max_restarts allows"));
+    // A reason that no restart mends.
+    let (status, _) = house.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
+    assert_eq!(status, 202);
+    let third = agent.started().await;
+    assert_eq!(third.resume.as_deref(), Some("1-50"));
+    agent.end(&third.attempt, failed("/some/pictures is gone", false)).await;
+    let job = house.job(&id).await;
+    assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some("/some/pictures is gone")));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
+    let house = House::with(|c| {
+        c.lease = Duration::from_millis(800);
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let mut silent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let first = silent.started().await.attempt;
+    silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    silent.vanish();
+
+    house.until(&id, JobState::Lost).await;
+    let stored = house.stored(&id).await;
+    let lost = stored.iter().find(|e| e["state"] == "lost").unwrap();
+    assert_eq!(lost["reason"], "agent \"a\" was silent for 0.8 s at step 3");
+
+    let mut other = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
+    let second = other.started().await.attempt;
+    assert_eq!(second.attempt, 2);
+    // The first one comes back: it is told to end its ranks, and what they write is refused.
+    let mut back = Agent::greet(&house, hello("a", 2, vec![first.clone()])).await.unwrap();
+    assert_eq!(back.welcome.1, [first.clone()]);
+    let zombie = FromAgent::Report {
+        attempt: first.clone(),
+        source: Source::Rank(0),
+        first: 2,
+        events: vec![losses(0, 4..=9)],
+    };
+    back.send(zombie).await;
+    assert!(matches!(back.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == first));
+
+    // A second that beats keeps its job for longer than a lease.
+    let begun = tokio::time::Instant::now();
+    let mut beats = tokio::time::interval(Duration::from_millis(100));
+    while begun.elapsed() < Duration::from_millis(2000) {
+        beats.tick().await;
+        other.heartbeat(std::slice::from_ref(&second)).await;
+    }
+    other.report(&second, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert!(other.heartbeats > 0);
+    let job = house.job(&id).await;
+    assert_eq!((job.state, job.attempt, job.agents), (JobState::Running, 2, vec!["b".to_owned()]));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_restarted_server_gives_a_lease_to_come_back_and_no_more() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    let dir = house.stop().await;
+    let house = House::open(dir, |c| c.lease = Duration::from_millis(500)).await;
+    let job = house.until(&id, JobState::Failed).await;
+    assert!(job.reason.unwrap().contains("was silent"));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let one = house.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    let two = house.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    let first = agent.started().await.attempt;
+    let second = agent.started().await.attempt;
+    for attempt in [&first, &second] {
+        agent.report(attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    }
+    agent.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
+    // One attempt says how it ended, the other does not get to it.
+    agent.end(&first, Ending::Stopped).await;
+    agent.vanish();
+    for id in [&one, &two] {
+        house.until(id, JobState::Queued).await;
+        let stored = house.stored(id).await;
+        let back = stored.iter().rfind(|e| e["state"] == "queued").unwrap();
+        assert_eq!(
+            back["reason"],
+            "agent \"a\" was stopped in order (the agent was stopped); goes on from the start"
+        );
+    }
+    // The next agent takes both up, and it is no restart.
+    let mut agent = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
+    assert_eq!(agent.started().await.attempt.attempt, 2);
+    assert_eq!(agent.started().await.attempt.attempt, 2);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let ranks = |n: u32, priority: i32| {
+        move |s: &mut Value| {
+            s["parallel"]["ranks"] = json!(n);
+            s["priority"] = json!(priority);
+        }
+    };
+    let running_job = house.submit(ranks(1, 0)).await;
+    let first = agent.started().await;
+    assert_eq!((first.attempt.job.clone(), first.ranks), (running_job.id, vec![(0, 0)]));
+    let large = house.submit(ranks(2, 0)).await;
+    let small = house.submit(ranks(1, 0)).await;
+    let urgent = house.submit(ranks(1, 5)).await;
+    // The urgent one fits beside the first. The small one would, but the large one is before it.
+    let second = agent.started().await;
+    assert_eq!((second.attempt.job.clone(), second.ranks), (urgent.id, vec![(0, 1)]));
+    agent.end(&second.attempt, Ending::Succeeded { step: 1 }).await;
+    let mut stream = house.stream(large.id.as_str(), 0).await;
+    stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("waits for 2 slots: 1 of 2"))).await;
+    agent.end(&first.attempt, Ending::Succeeded { step: 1 }).await;
+    let third = agent.started().await;
+    assert_eq!((third.attempt.job.clone(), third.ranks), (large.id, vec![(0, 0), (1, 1)]));
+    agent.end(&third.attempt, Ending::Succeeded { step: 1 }).await;
+    assert_eq!(agent.started().await.attempt.job, small.id);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn without_an_agent_a_job_waits_and_says_for_what() {
+    let house = House::new().await;
+    let agent = Agent::with_pictures(&house, 2).await;
+    agent.vanish();
+    let deadline = tokio::time::Instant::now() + crate::house::DEADLINE;
+    while house.get("/agents").await.1["agents"][0]["online"] == true {
+        assert!(tokio::time::Instant::now() < deadline);
+    }
+    let id = house.submit(|_| {}).await.id.to_string();
+    let mut stream = house.stream(&id, 0).await;
+    stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("lockstep agent"))).await;
+    let (status, _) = house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(status, 202);
+    let (status, body) = house.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
+    assert_eq!(status, 503, "{body}");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_fit_is_told_why() {
+    let house = House::new().await;
+    let _agent = Agent::join(&house, 1).await;
+    let mut same_name = hello("a", 1, Vec::new());
+    let mut other_version = hello("b", 1, Vec::new());
+    let mut no_name = hello("c", 1, Vec::new());
+    if let FromAgent::Hello { agent_id, .. } = &mut same_name {
+        *agent_id = "another".into();
+    }
+    if let FromAgent::Hello { protocol, .. } = &mut other_version {
+        *protocol += 1;
+    }
+    if let FromAgent::Hello { name, .. } = &mut no_name {
+        *name = "x".repeat(200);
+    }
+    for (hello, why) in [
+        (same_name, "named \"a\" is connected already"),
+        (other_version, "run the same version"),
+        (no_name, "--name"),
+        (FromAgent::Heartbeat { attempts: Vec::new() }, "must be Hello"),
+    ] {
+        let refused = Agent::greet(&house, hello).await.err().expect("refused");
+        assert!(refused.contains(why), "{refused}");
+    }
+    // The same agent, connected anew, is welcome: its old connection is over.
+    assert!(Agent::greet(&house, hello("a", 1, Vec::new())).await.is_ok());
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), line(0, 1, "x")]).await;
+    agent.vanish();
+    let deadline = tokio::time::Instant::now() + crate::house::DEADLINE;
+    while house.get("/agents").await.1["agents"][0]["online"] == true {
+        assert!(tokio::time::Instant::now() < deadline);
+    }
+    let (_, body) = house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(body["state"], "cancelled");
+    let agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    assert_eq!(agent.welcome.1, [attempt]);
+    house.stop().await;
+}

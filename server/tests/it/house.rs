@@ -1,0 +1,185 @@
+//! A server on a free port with a data directory of its own, and a client.
+
+use futures_util::StreamExt;
+use lockstep_protocol::job::{Job, JobState};
+use lockstep_server::{ServeConfig, ServeError, serve};
+use serde_json::{Value, json};
+use std::{net::SocketAddr, time::Duration};
+use tempfile::TempDir;
+use tokio::{
+    sync::oneshot,
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
+use tokio_tungstenite::{
+    connect_async,
+    tungstenite::{Message, client::IntoClientRequest},
+};
+
+/// Nothing here takes longer unless it hangs.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+
+pub struct House {
+    pub dir: TempDir,
+    pub address: SocketAddr,
+    pub http: reqwest::Client,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<Result<(), ServeError>>,
+}
+
+pub fn config(dir: &TempDir) -> ServeConfig {
+    let mut config = ServeConfig::new(dir.path());
+    config.listen.set_port(0);
+    config
+}
+
+impl House {
+    pub async fn new() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    pub async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
+        Self::open(tempfile::tempdir().unwrap(), change).await
+    }
+
+    pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
+        let mut config = config(&dir);
+        change(&mut config);
+        let (ready, address) = oneshot::channel();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let task = tokio::spawn(serve(
+            config,
+            move |address| {
+                let _ = ready.send(address);
+            },
+            async {
+                let _ = stopped.await;
+            },
+        ));
+        let address = timeout(DEADLINE, address).await.unwrap().expect("the server starts");
+        Self { dir, address, http: reqwest::Client::new(), stop, task }
+    }
+
+    /// Stops in order; the directory stays.
+    pub async fn stop(self) -> TempDir {
+        let _ = self.stop.send(());
+        timeout(DEADLINE, self.task).await.expect("stops in time").unwrap().unwrap();
+        self.dir
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    pub async fn get(&self, path: &str) -> (u16, Value) {
+        self.send(self.http.get(self.url(&format!("/api/v1{path}")))).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.post(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    pub async fn delete(&self, path: &str) -> (u16, Value) {
+        self.send(self.http.delete(self.url(&format!("/api/v1{path}")))).await
+    }
+
+    pub async fn send(&self, request: reqwest::RequestBuilder) -> (u16, Value) {
+        let answer = timeout(DEADLINE, request.send()).await.unwrap().unwrap();
+        let status = answer.status().as_u16();
+        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let text = answer.text().await.unwrap();
+        if status >= 400 {
+            assert_eq!(kind.as_deref(), Some("application/problem+json"), "{status} {text}");
+        }
+        (status, serde_json::from_str(&text).unwrap_or(Value::Null))
+    }
+
+    pub async fn text(&self, path: &str) -> (u16, String) {
+        let answer = self.http.get(self.url(path)).send().await.unwrap();
+        (answer.status().as_u16(), answer.text().await.unwrap())
+    }
+
+    /// Submits a job that the server takes.
+    pub async fn submit(&self, change: impl FnOnce(&mut Value)) -> Job {
+        let mut spec = spec();
+        change(&mut spec);
+        let (status, body) = self.post("/jobs", &spec).await;
+        assert_eq!(status, 201, "{body}");
+        serde_json::from_value(body).unwrap()
+    }
+
+    pub async fn job(&self, id: &str) -> Job {
+        let (status, body) = self.get(&format!("/jobs/{id}")).await;
+        assert_eq!(status, 200, "{body}");
+        serde_json::from_value(body).unwrap()
+    }
+
+    /// Waits for a state, through the job's own stream.
+    pub async fn until(&self, id: &str, state: JobState) -> Job {
+        let mut stream = self.stream(id, 0).await;
+        let wanted = json!(state);
+        stream.until(|frame| frame["type"] == "state" && frame["state"] == wanted).await;
+        self.job(id).await
+    }
+
+    pub async fn stream(&self, id: &str, since: u64) -> Stream {
+        Stream::open(format!("ws://{}/api/v1/jobs/{id}/stream?since={since}", self.address)).await
+    }
+
+    /// What the database holds of a job's events, as frames.
+    pub async fn stored(&self, id: &str) -> Vec<Value> {
+        let mut stream = self.stream(id, 0).await;
+        let mut events = stream.until(|frame| frame["type"] == "live").await;
+        events.retain(|frame| frame.get("at").is_some());
+        events
+    }
+}
+
+pub fn spec() -> Value {
+    json!({
+        "name": "test",
+        "model": {"arch": "resnet20"},
+        "data": {"dataset": "pictures"},
+        "train": {"epochs": 2, "batch_size": 10},
+        "parallel": {"ranks": 2},
+    })
+}
+
+pub struct Stream(
+    pub tokio_tungstenite::WebSocketStream<tokio_tungstenite::MaybeTlsStream<tokio::net::TcpStream>>,
+);
+
+impl Stream {
+    pub async fn open(url: String) -> Self {
+        Self(timeout(DEADLINE, connect_async(url.into_client_request().unwrap())).await.unwrap().unwrap().0)
+    }
+
+    /// The next frame; `Err` with code and reason when the server closes.
+    pub async fn next(&mut self) -> Result<Value, (u16, String)> {
+        loop {
+            match timeout(DEADLINE, self.0.next()).await.expect("the stream goes on") {
+                Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),
+                Some(Ok(Message::Close(Some(frame)))) => {
+                    return Err((frame.code.into(), frame.reason.to_string()));
+                }
+                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// All frames up to one that fits, included.
+    pub async fn until(&mut self, fits: impl Fn(&Value) -> bool) -> Vec<Value> {
+        let mut frames = Vec::new();
+        let start = Instant::now();
+        loop {
+            let frame = self.next().await.unwrap();
+            let last = fits(&frame);
+            frames.push(frame);
+            if last {
+                return frames;
+            }
+            assert!(start.elapsed() < DEADLINE, "no such frame among {}", frames.len());
+        }
+    }
+}

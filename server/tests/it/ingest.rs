@@ -1,0 +1,121 @@
+//! Reports that come twice, too late, or with a hole before them.
+
+use crate::{
+    agent::{Agent, hello, losses, running, stranger},
+    house::House,
+};
+use lockstep_protocol::agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent};
+
+#[tokio::test]
+async fn overlapping_reports_are_stored_once() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let all: Vec<AttemptEvent> =
+        [running(10, 0)].into_iter().chain((1..=5).map(|s| losses(0, s..=s))).collect();
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all[..4].to_vec()).await, 4);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 2, all[2..].to_vec()).await, 6);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all.clone()).await, 6);
+    // queued, starting, running, plan and five losses.
+    assert_eq!(house.stored(&id).await.len(), 4 + 5);
+    // Also when the attempt is over: the acknowledgement was lost, not the report.
+    agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
+    agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
+    assert_eq!(house.stored(&id).await.len(), 4 + 5 + 1);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn records_with_a_hole_before_them_are_not_stored_and_their_agent_begins_again() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
+    let late = FromAgent::Report {
+        attempt: attempt.clone(),
+        source: Source::Rank(0),
+        first: 3,
+        events: vec![losses(0, 3..=3)],
+    };
+    agent.send(late).await;
+    assert_eq!(agent.next().await, None, "the connection is closed");
+    let mut agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    assert_eq!(agent.welcome.0[0].records, 1);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=3)]).await, 2);
+    assert_eq!(house.stored(&id).await.len(), 4 + 1);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn what_may_not_write_writes_nothing() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let stored = house.stored(&id).await.len();
+
+    let mut old = attempt.clone();
+    old.token -= 1;
+    let mut next = attempt.clone();
+    next.attempt += 1;
+    for stale in [old, next, stranger()] {
+        let report = FromAgent::Report {
+            attempt: stale.clone(),
+            source: Source::Rank(0),
+            first: 0,
+            events: vec![running(10, 0)],
+        };
+        agent.send(report).await;
+        assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == stale));
+    }
+    assert_eq!(house.stored(&id).await.len(), stored);
+
+    // Records that no rank writes become nothing.
+    let odd = vec![
+        running(10, 0),
+        losses(7, 1..=2),
+        AttemptEvent::Metrics {
+            rank: 0,
+            columns: vec![lockstep_protocol::metric::MetricColumn {
+                name: "<script>".into(),
+                steps: vec![1],
+                values: vec![1.0],
+            }],
+        },
+        AttemptEvent::Metrics {
+            rank: 0,
+            columns: vec![lockstep_protocol::metric::MetricColumn {
+                name: "loss".into(),
+                steps: vec![1, 2],
+                values: vec![f32::NAN],
+            }],
+        },
+    ];
+    agent.report(&attempt, Source::Rank(0), 0, odd).await;
+    assert_eq!(house.stored(&id).await.len(), stored + 2, "running and plan");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_loss_that_is_not_a_number_is_null() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let column = lockstep_protocol::metric::MetricColumn {
+        name: "loss".into(),
+        steps: vec![1, 2],
+        values: vec![1.5, f32::NAN],
+    };
+    let metrics = AttemptEvent::Metrics { rank: 0, columns: vec![column] };
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), metrics]).await;
+    let stored = house.stored(&id).await;
+    assert_eq!(stored.last().unwrap()["values"], serde_json::json!([1.5, null]));
+    let (_, metrics) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!(metrics["series"][0]["mean"], serde_json::json!([1.5, null]));
+    let (_, job) = house.get(&format!("/jobs/{id}")).await;
+    assert_eq!(job["last"]["loss"], serde_json::Value::Null);
+    house.stop().await;
+}

@@ -1,0 +1,15 @@
+//! The server as its users meet it: a real port, a real SQLite file, real websockets, and an agent that speaks
+//! the protocol but trains nothing.
+#![allow(unreachable_pub)] // Everything here is for the tests of this one binary.
+
+mod agent;
+mod house;
+
+mod dispatching;
+mod ingest;
+mod life;
+mod refusals;
+mod safety;
+mod starting;
+mod store;
+mod streams;

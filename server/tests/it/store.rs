@@ -1,0 +1,140 @@
+//! One story of the store, for every database that implements it.
+
+use crate::agent::{losses, running};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, Source},
+    job::{JobId, JobState},
+    spec::JobSpec,
+};
+use lockstep_server::{
+    lifecycle,
+    store::{
+        Claim, Created, Ingested, JobFilter, MetricFilter, NewJob, Place, Report, Store, StoreError,
+        sqlite::SqliteStore,
+    },
+};
+
+async fn story(store: &dyn Store) {
+    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    let id = JobId::generate();
+    let new = |key: &str, request: &str| NewJob {
+        id: id.clone(),
+        spec: JobSpec { name: "told".into(), ..JobSpec::default() },
+        at,
+        idempotency: Some((key.into(), request.into())),
+    };
+    let Created::New(made) = store.create_job(new("key", "one")).await.unwrap() else {
+        panic!("made before")
+    };
+    assert_eq!((made.job.last_seq, made.events[0].seq, made.job.created_at), (1, 1, at));
+    assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Before(job)) if job.id == id));
+    assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
+
+    // Of two claims one makes an attempt.
+    let claim = || Claim {
+        job: id.clone(),
+        after_attempt: 0,
+        places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
+        at,
+    };
+    let (one, two) = tokio::join!(store.claim(claim()), store.claim(claim()));
+    let claimed: Vec<_> = [one.unwrap(), two.unwrap()].into_iter().flatten().collect();
+    assert_eq!(claimed.len(), 1);
+    let attempt = claimed[0].attempt.clone();
+    assert_eq!(claimed[0].changed.job.state, JobState::Starting);
+    assert_eq!(store.live_attempts().await.unwrap()[0].places[0].ranks, [(0, 3)]);
+
+    // Reports of one transaction: stored, known already, with a hole, and of nobody.
+    let report = |source, first, events: Vec<AttemptEvent>| Report {
+        attempt: attempt.clone(),
+        source,
+        first,
+        events,
+        at,
+        leaving: None,
+    };
+    let checkpoint = |step| {
+        AttemptEvent::Checkpoint(CheckpointInfo {
+            epoch: 1,
+            step,
+            val_accuracy: None,
+            val_loss: None,
+            best: true,
+            size_bytes: 9,
+        })
+    };
+    let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
+    nobody.attempt.token += 1;
+    let answers = store
+        .ingest(vec![
+            report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),
+            report(Source::Rank(0), 1, vec![losses(0, 1..=2)]),
+            report(Source::Rank(0), 9, vec![losses(0, 1..=2)]),
+            nobody,
+        ])
+        .await
+        .unwrap();
+    assert!(
+        matches!(&answers[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
+    );
+    assert!(
+        matches!(&answers[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
+    );
+    assert!(matches!(answers[2], Ingested::Gap { stored: 4 }));
+    assert!(matches!(answers[3], Ingested::Stale));
+    let acknowledged = store.acknowledged(&attempt).await.unwrap();
+    assert_eq!((acknowledged.len(), acknowledged[0].records), (1, 4));
+
+    let events = store.events(&id, 0, 100).await.unwrap();
+    assert_eq!(events.iter().map(|e| e.seq).collect::<Vec<_>>(), (1..=7).collect::<Vec<_>>());
+    assert_eq!(store.events(&id, 5, 1).await.unwrap(), events[5..6]);
+    let (as_of, columns) = store.metrics(&id, &MetricFilter::default()).await.unwrap();
+    assert_eq!((as_of, columns.len(), columns[0].2.values.len()), (7, 1, 2));
+    let checkpoints = store.checkpoints(&id).await.unwrap();
+    assert_eq!(
+        checkpoints.iter().map(|c| (c.info.step, c.info.best)).collect::<Vec<_>>(),
+        [(4, true), (2, false)]
+    );
+    assert_eq!(store.checkpoint(&checkpoints[0].id).await.unwrap().unwrap(), checkpoints[0]);
+
+    // A change that is refused changes nothing.
+    let refused = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
+    assert!(matches!(refused, Err(StoreError::Refused(_))));
+    assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
+    assert_eq!(store.job(&id).await.unwrap().unwrap().job.last_seq, 7);
+
+    let ended = vec![AttemptEvent::Ended(Ending::Failed { reason: "no".into(), retriable: false })];
+    store.ingest(vec![report(Source::Agent, 0, ended)]).await.unwrap();
+    let row = store.job(&id).await.unwrap().unwrap();
+    assert_eq!((row.job.state, row.token, row.job.reason.as_deref()), (JobState::Failed, None, Some("no")));
+    assert!(store.live_attempts().await.unwrap().is_empty());
+    let late = store.ingest(vec![report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
+    assert!(matches!(late[0], Ingested::Stale));
+
+    // The next attempt goes on from the newest checkpoint, with a higher token.
+    store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
+    let again = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
+    assert_eq!((again.resume.as_deref(), again.attempt.attempt), (Some("1-4"), 2));
+    assert!(again.attempt.token > attempt.token);
+    store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
+
+    let page =
+        store.jobs(&JobFilter { state: Some(JobState::Cancelled), ..JobFilter::default() }).await.unwrap();
+    assert_eq!((page.jobs.len(), page.next), (1, None));
+    assert_eq!(store.counts().await.unwrap().jobs, [(JobState::Cancelled, 1)]);
+    store.delete_job(&id).await.unwrap();
+    assert!(store.job(&id).await.unwrap().is_none());
+    assert!(
+        store.events(&id, 0, 10).await.unwrap().is_empty()
+            && store.checkpoints(&id).await.unwrap().is_empty()
+    );
+    assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
+    store.ready().await.unwrap();
+    store.close().await;
+}
+
+#[tokio::test]
+async fn sqlite_keeps_what_it_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    story(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}

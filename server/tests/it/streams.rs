@@ -1,0 +1,199 @@
+//! Streams: no gap, no double, whoever connects whenever with whatever number.
+
+use crate::{
+    agent::{Agent, line, losses, running},
+    house::{DEADLINE, House, Stream},
+};
+use lockstep_protocol::{
+    agent::{Ending, FromAgent, Source, ToAgent},
+    job::JobState,
+};
+use serde_json::Value;
+use std::time::Duration;
+
+/// Numbers that look random and are the same every time (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % limit
+    }
+}
+
+/// Reads from `since` until the job is over, going away and coming back with the last number as `seed` says.
+async fn read(url: String, since: u64, seed: u64) -> Vec<Value> {
+    let mut numbers = Numbers(seed);
+    let mut events = Vec::new();
+    let mut last = since;
+    loop {
+        let mut stream = Stream::open(format!("{url}?since={last}")).await;
+        let hello = stream.next().await.unwrap();
+        assert_eq!(hello["type"], "hello");
+        let stay = 1 + numbers.below(400);
+        for _ in 0..stay {
+            let frame = stream.next().await.unwrap();
+            if frame["type"] == "live" {
+                assert_eq!(frame["seq"], last, "live names the last event sent");
+                continue;
+            }
+            last = frame["seq"].as_u64().unwrap();
+            let over = frame["state"] == "succeeded";
+            events.push(frame);
+            if over {
+                return events;
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
+
+    let url = format!("ws://{}/api/v1/jobs/{id}/stream", house.address);
+    let mut readers = Vec::new();
+    let mut numbers = Numbers(7);
+    let mut acknowledged = 0;
+    for burst in 0..100_u64 {
+        if burst % 5 == 0 {
+            // Of what is there by now, nothing, some or all.
+            let since = numbers.below(burst * 12 + 1);
+            readers.push((since, tokio::spawn(read(url.clone(), since, numbers.below(u64::MAX)))));
+        }
+        let mut number = burst * 13;
+        for rank in 0..2 {
+            let steps = burst * 13 + 1..=burst * 13 + 13;
+            let mut events: Vec<_> = steps.map(|s| losses(rank, s..=s)).collect();
+            if rank == 0 {
+                events[0] = line(0, burst, "a line");
+                number += 1; // After `Running`.
+            }
+            let attempt = attempt.clone();
+            agent
+                .send(FromAgent::Report { attempt, source: Source::Rank(rank), first: number, events })
+                .await;
+            number = burst * 13;
+        }
+        while acknowledged + 8 < (burst + 1) * 2 {
+            assert!(matches!(agent.next().await, Some(ToAgent::Ack(_))));
+            acknowledged += 1;
+        }
+    }
+    while acknowledged < 200 {
+        assert!(matches!(agent.next().await, Some(ToAgent::Ack(_))));
+        acknowledged += 1;
+    }
+    agent.end(&attempt, Ending::Succeeded { step: 1300 }).await;
+
+    let stored = house.stored(&id).await;
+    let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
+    assert!(stored.len() > 2600);
+    for (since, reader) in readers {
+        let read = tokio::time::timeout(DEADLINE, reader).await.unwrap().unwrap();
+        assert_eq!(read.len(), stored.len() - since as usize);
+        assert!(read == stored[since as usize..], "since {since}: the same events, word for word");
+    }
+    house.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
+    let house = House::with(|c| c.stream_patience = Duration::from_millis(300)).await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let mut slow = house.stream(&id, 0).await;
+    slow.until(|f| f["type"] == "live").await;
+
+    // More than the sockets between them hold.
+    let long = "x".repeat(4000);
+    for report in 0..40_u64 {
+        let lines = (0..200).map(|i| line(0, report * 200 + i + 1, &long)).collect();
+        agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
+    }
+    // Only the server's clock can tell that it has waited; the number of open streams shows that it did.
+    let deadline = tokio::time::Instant::now() + DEADLINE;
+    while !house.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
+        assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");
+        tokio::task::yield_now().await;
+    }
+    let mut last = 0;
+    let closed = loop {
+        use futures_util::StreamExt;
+        match slow.0.next().await {
+            Some(Ok(tokio_tungstenite::tungstenite::Message::Text(text))) => {
+                let frame: Value = serde_json::from_str(&text).unwrap();
+                last = frame["seq"].as_u64().unwrap();
+            }
+            Some(Ok(tokio_tungstenite::tungstenite::Message::Close(Some(frame)))) => break Some(frame),
+            // The close frame itself may find no room; the connection then just ends.
+            None | Some(Err(_)) => break None,
+            Some(Ok(_)) => {}
+        }
+    };
+    if let Some(frame) = closed {
+        assert_eq!(u16::from(frame.code), 4008);
+        assert!(frame.reason.parse::<u64>().unwrap() <= last);
+    }
+    let stored = house.job(&id).await.last_seq;
+    assert!(last < stored, "it was closed before it had all");
+    let rest = house.stream(&id, last).await.until(|f| f["type"] == "live").await;
+    assert_eq!(rest[1]["seq"], last + 1);
+    assert_eq!(rest.len() as u64, stored - last + 2, "coming back gives the rest");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn the_list_tells_every_change_and_a_deletion() {
+    let house = House::new().await;
+    let mut list = Stream::open(format!("ws://{}/api/v1/stream", house.address)).await;
+    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
+    let frames = list.until(|f| f["job"]["state"] == "succeeded").await;
+    assert!(frames.iter().all(|f| f["job"]["id"] == id.as_str()));
+    house.delete(&format!("/jobs/{id}")).await;
+    list.until(|f| f["type"] == "job_deleted" && f["id"] == id.as_str()).await;
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn what_was_acknowledged_is_there_after_a_restart_and_a_running_job_is_taken_up_again() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
+    let before = house.stored(&id).await;
+    let dir = house.stop().await;
+    agent.vanish();
+
+    let house = House::open(dir, |_| {}).await;
+    assert_eq!(house.stored(&id).await, before);
+    assert_eq!(house.job(&id).await.state, JobState::Running, "its agent has a lease to come back");
+    let back = crate::agent::hello("a", 2, vec![attempt.clone()]);
+    let mut agent = Agent::greet(&house, back).await.unwrap();
+    let (acknowledged, revoked) = agent.welcome.clone();
+    assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
+    // It sends what it is not sure of once more, and goes on.
+    let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
+    agent.end(&attempt, Ending::Succeeded { step: 20 }).await;
+    let after = house.stored(&id).await;
+    assert_eq!(after[..before.len()], before[..]);
+    assert_eq!(after.len(), before.len() + 2, "the new column and the end, nothing twice");
+    house.stop().await;
+}

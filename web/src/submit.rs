@@ -308,7 +308,7 @@ const PRESETS: [Preset; 3] = [
     Preset {
         key: "cifar10",
         title: "CIFAR-10, one cycle",
-        about: "ResNet-18, 16 epochs, 94 % where there is a GPU",
+        about: "ResNet-18, 16 epochs, made for a GPU",
         ranks: 4,
         values: &[
             ("name", "cifar-resnet18"),

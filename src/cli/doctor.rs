@@ -111,7 +111,7 @@ fn all_gather(world_size: u32) -> anyhow::Result<Gathered> {
     let port = free_port("127.0.0.1")?;
     let secret = uuid::Uuid::new_v4().simple().to_string();
     let mut ranks: Vec<Child> = Vec::new();
-    let mut start = |rank| -> anyhow::Result<Child> {
+    let start = |rank| -> anyhow::Result<Child> {
         let part = GatherRank { rank, world_size, port, secret: secret.clone() };
         let child = Command::new(&program)
             .arg("doctor")

@@ -19,4 +19,5 @@ mod first_loss;
 mod life;
 mod queue;
 mod streams;
+mod train;
 mod world_size;

@@ -67,7 +67,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
                     if events.is_empty() {
                         break;
                     }
-                    show.see(events)?;
+                    show.see(events);
                 }
             }
             if exits.iter().all(Option::is_some) {
@@ -157,7 +157,7 @@ fn verdict(configs: &[RankConfig], exits: &[Exit], show: &Show, interrupted: boo
 /// Runs one rank in this process and shows how it fares when it is rank 0.
 ///
 /// # Errors
-/// No thread can be had, or standard output is closed.
+/// No thread can be had, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let mut show = Show::new();
@@ -171,7 +171,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             if events.is_empty() {
                 break;
             }
-            show.see(events)?;
+            show.see(events);
         }
         if over {
             break;

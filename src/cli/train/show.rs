@@ -47,10 +47,7 @@ impl Show {
     }
 
     /// Shows what a rank has recorded.
-    ///
-    /// # Errors
-    /// Standard output is closed.
-    pub(super) fn see(&mut self, events: Vec<AttemptEvent>) -> anyhow::Result<()> {
+    pub(super) fn see(&mut self, events: Vec<AttemptEvent>) {
         for event in events {
             match event {
                 AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
@@ -78,12 +75,15 @@ impl Show {
                 }
                 AttemptEvent::Log { rank: 0, lines } => {
                     for line in lines {
-                        match &self.bar {
+                        // A reader that has gone is no reason to stop training.
+                        let _ = match &self.bar {
                             // The bar shows the loss already.
-                            Some(_) if line.text.contains(", loss is ") && line.text.contains(" step: ") => {}
-                            Some(bar) => bar.suspend(|| output::line(&line.text))?,
-                            None => output::line(&line.text)?,
-                        }
+                            Some(_) if line.text.contains(", loss is ") && line.text.contains(" step: ") => {
+                                Ok(())
+                            }
+                            Some(bar) => bar.suspend(|| output::line(&line.text)),
+                            None => output::line(&line.text),
+                        };
                     }
                 }
                 AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
@@ -93,7 +93,6 @@ impl Show {
                 _ => {}
             }
         }
-        Ok(())
     }
 
     fn draw(&self) {

@@ -1,0 +1,252 @@
+//! `lockstep train`: training without a server.
+
+use crate::{pictures, server::turn};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+/// A folder with pictures and a job of 24 steps, 12 an epoch, on 2 ranks.
+struct Bench {
+    folder: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dataset = pictures::idx_dataset(folder.path(), 400, 100);
+        let job = format!(
+            "name = \"bench\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = {dataset:?}\nimage_size = 16\n\
+             [train]\nepochs = 2\nglobal_batch_size = 32\nlr = 0.05\nschedule = \"cosine\"\nseed = 3\n\
+             [parallel]\nranks = 2\n[checkpoint]\nevery_steps = 7\nkeep = 9\n[log]\nevery_steps = 1\n"
+        );
+        fs::write(folder.path().join("job.toml"), job).expect("the job");
+        Self { folder }
+    }
+
+    fn train(&self, out: &str, more: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        command
+            .arg("train")
+            .arg(self.folder.path().join("job.toml"))
+            .arg("--out")
+            .arg(self.out(out))
+            .args(more)
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn out(&self, out: &str) -> PathBuf {
+        self.folder.path().join(out)
+    }
+
+    fn model(&self, out: &str, checkpoint: &str) -> Vec<u8> {
+        let path = self.out(out).join("checkpoints").join(checkpoint).join("model.safetensors");
+        fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    }
+}
+
+fn succeeded(output: &Output) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Reads the ranks' loss lines until step `step` has one.
+fn until_step(child: &mut Child, step: u32) {
+    let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
+    for line in lines {
+        let line = line.expect("a line");
+        if line.starts_with(&format!("epoch: 1 step: {step}, loss is ")) {
+            return;
+        }
+    }
+    panic!("step {step} never came");
+}
+
+fn pid_of(attempt: &Path, rank: u32) -> i32 {
+    let text = fs::read(attempt.join(format!("rank.{rank}.pid"))).expect("a pid file");
+    let mark: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    i32::try_from(mark["pid"].as_i64().expect("a pid")).expect("a pid")
+}
+
+fn signal(pid: i32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
+    rustix::process::kill_process(pid, signal).expect("it is there");
+}
+
+fn is_gone(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.is_empty() || stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X']))
+}
+
+#[tokio::test]
+async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let said = succeeded(&bench.train("one", &[]).output().expect("it runs"));
+    assert!(said.contains("epoch: 1 step: 1, loss is "), "{said}");
+    assert!(said.lines().last().is_some_and(|l| l.starts_with("succeeded: validation accuracy ")), "{said}");
+    succeeded(&bench.train("two", &[]).output().expect("it runs"));
+    let last = bench.model("one", "2-24");
+    assert!(last == bench.model("two", "2-24"), "the same job gives the same bytes");
+
+    // Steps 7 and 14 are in the middle of epochs 1 and 2.
+    for from in ["1-7", "2-14"] {
+        let checkpoint = bench.out("one").join("checkpoints").join(from);
+        let out = format!("from-{from}");
+        let resume = checkpoint.to_str().expect("a path");
+        let said = succeeded(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
+        assert!(said.contains(&format!("continuing from checkpoint {from}")), "{said}");
+        for later in ["2-21", "2-24"] {
+            assert!(bench.model(&out, later) == bench.model("one", later), "{later} from {from}");
+        }
+    }
+
+    let again = bench.train("one", &[]).output().expect("it runs");
+    assert_eq!(again.status.code(), Some(2), "a finished run is not written over");
+    assert!(String::from_utf8_lossy(&again.stderr).contains("--resume latest"));
+}
+
+#[tokio::test]
+async fn a_stopped_run_goes_on_to_the_same_bytes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("whole", &[]).output().expect("it runs"));
+    let mut child = bench.train("parts", &[]).stdout(Stdio::piped()).spawn().expect("it starts");
+    until_step(&mut child, 3);
+    signal(child.id().cast_signed(), rustix::process::Signal::INT);
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.code(), Some(1));
+    for rank in 0..2 {
+        assert!(is_gone(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
+    }
+    let said = succeeded(&bench.train("parts", &["--resume", "latest"]).output().expect("it runs"));
+    assert!(said.contains("continuing from checkpoint 1-"), "{said}");
+    assert!(bench.model("parts", "2-24") == bench.model("whole", "2-24"));
+    assert!(bench.out("parts").join("attempts/2/rank.1.log").exists(), "an attempt of its own");
+}
+
+#[tokio::test]
+async fn a_killed_rank_ends_the_others_and_is_named() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let mut child = bench
+        .train("out", &["--set", "train.epochs=1000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    until_step(&mut child, 2);
+    let attempt = bench.out("out").join("attempts/1");
+    let killed = Instant::now();
+    signal(pid_of(&attempt, 1), rustix::process::Signal::KILL);
+    // Nobody reads on: no reason to stop, and none to forget how it ended.
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("rank 1 was killed by signal 9 at step "), "{said}");
+    assert!(is_gone(pid_of(&attempt, 0)));
+    let log = fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
+    assert!(log.contains("lost the connection to rank 1"), "{log}");
+}
+
+#[tokio::test]
+async fn what_cannot_be_trained_is_said_with_what_to_change() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let fails = |sets: &[&str]| {
+        let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
+        let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        let output = bench.train(&out, &more).output().expect("it runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, said) = fails(&["train.global_batch_size=4096"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
+    let (status, said) = fails(&["parallel.device=cuda"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("no CUDA engine"), "{said}");
+    let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("the loss is not finite at step ") && said.contains("lower lr"), "{said}");
+    let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
+    let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("lrr"), "{said}");
+}
+
+#[tokio::test]
+async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let folder = pictures::image_folder(bench.folder.path(), 40);
+    let dataset = format!("data.dataset={}", folder.display());
+    let two = ["--set", &dataset, "--set", "data.validation=val"];
+    succeeded(&bench.train("two", &two).output().expect("it runs"));
+    for split in ["train", "val"] {
+        let third = folder.join(split).join("wellington");
+        fs::create_dir(&third).expect("a folder");
+        for picture in fs::read_dir(folder.join(split).join("boot")).expect("a folder").flatten() {
+            fs::copy(picture.path(), third.join(picture.file_name())).expect("a copy");
+        }
+    }
+    // 80 pictures were 2 steps an epoch; 120 are 3.
+    let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
+    let three = [&two[..], &["--set", &weights]].concat();
+    let said = succeeded(&bench.train("three", &three).output().expect("it runs"));
+    assert!(said.contains("fc.weight of ") && said.contains("[2, 64], this job's is [3, 64]"), "{said}");
+    assert!(!bench.model("three", "2-6").is_empty());
+
+    let other = [&three[..], &["--set", "model.arch=resnet32"]].concat();
+    let output = bench.train("other", &other).output().expect("it runs");
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("does not hold a resnet32") && said.contains("is missing"), "{said}");
+}
+
+/// Two processes with torchrun's variables, as torchrun starts them.
+#[tokio::test]
+async fn under_torchrun_each_process_is_a_rank() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let start = |rank: &str| {
+        bench
+            .train("out", &[])
+            .env("RANK", rank)
+            .env("LOCAL_RANK", rank)
+            .envs([("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
+            .env("MASTER_PORT", port.to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts")
+    };
+    let (zero, one) = (start("0"), start("1"));
+    let (zero, one) = (zero.wait_with_output().expect("it ends"), one.wait_with_output().expect("it ends"));
+    assert!(succeeded(&zero).contains("succeeded: validation accuracy"));
+    assert_eq!(succeeded(&one), "", "rank 0 speaks for all");
+    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    assert!(bench.model("out", "2-24") == bench.model("alone", "2-24"), "whoever starts the ranks");
+}
+
+#[test]
+fn doctor_gathers_over_real_processes() {
+    let doctor = |more: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_lockstep")).arg("doctor").args(more).output().expect("it runs")
+    };
+    let said = succeeded(&doctor(&["--ranks", "3"]));
+    assert!(said.contains("[[0.], [1.], [2.]]"), "{said}");
+    let report: serde_json::Value = serde_json::from_str(&succeeded(&doctor(&["--json"]))).expect("JSON");
+    assert_eq!(report["all_gather"]["values"], serde_json::json!([0.0, 1.0]));
+    assert!(report["findings"].as_array().is_some_and(|f| f.iter().any(|f| f["what"] == "GPUs")));
+}

@@ -8,6 +8,7 @@ pub mod data;
 pub mod doctor;
 pub mod engine;
 pub mod launch;
+pub mod made_up;
 pub mod net;
 pub mod rank;
 pub mod rendezvous;

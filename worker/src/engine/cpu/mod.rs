@@ -3,6 +3,8 @@
 //! Work is cut into chunks that depend on shapes alone, never on the number of threads or on timing:
 //! the same job on the same number of ranks gives the same bits.
 
+#[cfg(test)]
+mod against_pytorch;
 mod backward;
 mod batch_norm;
 pub mod conv;

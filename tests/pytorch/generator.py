@@ -1,0 +1,30 @@
+"""Numbers that Python and Rust make alike, so that inputs and weights need not be stored.
+
+value(name, i) = uniform in [-1, 1) on a grid of 2^-23: exact in float32. See `worker/src/made_up.rs`.
+"""
+
+import numpy as np
+
+MASK = (1 << 64) - 1
+
+
+def mix(z):
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def values(name, *shape):
+    """float32 array of `shape`, filled in row-major order."""
+    key = 0xCBF29CE484222325
+    for byte in name.encode():
+        key = ((key ^ byte) * 0x100000001B3) & MASK
+    count = int(np.prod(shape))
+    with np.errstate(over="ignore"):
+        index = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = mix(np.uint64(key) + index) >> np.uint64(40)
+    return (bits.astype(np.float32) / np.float32(1 << 23) - np.float32(1)).reshape(shape)
+
+
+def labels(name, count, classes):
+    return ((values(name, count) + 1) * np.float32(classes / 2)).astype(np.int64)

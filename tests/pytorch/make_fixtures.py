@@ -1,0 +1,245 @@
+"""Writes what PyTorch computes to `fixtures/`. Needs torch, torchvision, numpy and safetensors:
+
+    python3 tests/pytorch/make_fixtures.py
+
+Operations are computed in float64 from float32 inputs, so the fixtures are exact to float32's last bit;
+training runs are float32, as users' are. Inputs and weights come from `generator.py` on both sides.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import save_file
+
+from generator import labels, values
+from models import CIFAR_FAMILY, build
+
+HERE = pathlib.Path(__file__).parent / "fixtures"
+torch.set_num_threads(1)
+
+
+def tensor(array):
+    return torch.from_numpy(np.array(array, dtype=np.float64)).requires_grad_()
+
+
+def nchw(array):
+    return tensor(array.transpose(0, 3, 1, 2))
+
+
+def store(out, key, value):
+    """Activations (4-d) are stored NHWC."""
+    array = value.detach().numpy()
+    if array.ndim == 4 and not key.endswith(".dw"):
+        array = array.transpose(0, 2, 3, 1)
+    out[key] = np.ascontiguousarray(array, dtype=np.float32)
+
+
+CONVOLUTIONS = [  # batch, side, in, out, kernel, stride
+    (2, 9, 3, 16, 3, 1),
+    (2, 15, 3, 64, 7, 2),
+    (3, 8, 16, 16, 3, 1),
+    (2, 9, 16, 32, 3, 2),
+    (2, 8, 16, 32, 1, 2),
+    (1, 7, 64, 64, 3, 1),
+    (2, 5, 64, 128, 1, 1),
+    (2, 6, 24, 10, 3, 2),
+    (5, 1, 32, 32, 3, 1),
+    (1, 6, 1, 16, 3, 1),
+]
+
+
+def convolutions(out):
+    for batch, side, cin, cout, kernel, stride in CONVOLUTIONS:
+        name = f"conv.{batch}.{side}.{cin}.{cout}.{kernel}.{stride}"
+        x = nchw(values(name + ".x", batch, side, side, cin))
+        w = tensor(values(name + ".w", cout, cin, kernel, kernel))
+        y = F.conv2d(x, w, stride=stride, padding=kernel // 2)
+        dy = values(name + ".dy", batch, y.shape[2], y.shape[3], cout)
+        y.backward(nchw(dy))
+        store(out, name + ".y", y)
+        store(out, name + ".dx", x.grad)
+        store(out, name + ".dw", w.grad)
+
+
+NORMS = [  # batch, side, channels, relu, shortcut, offset of the inputs' mean
+    (3, 5, 16, False, False, 0.0),
+    (3, 5, 16, True, False, 20.0),
+    (3, 5, 16, True, True, 0.0),
+    (2, 7, 64, True, True, -30.0),
+    (2, 7, 64, True, False, 0.0),
+    (2, 4, 128, True, True, 0.0),
+    (2, 4, 128, False, True, 5.0),
+    (2, 5, 24, True, True, 0.0),
+    (2, 5, 24, True, False, 3.0),
+    (33, 9, 32, True, True, 1.0),
+]
+
+
+def batch_norms(out):
+    for batch, side, channels, relu, shortcut, offset in NORMS:
+        name = f"norm.{batch}.{side}.{channels}.{int(relu)}.{int(shortcut)}.{int(offset)}"
+        shape = (batch, side, side, channels)
+        x = nchw(values(name + ".x", *shape) + np.float32(offset))
+        s = nchw(values(name + ".s", *shape))
+        gamma, beta = tensor(values(name + ".gamma", channels)), tensor(values(name + ".beta", channels))
+        mean = tensor(values(name + ".mean", channels)).detach()
+        var = tensor(values(name + ".var", channels) + np.float32(1)).detach()
+        y = F.batch_norm(x, mean, var, gamma, beta, training=True)
+        if shortcut:
+            y = y + s
+        if relu:
+            y = torch.relu(y)
+        y.backward(nchw(values(name + ".dy", *shape)))
+        small = batch < 10
+        if small:
+            store(out, name + ".y", y)
+            store(out, name + ".dx", x.grad)
+            if shortcut:
+                store(out, name + ".ds", s.grad)
+        for key, value in (("mean", mean), ("var", var), ("dgamma", gamma.grad), ("dbeta", beta.grad)):
+            store(out, f"{name}.{key}", value)
+
+
+def pools(out):
+    for batch, side, channels in ((2, 8, 16), (1, 7, 64), (2, 5, 24)):
+        name = f"max_pool.{batch}.{side}.{channels}"
+        # A coarse grid and a ReLU, for ties.
+        x = nchw(np.maximum(np.round(values(name + ".x", batch, side, side, channels) * 4), 0))
+        y = F.max_pool2d(x, 3, 2, 1)
+        y.backward(nchw(values(name + ".dy", batch, y.shape[2], y.shape[3], channels)))
+        store(out, name + ".y", y)
+        store(out, name + ".dx", x.grad)
+        name = f"average_pool.{batch}.{side}.{channels}"
+        x = nchw(values(name + ".x", batch, side, side, channels))
+        y = F.adaptive_avg_pool2d(x, 1)
+        y.backward(nchw(values(name + ".dy", batch, 1, 1, channels)))
+        store(out, name + ".y", y)
+        store(out, name + ".dx", x.grad)
+
+
+def linears(out):
+    for batch, inputs, outputs in ((4, 64, 10), (3, 128, 33), (1, 64, 2)):
+        name = f"linear.{batch}.{inputs}.{outputs}"
+        x, w = tensor(values(name + ".x", batch, inputs)), tensor(values(name + ".w", outputs, inputs))
+        b = tensor(values(name + ".b", outputs))
+        y = F.linear(x, w, b)
+        y.backward(tensor(values(name + ".dy", batch, outputs)))
+        for key, value in (("y", y), ("dx", x.grad), ("dw", w.grad), ("db", b.grad)):
+            store(out, f"{name}.{key}", value)
+
+
+def losses(out):
+    for batch, classes, smoothing, scale in ((8, 10, 0.0, 1), (8, 10, 0.1, 1), (3, 100, 0.05, 30), (4, 10, 0.0, 3000)):
+        name = f"loss.{batch}.{classes}.{int(smoothing * 100)}.{scale}"
+        x = tensor(values(name + ".x", batch, classes) * np.float32(scale))
+        y = torch.from_numpy(labels(name + ".labels", batch, classes))
+        loss = F.cross_entropy(x, y, label_smoothing=smoothing)
+        loss.backward()
+        store(out, name + ".loss", loss.reshape(1))
+        store(out, name + ".dx", x.grad)
+        store(out, name + ".correct", (x.argmax(1) == y).sum().reshape(1).double())
+
+
+def optimizers(out):
+    for nesterov in (False, True):
+        name = f"sgd.{int(nesterov)}"
+        w = tensor(values(name + ".w", 50))
+        sgd = torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+        for step in range(3):
+            w.grad = tensor(values(f"{name}.g{step}", 50)).detach()
+            sgd.step()
+        store(out, name + ".w", w)
+        store(out, name + ".v", sgd.state[w]["momentum_buffer"])
+
+
+def fill(model, arch):
+    """Weights, biases and statistics of `model` from the generator; the Rust side does the same."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if name.endswith("num_batches_tracked"):
+            continue
+        v = values(f"{arch}.{name}", *value.shape)
+        if value.ndim == 4:
+            bound = np.float32(np.sqrt(6.0 / (value.shape[0] * value.shape[2] * value.shape[3])))
+            v = v * bound
+        elif name.startswith("fc."):
+            v = v * np.float32(1 / np.sqrt(state["fc.weight"].shape[1]))
+        elif name.endswith("running_var"):
+            v = v * np.float32(0.5) + np.float32(1.5)
+        elif name.endswith("weight"):
+            v = v * np.float32(0.25) + np.float32(0.5)
+        else:
+            v = v * np.float32(0.125)
+        state[name] = torch.from_numpy(v).to(value.dtype)
+    model.load_state_dict(state)
+
+
+def architectures():
+    """Names and shapes of every architecture, and logits of two pictures in evaluation mode."""
+    out = {}
+    for arch in ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", *CIFAR_FAMILY]:
+        entry = {}
+        for stem, side, channels in (("imagenet", 64, 3), ("cifar", 17, 1)):
+            if stem == "imagenet" and arch in CIFAR_FAMILY:
+                continue
+            model = build(arch, 1000 if stem == "imagenet" else 10, stem, channels).double().eval()
+            fill(model, arch)
+            images = values(f"{arch}.{stem}.images", 2, side, side, channels)
+            with torch.no_grad():
+                logits = model(nchw(images))[:, :10]
+            entry[stem] = {
+                "image_size": side,
+                "channels": channels,
+                "classes": 1000 if stem == "imagenet" else 10,
+                "logits": [[float(np.float32(v)) for v in row] for row in logits.numpy()],
+                "parameters": [
+                    [n, list(v.shape)] for n, v in model.state_dict().items() if not n.endswith("tracked")
+                ],
+            }
+        out[arch] = entry
+    text = json.dumps(out, separators=(",", ":")).replace(',["', ',\n["')
+    (HERE / "architectures.json").write_text(text + "\n")
+
+
+def training():
+    """Losses of 20 steps of SGD, batch by batch, in float32 (and in float64, to see how far they may be trusted)."""
+    out = {}
+    for arch, batch, side, lr in (("resnet20", 32, 32, 0.005), ("resnet18", 8, 32, 0.001)):
+        runs = {}
+        for dtype in (torch.float32, torch.float64):
+            model = build(arch).to(dtype).train()
+            fill(model, arch)
+            sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+            run = []
+            for step in range(20):
+                target = labels(f"{arch}.labels.{step}", batch, 10)
+                # A class is a pattern under noise: there is something to learn.
+                images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
+                images += values(f"{arch}.patterns", 10, side, side, 3)[target]
+                x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
+                y = torch.from_numpy(target)
+                loss = F.cross_entropy(model(x), y)
+                sgd.zero_grad()
+                loss.backward()
+                sgd.step()
+                run.append(loss.item())
+            runs[dtype] = run
+        apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
+        print(f"{arch}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+        out[arch] = {"batch_size": batch, "image_size": side, "lr": lr, "losses": runs[torch.float32]}
+    (HERE / "training.json").write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    HERE.mkdir(exist_ok=True)
+    operations = {}
+    for part in (convolutions, batch_norms, pools, linears, losses, optimizers):
+        part(operations)
+    save_file(operations, HERE / "operations.safetensors")
+    architectures()
+    training()
+    for file in sorted(HERE.iterdir()):
+        print(f"{file.name}: {file.stat().st_size} bytes")

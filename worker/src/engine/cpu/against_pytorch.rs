@@ -1,0 +1,227 @@
+//! Every operation forward and backward against `tests/pytorch/fixtures/operations.safetensors`
+//! (written by `make_fixtures.py` there, computed in float64).
+
+use super::{
+    batch_norm::{self, Affine, Mask, Statistics},
+    conv::{self, ConvShape, Scratch},
+    linear, loss,
+    pool::{self, MaxPool},
+    sgd::Sgd,
+};
+use crate::{
+    made_up::{labels, values},
+    net::TensorShape,
+};
+use lockstep_protocol::spec::OptimizerKind;
+use safetensors::SafeTensors;
+
+/// Largest difference, relative to the largest value.
+const TOLERANCE: f32 = 1e-5;
+
+/// Calls `check(case name, its numbers)` for every case of `op` in the fixtures.
+fn cases(op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/operations.safetensors");
+    let bytes = std::fs::read(path).unwrap();
+    let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
+    let mut names: Vec<String> = fixtures
+        .0
+        .names()
+        .iter()
+        .filter(|n| n.split('.').next() == Some(op))
+        .filter_map(|n| n.rsplit_once('.').map(|(case, _)| case.to_string()))
+        .collect();
+    names.sort();
+    names.dedup();
+    assert!(!names.is_empty(), "no case of {op}");
+    for name in names {
+        let numbers: Vec<usize> =
+            name.split('.').skip(1).map(|n| n.trim_start_matches('-').parse().unwrap()).collect();
+        check(&fixtures, &name, &numbers);
+    }
+}
+
+struct Fixtures<'a>(SafeTensors<'a>);
+
+impl Fixtures<'_> {
+    fn get(&self, name: &str) -> Option<Vec<f32>> {
+        let tensor = self.0.tensor(name).ok()?;
+        Some(tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect())
+    }
+
+    fn compare(&self, name: &str, ours: &[f32]) {
+        let theirs = self.get(name).unwrap_or_else(|| panic!("no fixture {name}"));
+        assert_eq!(theirs.len(), ours.len(), "{name}");
+        let largest = theirs.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+        for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
+            let apart = (a - b).abs();
+            assert!(apart <= TOLERANCE * largest, "{name}[{i}]: {a} instead of {b} (largest {largest})");
+        }
+    }
+
+    /// Where the fixture has the tensor at all.
+    fn compare_if_there(&self, name: &str, ours: &[f32]) {
+        if self.get(name).is_some() {
+            self.compare(name, ours);
+        }
+    }
+}
+
+#[test]
+fn convolution() {
+    cases("conv", |fixtures, name, numbers| {
+        let &[batch, side, in_c, out_c, kernel, stride] = numbers else { panic!("{name}") };
+        let padding = kernel / 2;
+        let s = ConvShape { batch, in_h: side, in_w: side, in_c, out_c, kernel, stride, padding };
+        let x = values(&format!("{name}.x"), s.input_len());
+        let dy = values(&format!("{name}.dy"), s.output_len());
+        let mut w = vec![0.0; s.weight_len()];
+        conv::weight_from_oihw(&s, &values(&format!("{name}.w"), s.weight_len()), &mut w);
+        let mut scratch = Scratch::default();
+        let (mut y, mut dx, mut dw) = (vec![f32::NAN; dy.len()], vec![f32::NAN; x.len()], w.clone());
+        conv::forward(&s, &x, &w, &mut y, &mut scratch);
+        fixtures.compare(&format!("{name}.y"), &y);
+        conv::backward_input(&s, &dy, &w, &mut dx, &mut scratch);
+        fixtures.compare(&format!("{name}.dx"), &dx);
+        conv::backward_weight(&s, &x, &dy, &mut dw, &mut scratch);
+        let mut oihw = vec![0.0; dw.len()];
+        conv::weight_to_oihw(&s, &dw, &mut oihw);
+        fixtures.compare(&format!("{name}.dw"), &oihw);
+    });
+}
+
+#[test]
+fn batch_normalisation() {
+    cases("norm", |fixtures, name, numbers| {
+        let &[batch, side, channels, relu, shortcut, offset] = numbers else { panic!("{name}") };
+        let offset = if name.ends_with(&format!("-{offset}")) { -(offset as f32) } else { offset as f32 };
+        let (rows, relu, shortcut) = (batch * side * side, relu == 1, shortcut == 1);
+        let make = |key: &str, len| values(&format!("{name}.{key}"), len);
+        let x: Vec<f32> = make("x", rows * channels).iter().map(|v| v + offset).collect();
+        let s = make("s", x.len());
+        let (gamma, beta) = (make("gamma", channels), make("beta", channels));
+        let mut running = (make("mean", channels), make("var", channels));
+        running.1.iter_mut().for_each(|v| *v += 1.0);
+
+        let statistics = Statistics::from_sums(&batch_norm::sums(&x, channels), rows as f64);
+        statistics.update_running(rows as f64, &mut running.0, &mut running.1);
+        let affine = Affine { statistics: &statistics, gamma: &gamma, beta: &beta };
+        let mut y = vec![f32::NAN; x.len()];
+        batch_norm::forward(&x, affine, shortcut.then_some(&s[..]), relu, &mut y);
+        fixtures.compare_if_there(&format!("{name}.y"), &y);
+        fixtures.compare(&format!("{name}.mean"), &running.0);
+        fixtures.compare(&format!("{name}.var"), &running.1);
+
+        let dy = make("dy", x.len());
+        // The gradient in one part or in two, kept for the shortcut or not: the same numbers.
+        for parts in [1, 2] {
+            let mut g = dy.clone();
+            let more = (parts == 2).then(|| vec![0.25; x.len()]);
+            if parts == 2 {
+                g.iter_mut().for_each(|v| *v -= 0.25);
+            }
+            let keep = shortcut || more.is_some();
+            let mask = match (relu, shortcut) {
+                (false, _) => Mask::None,
+                (true, false) => Mask::Input,
+                (true, true) => Mask::Output(&y),
+            };
+            let sums = batch_norm::backward_sums(&x, affine, &mut g, more.as_deref(), mask, keep);
+            let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, &statistics);
+            fixtures.compare(&format!("{name}.dgamma"), &dgamma);
+            fixtures.compare(&format!("{name}.dbeta"), &dbeta);
+            if shortcut {
+                let mut dx = vec![f32::NAN; x.len()];
+                batch_norm::backward_input(&x, affine, &sums, rows as f64, &g, &mut dx);
+                fixtures.compare_if_there(&format!("{name}.dx"), &dx);
+                fixtures.compare_if_there(&format!("{name}.ds"), &g);
+            } else {
+                batch_norm::backward_input_in_place(&x, affine, &sums, rows as f64, relu && !keep, &mut g);
+                fixtures.compare_if_there(&format!("{name}.dx"), &g);
+            }
+        }
+    });
+}
+
+#[test]
+fn pooling() {
+    let square = |side, channels| TensorShape { height: side, width: side, channels };
+    cases("max_pool", |fixtures, name, numbers| {
+        let &[batch, side, channels] = numbers else { panic!("{name}") };
+        let (input, output) = (square(side, channels), square(side.div_ceil(2), channels));
+        let pool = MaxPool { input, output, kernel: 3, stride: 2, padding: 1 };
+        let x: Vec<f32> = values(&format!("{name}.x"), batch * input.len())
+            .iter()
+            .map(|v| (v * 4.0).round_ties_even().max(0.0))
+            .collect();
+        let (mut y, mut taps) = (vec![f32::NAN; batch * output.len()], vec![9; batch * output.len()]);
+        pool.forward(&x, &mut y, &mut taps);
+        fixtures.compare(&format!("{name}.y"), &y);
+        let mut dx = vec![f32::NAN; x.len()];
+        pool.backward(&values(&format!("{name}.dy"), y.len()), &taps, &mut dx);
+        fixtures.compare(&format!("{name}.dx"), &dx);
+    });
+    cases("average_pool", |fixtures, name, numbers| {
+        let &[batch, side, channels] = numbers else { panic!("{name}") };
+        let input = square(side, channels);
+        let x = values(&format!("{name}.x"), batch * input.len());
+        let (mut y, mut dx) = (vec![f32::NAN; batch * channels], vec![f32::NAN; x.len()]);
+        pool::global_average(&x, input, &mut y);
+        fixtures.compare(&format!("{name}.y"), &y);
+        pool::global_average_backward(&values(&format!("{name}.dy"), y.len()), input, &mut dx);
+        fixtures.compare(&format!("{name}.dx"), &dx);
+    });
+}
+
+#[test]
+fn linear_layer() {
+    cases("linear", |fixtures, name, numbers| {
+        let &[batch, inputs, outputs] = numbers else { panic!("{name}") };
+        let make = |key: &str, len| values(&format!("{name}.{key}"), len);
+        let (x, w, b) = (make("x", batch * inputs), make("w", inputs * outputs), make("b", outputs));
+        let dy = make("dy", batch * outputs);
+        let (mut y, mut dx) = (vec![f32::NAN; dy.len()], vec![f32::NAN; x.len()]);
+        let (mut dw, mut db) = (vec![f32::NAN; w.len()], vec![f32::NAN; outputs]);
+        linear::forward(&x, &w, &b, &mut y);
+        linear::backward_input(&dy, &w, outputs, &mut dx);
+        linear::backward_parameters(&x, &dy, &mut dw, &mut db);
+        for (key, ours) in [("y", &y), ("dx", &dx), ("dw", &dw), ("db", &db)] {
+            fixtures.compare(&format!("{name}.{key}"), ours);
+        }
+    });
+}
+
+#[test]
+fn cross_entropy() {
+    cases("loss", |fixtures, name, numbers| {
+        let &[batch, classes, smoothing, scale] = numbers else { panic!("{name}") };
+        let logits: Vec<f32> =
+            values(&format!("{name}.x"), batch * classes).iter().map(|v| v * scale as f32).collect();
+        let labels = labels(&format!("{name}.labels"), batch, classes);
+        let mut gradient = vec![f32::NAN; logits.len()];
+        let found = loss::cross_entropy(
+            &logits,
+            &labels,
+            classes,
+            smoothing as f32 / 100.0,
+            Some((&mut gradient, 1.0 / batch as f64)),
+        );
+        fixtures.compare(&format!("{name}.loss"), &[(found.sum / batch as f64) as f32]);
+        fixtures.compare(&format!("{name}.correct"), &[found.correct as f32]);
+        fixtures.compare(&format!("{name}.dx"), &gradient);
+    });
+}
+
+#[test]
+fn stochastic_gradient_descent() {
+    cases("sgd", |fixtures, name, numbers| {
+        let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
+        let sgd = Sgd { kind, momentum: 0.9, weight_decay: 0.01 };
+        let (mut w, mut v) = (values(&format!("{name}.w"), 50), vec![0.0; 50]);
+        // The fixture's own ".w" is the result; the start comes from the generator.
+        for step in 0..3 {
+            sgd.update(0.1, true, &mut w, &mut v, &values(&format!("{name}.g{step}"), 50));
+        }
+        fixtures.compare(&format!("{name}.w"), &w);
+        fixtures.compare(&format!("{name}.v"), &v);
+    });
+}

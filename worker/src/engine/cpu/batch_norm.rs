@@ -130,9 +130,9 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
     for block in (0..tiling.stride).step_by(W) {
         let (mut pivot, mut sum, mut square) = ([0.0f32; W], [0.0f32; W], [0.0f32; W]);
         let mut count = [0usize; W];
-        for i in 0..W {
-            // The first row; few rows of few channels may not fill one.
-            pivot[i] = x.get(block + i).copied().unwrap_or(0.0);
+        // The first row; few rows of few channels may not fill one.
+        for (pivot, first) in pivot.iter_mut().zip(x.iter().skip(block)) {
+            *pivot = *first;
         }
         for row in rows.clone() {
             let row: &[f32; W] = row[block..block + W].try_into().unwrap_or(&[0.0; W]);

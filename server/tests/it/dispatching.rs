@@ -73,7 +73,7 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     assert_eq!(second.attempt, 2);
     // The first one comes back: it is told to end its ranks, and what they write is refused.
     let mut back = Agent::greet(&house, hello("a", 2, vec![first.clone()])).await.unwrap();
-    assert_eq!(back.welcome.1, [first.clone()]);
+    assert_eq!(back.welcome.1, std::slice::from_ref(&first));
     let zombie = FromAgent::Report {
         attempt: first.clone(),
         source: Source::Rank(0),

@@ -86,7 +86,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {
             named.insert(format!("{method} {path}"));
-            let url = house.url(&path.replace('{', "").replace('}', ""));
+            let url = house.url(&path.replace(['{', '}'], ""));
             let request = house.http.request(method.to_uppercase().parse().unwrap(), url);
             let answer = request.send().await.unwrap();
             let status = answer.status().as_u16();

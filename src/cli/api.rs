@@ -87,7 +87,7 @@ impl Api {
             let after = cursor.map(|c| format!("&cursor={c}")).unwrap_or_default();
             let page: Value = self.get(&format!("/jobs?limit=200{after}")).await?;
             all.extend(list::<Job>(&page, "jobs")?);
-            match ["next_cursor", "cursor", "next"].iter().find_map(|key| page.get(key)?.as_str()) {
+            match page.get("next").and_then(Value::as_str) {
                 Some(next) => cursor = Some(next.to_owned()),
                 None => return Ok(all),
             }
@@ -183,10 +183,16 @@ async fn problem(answer: Response) -> anyhow::Error {
     let mut message = text("detail")
         .or(text("title"))
         .map_or_else(|| format!("the server answered {status}"), str::to_owned);
-    for error in body.get("errors").and_then(Value::as_array).into_iter().flatten() {
-        let pointer = error.get("pointer").and_then(Value::as_str).unwrap_or("");
-        let detail = error.get("detail").and_then(Value::as_str).unwrap_or("");
-        let _ = write!(message, "\n  {}", mistake(pointer, detail));
+    if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty()) {
+        // Each of them says more than the detail, which repeats the first.
+        message = match errors.len() {
+            1 => "the server found a mistake:".to_owned(),
+            n => format!("the server found {n} mistakes:"),
+        };
+        for error in errors {
+            let part = |key: &str| error.get(key).and_then(Value::as_str).unwrap_or("");
+            let _ = write!(message, "\n  {}", mistake(part("pointer"), part("detail")));
+        }
     }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),

@@ -53,7 +53,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::line(format_args!("dashboard: {}", server.url()))?;
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
-            told = told_to_end() => told,
+            told = told_to_end() => told.and_then(|()| match args.exit_when_done {
+                true => Err(anyhow::anyhow!("ended before the job was over")),
+                false => Ok(()),
+            }),
         };
         tokio::select! {
             stopped = server.stop() => shown.and(stopped),
@@ -165,7 +168,7 @@ fn specification(ranks: u32) -> Value {
         "model": { "arch": "resnet20" },
         "data": { "dataset": DATASET, "validation": "test", "crop_padding": 2, "horizontal_flip": true },
         "train": {
-            "epochs": 5,
+            "epochs": 8,
             // As near to 64 as the ranks can share equally.
             "global_batch_size": ranks * (64 / ranks).max(1),
             "optimizer": "nesterov",

@@ -6,7 +6,7 @@
 use super::wrong;
 use anyhow::Context;
 use lockstep_worker::agent::home::running_agent;
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use std::{
     path::{Path, PathBuf},
     process::Stdio,
@@ -142,7 +142,9 @@ async fn relieve(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        if kill_process(pid, signal).is_err() || wait_until(|| test_kill_process(pid).is_err()).await {
+        // Not until its process is gone, which somebody else has to see to: until the lock is free.
+        let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
+        if kill_process(pid, signal).is_err() || wait_until(gone).await {
             return Ok(());
         }
     }

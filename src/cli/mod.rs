@@ -20,7 +20,7 @@ pub(crate) mod submit;
 pub(crate) mod train;
 pub(crate) mod watch;
 
-use std::{fmt, future::Future, process::ExitCode};
+use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 
 /// Shown at the end of `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
@@ -50,10 +50,7 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    // `watch` has said already how the job ended.
-    if !error.is::<watch::NotSucceeded>() {
-        output::warn(format_args!("error: {error:#}"));
-    }
+    output::warn(format_args!("error: {error:#}"));
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 
@@ -70,6 +67,7 @@ pub(crate) fn init_tracing(default: &str) {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         .try_init();
 }

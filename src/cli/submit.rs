@@ -5,8 +5,8 @@ use super::{
     block_on, output, watch, wrong,
 };
 use lockstep_protocol::{
-    Job, JobSpec,
-    spec::{SpecError, apply_set, from_json},
+    Job,
+    spec::{apply_set, from_json, toml_document},
 };
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -57,20 +57,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = std::fs::read_to_string(path).map_err(|e| wrong(format!("{shown}: {e}")))?;
-    let mut document: Value = toml::from_str(&text).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     for set in sets {
         apply_set(&mut document, set).map_err(|e| wrong(format!("--set {set}: {e}")))?;
     }
     make_dataset_absolute(&mut document);
-    check(&document).map_err(|mistakes| {
+    from_json(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown} has {}:\n  {}", count(lines.len(), "mistake"), lines.join("\n  ")))
     })?;
     Ok(document)
-}
-
-fn check(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
-    from_json(document)
 }
 
 /// A path means one relative to here; the server stands somewhere else.

@@ -59,7 +59,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     }
     match job.state {
         JobState::Succeeded => Ok(()),
-        // The line above has said why.
+        // Why, the line above has said.
         _ => Err(NotSucceeded(job.state).into()),
     }
 }

@@ -36,6 +36,9 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
 const SILENCE: Duration = Duration::from_secs(5);
 
+/// Acknowledgements that crossed a `Stop` have come after this long.
+const CROSSING: Duration = Duration::from_secs(5);
+
 type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
 /// Where the server listens for agents.
@@ -135,6 +138,7 @@ impl Session {
                     outboxes: HashMap::new(),
                     stored: acknowledged,
                     unwanted: HashSet::new(),
+                    stopped_late: HashMap::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
                     heard: Instant::now(),
@@ -161,6 +165,9 @@ struct Connected {
     stored: Vec<Acknowledged>,
     /// The server has given them to others: ended here and not spoken of again.
     unwanted: HashSet<AttemptRef>,
+    /// Told to stop when they were over already: either that crossed their last report, or the
+    /// server takes no more of them.
+    stopped_late: HashMap<AttemptRef, Instant>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last said anything.
@@ -247,7 +254,8 @@ impl Connected {
                 .entry(name.clone())
                 .or_insert_with(|| Outbox::new(attempt.held(), &self.stored));
             outbox.fill(attempt.held(), over, &mut reports);
-            if over && outbox.is_delivered() {
+            let refused = || self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
+            if over && (outbox.is_delivered() || refused()) {
                 done.push(name.clone());
             }
         }
@@ -257,6 +265,7 @@ impl Connected {
         for attempt in done {
             self.outboxes.remove(&attempt);
             self.unwanted.remove(&attempt);
+            self.stopped_late.remove(&attempt);
             agent.forget(&attempt);
         }
         if agent.look_around(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
@@ -278,6 +287,9 @@ impl Connected {
             ToAgent::Stop { attempt, reason } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "told to stop");
                 self.end(agent, &attempt);
+                if agent.attempts.values().any(|a| *a.attempt() == attempt && a.is_over()) {
+                    self.stopped_late.entry(attempt).or_insert_with(Instant::now);
+                }
             }
             ToAgent::Ask { request, question } => self.ask(request, question),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),

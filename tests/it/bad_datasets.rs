@@ -28,8 +28,6 @@ async fn what_is_no_dataset_is_not_registered() {
     };
     fs::create_dir(folder.join("empty")).expect("a folder");
     refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
-    refused(&pictures::truncated_cifar10(folder), &["data_batch_2.bin", "3073"]).await;
-
     let images = pictures::image_folder(folder, 4);
     fs::create_dir(images.join("train/sandal")).expect("a folder");
     refused(&images, &["sandal"]).await;
@@ -54,6 +52,33 @@ async fn what_is_no_dataset_is_not_registered() {
     // The same folder, mended.
     server.register("mended", &idx).await;
     server.post("/datasets", &json!({"name": "mended", "path": &idx})).await.problem(409);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_cut_off_cifar_file_is_named_and_fatal_or_skipped_as_the_job_says() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let path = pictures::truncated_cifar10(server.folder().path());
+    let path = path.to_str().expect("UTF-8");
+    // The other four batches are whole: it is registered, with a word about the one that is not.
+    assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 broken file"));
+    for dataset in [path, "cifar10"] {
+        let inspected = server.cli(&["dataset", "inspect", dataset]);
+        let named = inspected.ok().lines().find(|l| l.contains("data_batch_2.bin")).expect("its name");
+        assert!(named.contains("3073"), "{named}");
+    }
+    let spec = |policy: &str| {
+        let spec = specs::short(policy, "cifar10", 2, 3);
+        specs::with(spec, json!({"data": {"broken_files": policy}}))
+    };
+    let fatal = server.submit(&spec("fail")).await;
+    let job = server.ended(&fatal).await;
+    assert_eq!(job["state"], "failed", "{job:#}");
+    assert!(job["reason"].as_str().is_some_and(|r| r.contains("data_batch_2.bin")), "{job:#}");
+    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+    let skipping = server.submit(&spec("skip")).await;
+    server.succeeded(&skipping).await;
     server.stop().await;
 }
 

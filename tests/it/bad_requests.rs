@@ -35,7 +35,7 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
     mistakes(json!({"model": {"arch": "resnet51"}}), &[("/model/arch", &["resnet50", "resnet18"])]).await;
     mistakes(json!({"train": {"lr": "fast"}}), &[("/train/lr", &["number", "fast"])]).await;
     mistakes(json!({"parallel": {"ranks": 2.5}}), &[("/parallel/ranks", &["whole number"])]).await;
-    mistakes(json!({"data": 7}), &[("/data", &["table"])]).await;
+    mistakes(json!({"data": 7}), &[("/data", &["table"]), ("/data/dataset", &["missing"])]).await;
     mistakes(json!({"data": {"image_size": 0}}), &[("/data/image_size", &["8"])]).await;
     let many = json!({"train": {"steps": null, "epochs": 1_000_000_000}});
     mistakes(many, &[("/train/epochs", &["100,000"])]).await;
@@ -141,7 +141,7 @@ async fn a_job_is_made_once_and_its_state_forbids_what_makes_no_sense() {
     assert!(again.status.is_success(), "{}", again.text);
     let id = first.json()["id"].as_str().expect("an id").to_owned();
     assert_eq!(again.json()["id"], *id);
-    submit("tuesday-run", &specs::with(spec.clone(), json!({"train": {"lr": 0.02}}))).await.problem(422);
+    submit("tuesday-run", &specs::with(spec.clone(), json!({"train": {"lr": 0.02}}))).await.problem(409);
     assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1));
 
     // What each state of a job forbids is a 409 that names the state.

@@ -70,7 +70,7 @@ fn agent_of(server: &Server) -> Option<Process> {
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
     let _turn = turn().await;
     let server = server().await;
-    let undisturbed = server.submit(&spec("undisturbed", 0)).await;
+    let undisturbed = server.submit(&spec("disturbed", 3)).await;
     server.succeeded(&undisturbed).await;
 
     let id = server.submit(&spec("disturbed", 3)).await;

@@ -85,7 +85,6 @@ fn the_job_is_complete(job: &Value) {
     }
     assert_eq!((number(&job["epoch"]), number(&job["attempt"]), number(&job["ranks"])), (2, 1, RANKS));
     assert_eq!(job["reason"], Value::Null);
-    assert!(job["images_per_second"].as_f64().is_some_and(|v| v > 0.0), "{job:#}");
     let time = |key: &str| -> jiff::Timestamp { job[key].as_str().expect(key).parse().expect(key) };
     assert!(time("created_at") <= time("started_at") && time("started_at") < time("finished_at"), "{job:#}");
 }

@@ -141,6 +141,10 @@ function apply(event) {
       break;
     case "log": log.apply(event); break;
     case "rank": ranks.report(event); break;
+    case "evaluation":
+      metrics.evaluated(event);
+      redraw();
+      break;
     case "checkpoint": checkpoints.apply(event); break;
     case "checkpoint_removed": checkpoints.remove(event); break;
     case "plan":

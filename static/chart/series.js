@@ -1,8 +1,9 @@
 // The points of one metric of one rank, as attempts: segments of one curve, each in typed arrays.
 //
-// A point is a bucket of `count` steps with the lowest, highest and mean value of them; a raw point is a
-// bucket of one. When a segment outgrows its capacity, neighbours are merged in pairs, so memory and
-// drawing time stay bounded however long a page is open, and no peak is ever lost.
+// A point is a bucket of `count` steps, named by the first of them, with their lowest, highest and mean
+// value; a raw point is a bucket of one. When a segment outgrows its capacity, neighbours are merged in
+// pairs and new points gather in buckets of the same width, so memory and drawing time stay bounded
+// however long a page is open, the whole run is equally fine, and no peak is ever lost.
 
 export class Segment {
   constructor(attempt, capacity) {
@@ -11,6 +12,11 @@ export class Segment {
     this.length = 0;
     /** Whether every bucket is one raw point. */
     this.exact = true;
+    /** Steps that a bucket gathers before the next one begins. */
+    this.width = 1;
+    this.lastStep = -1;
+    /** The newest raw value; NaN while only buckets are known. */
+    this.lastValue = NaN;
     this.#allocate(Math.min(capacity, 256));
   }
 
@@ -24,45 +30,63 @@ export class Segment {
     this.smoothed = null;
   }
 
-  get lastStep() { return this.length ? this.steps[this.length - 1] : -1; }
-
   /** Appends a bucket. One that does not come after the last step is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
     if (step <= this.lastStep) return false;
+    this.lastStep = step;
+    this.lastValue = count === 1 ? mean : NaN;
+    if (count > 1) this.exact = false;
+    const last = this.length - 1;
+    if (last >= 0 && this.counts[last] + count <= this.width && this.#alike(this.mean[last], mean)) {
+      this.#join(last, min, max, mean, count);
+      return true;
+    }
     if (this.length === this.steps.length) {
       if (this.length >= this.capacity) this.#merge();
       else this.#allocate(Math.min(this.capacity, this.length * 2));
     }
-    const i = this.length++;
+    this.#set(this.length++, step, min, max, mean, count);
+    return true;
+  }
+
+  /** A gap (NaN) is joined only with a gap, so it stays one. */
+  #alike(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
+
+  #set(i, step, min, max, mean, count) {
     this.steps[i] = step;
     this.min[i] = min;
     this.max[i] = max;
     this.mean[i] = mean;
     this.counts[i] = count;
-    if (count > 1) this.exact = false;
-    return true;
   }
 
-  /** Halves the number of buckets. A gap (NaN) swallows nothing: it is merged only with a gap. */
+  #join(i, min, max, mean, count) {
+    const n = this.counts[i];
+    this.min[i] = Math.min(this.min[i], min);
+    this.max[i] = Math.max(this.max[i], max);
+    this.mean[i] = (this.mean[i] * n + mean * count) / (n + count);
+    this.counts[i] = n + count;
+    this.exact = false;
+  }
+
+  /** Halves the number of buckets. */
   #merge() {
     let to = 0;
     for (let i = 0; i < this.length; i++, to++) {
+      this.#set(to, this.steps[i], this.min[i], this.max[i], this.mean[i], this.counts[i]);
       const j = i + 1;
-      const pair = j < this.length && Number.isNaN(this.mean[i]) === Number.isNaN(this.mean[j]);
-      const n = this.counts[i], m = pair ? this.counts[j] : 0;
-      this.steps[to] = this.steps[pair ? j : i];
-      this.min[to] = pair ? Math.min(this.min[i], this.min[j]) : this.min[i];
-      this.max[to] = pair ? Math.max(this.max[i], this.max[j]) : this.max[i];
-      this.mean[to] = pair ? (this.mean[i] * n + this.mean[j] * m) / (n + m) : this.mean[i];
-      this.counts[to] = n + m;
-      if (pair) i++;
+      if (j < this.length && this.#alike(this.mean[i], this.mean[j])) {
+        this.#join(to, this.min[j], this.max[j], this.mean[j], this.counts[j]);
+        i++;
+      }
     }
-    // Gaps on every second point leave nothing to merge: then the oldest half goes coarser by dropping.
+    // Gaps on every second point leave nothing to merge: then the oldest half is let go.
     if (to >= this.capacity) {
       for (const column of [this.steps, this.min, this.max, this.mean, this.counts]) column.copyWithin(0, to >> 1, to);
       to -= to >> 1;
     }
     this.length = to;
+    this.width *= 2;
     this.exact = false;
     this.smoothed = null;
   }
@@ -80,19 +104,18 @@ export class Segment {
   /** The mean, exponentially smoothed without the bias of its start; a gap leaves the average as it was. */
   smooth(factor) {
     let s = this.smoothed;
-    if (!s || s.factor !== factor || s.values.length < this.length) {
+    if (s?.factor !== factor) s = this.smoothed = { factor, values: new Float32Array(0), done: 0, sum: 0, weight: 0 };
+    if (s.values.length < this.length) {
       const values = new Float32Array(this.steps.length);
-      if (s?.factor === factor) values.set(s.values.subarray(0, s.done));
-      s = this.smoothed = { factor, values, done: s?.factor === factor ? s.done : 0,
-        sum: s?.factor === factor ? s.sum : 0, weight: s?.factor === factor ? s.weight : 0 };
+      values.set(s.values.subarray(0, s.done));
+      s.values = values;
     }
-    for (; s.done < this.length; s.done++) {
-      const v = this.mean[s.done];
-      if (!Number.isFinite(v)) { s.values[s.done] = NaN; continue; }
-      const keep = factor ** this.counts[s.done];
-      s.sum = s.sum * keep + v * (1 - keep);
-      s.weight = s.weight * keep + (1 - keep);
-      s.values[s.done] = s.sum / s.weight;
+    for (let i = s.done; i < this.length; i++) {
+      const v = this.mean[i], gap = !Number.isFinite(v), keep = factor ** this.counts[i];
+      const sum = gap ? s.sum : s.sum * keep + v * (1 - keep), weight = gap ? s.weight : s.weight * keep + (1 - keep);
+      s.values[i] = gap ? NaN : sum / weight;
+      // The last bucket may still grow.
+      if (i < this.length - 1) Object.assign(s, { done: i + 1, sum, weight });
     }
     return s.values;
   }
@@ -137,7 +160,10 @@ export class Series {
       if (!exact && i + 1 < steps.length) count = steps[i + 1] - steps[i];
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
     }
-    if (!exact) segment.exact = false;
+    if (!exact) {
+      segment.exact = false;
+      segment.width = Math.max(segment.width, ...(steps.length > 1 ? [steps[1] - steps[0]] : []));
+    }
   }
 
   get exact() { return this.segments.every((s) => s.exact); }

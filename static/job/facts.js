@@ -49,7 +49,7 @@ export class Facts {
       fact("left", left === null ? "–" : clock(left), "");
     }
     fact("speed", speed ? rate(speed) : "–", speed && job.ranks > 1 ? `${rate(speed / job.ranks)} a rank` : "");
-    const last = loss?.length && loss.counts[loss.length - 1] === 1 ? loss.mean[loss.length - 1] : job.last.loss;
+    const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
 

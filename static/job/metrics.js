@@ -65,6 +65,9 @@ export class Metrics {
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
+  /** An `evaluation` event: the same value as `val_accuracy`, whichever comes first. */
+  evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
+
   #applyDetail(detail, { attempt, rank, name, steps, values }) {
     if (!ZOOMED.includes(name)) return;
     const until = steps.findIndex((s) => s > detail.to);

@@ -8,7 +8,7 @@ let house, eyes;
 before(async () => { [house, eyes] = await Promise.all([House.open(), Eyes.open()]); });
 after(async () => { await eyes?.close(); await house?.close(); });
 
-const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[contains(@class,'field')]").locator(".error");
+const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[@data-pointer]").locator(".error");
 
 describe("the form", () => {
   test("shows a mistake beside its field while typing, and takes it away again", async () => {

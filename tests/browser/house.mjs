@@ -84,7 +84,9 @@ export class House {
 
   async close() {
     this.process.kill("SIGTERM");
-    await Promise.race([this.ended, new Promise((done) => setTimeout(done, 20_000))]);
+    let timer;
+    await Promise.race([this.ended, new Promise((done) => { timer = setTimeout(done, 20_000); })]);
+    clearTimeout(timer);
     // Whatever still runs in this directory, should an orderly stop have missed it.
     for (const pid of (await readdir("/proc")).filter((name) => /^\d+$/.test(name))) {
       const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
@@ -109,6 +111,10 @@ export class Eyes {
   /** A page at `path`. `expected`: console errors that the test provokes, such as an answer of 422. */
   async page(house, path, { expected = [], ...options } = {}) {
     const context = await this.browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+    // To try a change of a script or a style without building: they come from the tree.
+    if (process.env.LOCKSTEP_STATIC) {
+      await context.route("**/static/**", (route) => route.fulfill({ path: join(ROOT, new URL(route.request().url()).pathname) }));
+    }
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, house, expected);
@@ -143,7 +149,9 @@ export const losses = (page) => page.evaluate(() => {
 export const pixels = (page) => page.evaluate(async () => {
   const { palette } = await import("/static/chart/palette.js");
   const canvas = document.querySelector("#loss-chart canvas");
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
   return palette().ranks.slice(0, 2).map((colour) => {
     const [r, g, b] = colour.match(/[\d.]+/g).map(Number);
     let count = 0;

@@ -50,8 +50,8 @@ describe("a job", () => {
       return found["rank 0"].points === 120 && found["rank 1"].points === 120 && found;
     });
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
-    assert.equal(await page.locator("#step").textContent(), "120");
-    assert.match(await page.locator("#accuracy").textContent(), /^\d+\.\d %$/);
+    await until("all steps are told", async () => (await page.locator("#step").textContent()) === "120");
+    await until("its accuracy is told", async () => /^\d+\.\d %$/.test(await page.locator("#accuracy").textContent()));
     assert.equal(await page.locator("#verdict").isVisible(), false, "nothing is wrong, so nothing is said");
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Took");
 
@@ -59,10 +59,13 @@ describe("a job", () => {
     const model = await page.request.get(new URL(await link.getAttribute("href"), page.url()).href);
     assert.ok(model.ok() && (await model.body()).length > 1_000_000, "the model can be fetched");
 
-    const lastLine = await page.locator("#log-lines p").last().textContent();
+    const id = new URL(page.url()).pathname.split("/").pop();
+    const told = (await house.ask(`/jobs/${id}/logs?limit=10000`)).lines.length;
+    const logged = () => page.locator("#log-lines p").allTextContents();
+    const log = await until("every log line is shown once", async () => { const all = await logged(); return all.length === told && all; });
     await page.reload();
     await until("a reload shows the same lines", async () => { assert.deepEqual(await losses(page), whole); return true; });
-    assert.equal(await page.locator("#log-lines p").last().textContent(), lastLine);
+    await until("and the same log", async () => { assert.deepEqual(await logged(), log); return true; });
     await page.end();
   });
 

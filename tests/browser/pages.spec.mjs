@@ -146,10 +146,13 @@ describe("a chart", () => {
         peaks: at((i) => segment.max[i] === 9).length, wrong: at((i) => segment.max[i] === 5).length,
         gap: at((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
-        smooth: Array.from(series.segments[0].smooth(0.6).subarray(0, 3)),
+        widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.lastValue,
+        smooth: [...segment.smooth(0.6).subarray(0, 3)],
       };
     });
     assert.ok(found.held <= 1024 && found.points === 100_000 && !found.exact, JSON.stringify(found));
+    assert.ok(found.widest <= 256, `one bucket holds ${found.widest} points: the run is not equally fine`);
+    assert.equal(found.last, 1);
     assert.deepEqual([found.peaks, found.wrong, found.gap], [1, 0, 10_000]);
     assert.deepEqual(found.mean, [2, NaN], "a step counts once every rank has told its value");
     assert.deepEqual(found.smooth, [1, 1, 1], "smoothing has no bias at its start");

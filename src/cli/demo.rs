@@ -168,7 +168,7 @@ fn specification(ranks: u32) -> Value {
         "model": { "arch": "resnet20" },
         "data": { "dataset": DATASET, "validation": "test", "crop_padding": 2, "horizontal_flip": true },
         "train": {
-            "epochs": 8,
+            "epochs": 6,
             // As near to 64 as the ranks can share equally.
             "global_batch_size": ranks * (64 / ranks).max(1),
             "optimizer": "nesterov",

@@ -46,7 +46,7 @@ async fn what_is_no_dataset_is_not_registered() {
     assert!(missing.text.contains("nowhere"), "{}", missing.text);
     server.post("/datasets", &json!({"name": "broken", "path": "relative/path"})).await.problem(422);
     server.post("/datasets", &json!({"name": "a/b", "path": &idx})).await.problem(422);
-    server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(422);
+    server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(400);
     assert_eq!(server.get("/datasets").await["datasets"], json!([]), "nothing is registered");
 
     // The same folder, mended.

@@ -44,7 +44,7 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
     mistakes(odd, &[("/train/global_batch_size", &["63", "2 ranks", "62 or 64"])]).await;
     mistakes(json!({"data": {"dataset": "fashoin"}}), &[("/data/dataset", &["fashion"])]).await;
     mistakes(json!({"data": {"dataset": "../../etc"}}), &[("/data/dataset", &[])]).await;
-    mistakes(json!({"parallel": {"ranks": 100}}), &[("/parallel/ranks", &["100", "2"])]).await;
+    mistakes(json!({"parallel": {"ranks": 4}}), &[("/parallel/ranks", &["4 ranks", "2 slots"])]).await;
     mistakes(json!({"parallel": {"device": "cuda"}}), &[("/parallel/device", &["cuda"])]).await;
     mistakes(json!({"train": {"precision": "fp16"}}), &[("/train/precision", &["fp32"])]).await;
     mistakes(json!({"name": "x".repeat(201)}), &[("/name", &["200"])]).await;

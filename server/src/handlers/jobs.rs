@@ -220,7 +220,8 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     if most == 0 {
-        let detail = "no machine online has a slot for this device; \"auto\" takes what there is".into();
+        let device = if spec.parallel.device == Device::Cuda { "cuda" } else { "cpu" };
+        let detail = format!("no machine online has a {device} slot; \"auto\" takes what there is");
         return Some(SpecError { pointer: "/parallel/device".into(), detail });
     }
     let detail = format!(

@@ -4,28 +4,27 @@ use super::{
     batch_norm::{self, Affine, Mask},
     conv::{self, ConvShape},
     forward::max_pool,
+    gradient::Turn,
     linear,
     machine::Machine,
     plan::Step,
     pool,
 };
 use crate::engine::EngineError;
+use std::ops::Range;
 
 impl Machine {
     /// Gradients of all parameters from that of the logits. `statistics_of` is as in forward.
     ///
-    /// The `first` micro-batch overwrites gradients, later ones add; the `last` one hands complete
-    /// buckets to the reducer.
     pub(super) fn backward(
         &mut self,
         pictures: usize,
         statistics_of: f64,
-        first: bool,
-        last: bool,
+        turn: Turn,
     ) -> Result<(), EngineError> {
         for index in (0..self.steps.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.steps[index].output()]);
-            self.step_backward(index, pictures, statistics_of, first, last, parts)?;
+            self.step_backward(index, pictures, statistics_of, turn, parts)?;
         }
         self.send_ready();
         // The first micro-batch may have left gradients for activations that nobody reads.
@@ -42,8 +41,7 @@ impl Machine {
         index: usize,
         pictures: usize,
         statistics_of: f64,
-        first: bool,
-        last: bool,
+        turn: Turn,
         parts: Vec<Vec<f32>>,
     ) -> Result<(), EngineError> {
         let network = self.network.clone();
@@ -86,8 +84,8 @@ impl Machine {
             }
             // Buckets that were complete before go now: they have the next convolution to hide behind.
             self.send_ready();
-            self.gradient(slots[0], first, last, |out| out.copy_from_slice(&dgamma));
-            self.gradient(slots[1], first, last, |out| out.copy_from_slice(&dbeta));
+            self.add_sums(slots[0], turn, &dgamma);
+            self.add_sums(slots[1], turn, &dbeta);
             return Ok(());
         }
 
@@ -99,28 +97,26 @@ impl Machine {
         }
         match &step {
             Step::Norm { .. } => {}
-            Step::Conv { name, shape, input, needs_input_gradient, .. } => {
+            Step::Conv { name, shape, input, output, needs_input_gradient, .. } => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let slot = self.layout.slot(&format!("{name}.weight"));
                 let x = std::mem::take(&mut self.activations[*input]);
-                let mut scratch = std::mem::take(&mut self.scratch);
-                self.gradient(slot, first, last, |out| {
-                    if pictures == 0 {
-                        out.fill(0.0);
-                    } else {
-                        conv::backward_weight(&shape, &x[..len(*input)], &dy, out, &mut scratch);
-                    }
+                let (from, to) = (shapes[*input].len(), shapes[*output].len());
+                self.add_gradient(slot, turn, pictures, |share, out, scratch| {
+                    let shape = ConvShape { batch: share.len(), ..shape };
+                    let x = &x[share.start * from..share.end * from];
+                    let dy = &dy[share.start * to..share.end * to];
+                    conv::backward_weight(&shape, x, dy, out, scratch);
                 });
                 self.activations[*input] = x;
                 if *needs_input_gradient {
                     let mut dx = self.spare.take(len(*input));
                     let weight = &self.weights[self.layout.slots[slot].range.clone()];
                     if pictures > 0 {
-                        conv::backward_input(&shape, &dy, weight, &mut dx, &mut scratch);
+                        conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
                     }
                     self.gradient_parts[*input].push(dx);
                 }
-                self.scratch = scratch;
             }
             Step::MaxPool { input, output, .. } => {
                 let mut dx = self.spare.take(len(*input));
@@ -134,50 +130,24 @@ impl Machine {
             }
             Step::Linear { name, input, output } => {
                 let slots = ["weight", "bias"].map(|s| self.layout.slot(&format!("{name}.{s}")));
-                let x = &self.activations[*input][..len(*input)];
-                let outputs = shapes[*output].len();
-                let (mut dweight, mut dbias) =
-                    (self.spare.take(outputs * shapes[*input].len()), vec![0.0; outputs]);
-                linear::backward_parameters(x, &dy, &mut dweight, &mut dbias);
+                let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
                 let mut dx = self.spare.take(len(*input));
                 let weight = &self.weights[self.layout.slots[slots[0]].range.clone()];
                 linear::backward_input(&dy, weight, outputs, &mut dx);
                 self.gradient_parts[*input].push(dx);
-                self.gradient(slots[0], first, last, |out| out.copy_from_slice(&dweight));
-                self.gradient(slots[1], first, last, |out| out.copy_from_slice(&dbias));
-                self.spare.give(dweight);
+                let x = std::mem::take(&mut self.activations[*input]);
+                let dy_of = |share: &Range<usize>| &dy[share.start * outputs..share.end * outputs];
+                self.add_gradient(slots[0], turn, pictures, |share, out, _| {
+                    let x = &x[share.start * inputs..share.end * inputs];
+                    linear::backward_weight(x, dy_of(&share), outputs, out);
+                });
+                self.add_gradient(slots[1], turn, pictures, |share, out, _| {
+                    linear::backward_bias(dy_of(&share), out);
+                });
+                self.activations[*input] = x;
             }
         }
         self.spare.give(dy);
         Ok(())
-    }
-
-    /// Writes (or, after the first micro-batch, adds) the gradient of a parameter that `compute`
-    /// overwrites its argument with, and notes its bucket when that is complete.
-    fn gradient(&mut self, slot: usize, first: bool, last: bool, compute: impl FnOnce(&mut [f32])) {
-        let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
-        let out = &mut self.gradients[bucket][range];
-        if first {
-            compute(out);
-        } else {
-            let mut part = self.spare.take(out.len());
-            compute(&mut part);
-            for (o, p) in out.iter_mut().zip(&part) {
-                *o += p;
-            }
-            self.spare.give(part);
-        }
-        if last && self.layout.last_slots[bucket] == slot {
-            self.ready.push(bucket);
-            if !(self.config.sync_batch_norm && self.reducer.shares_one_queue()) {
-                self.send_ready();
-            }
-        }
-    }
-
-    fn send_ready(&mut self) {
-        for bucket in self.ready.drain(..) {
-            self.reducer.start_bucket(std::mem::take(&mut self.gradients[bucket]));
-        }
     }
 }

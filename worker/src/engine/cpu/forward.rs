@@ -59,7 +59,7 @@ impl Machine {
             Step::Conv { name, shape, input, output, feeds_norm, .. } => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let weight = weight(name, "weight");
-                if *feeds_norm && statistics_of.is_some() {
+                if *feeds_norm && statistics_of.is_some() && !self.exact {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
                 } else {

@@ -11,9 +11,12 @@ use crate::{
 };
 use std::{collections::BTreeMap, ops::Range};
 
-/// A bucket is closed when it holds this many values (1 MiB): large enough that a ring runs at full
-/// speed, small enough that most of a network is under way before backward ends.
-const BUCKET: usize = 1 << 18;
+/// Values at which a bucket is closed: an eighth of the network, so that most of it is under way
+/// before backward ends, but not so few that calls cost more than bytes, nor more than fill a ring's
+/// pipes.
+fn bucket_len(network: &Network) -> usize {
+    (network.parameter_count() / 8).clamp(1 << 16, 1 << 18)
+}
 
 /// One trained parameter.
 #[derive(Debug, Clone)]
@@ -71,6 +74,7 @@ impl Layout {
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout =
             Self { slots: Vec::new(), by_name: BTreeMap::new(), buckets: Vec::new(), last_slots: Vec::new() };
+        let bucket_len = bucket_len(network);
         let mut bucket = 0..0;
         for step in steps.iter().rev() {
             let (name, suffixes, conv): (_, &[&str], _) = match step {
@@ -92,7 +96,7 @@ impl Layout {
                 });
                 bucket.end = range.end;
             }
-            if bucket.len() >= BUCKET {
+            if bucket.len() >= bucket_len {
                 layout.last_slots.push(layout.slots.len() - 1);
                 layout.buckets.push(bucket.clone());
                 bucket = bucket.end..bucket.end;

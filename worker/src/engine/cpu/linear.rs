@@ -63,11 +63,17 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
     }
 }
 
+/// Rows multiplied at a time: a picture's result does not depend on how many others there are.
+const ROWS: usize = 8;
+
 /// `y` `[batch, out]` from `x` `[batch, in]`.
 pub(super) fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
     let outputs = bias.len();
     let inputs = weight.len() / outputs;
-    multiply(Matrix::new(x, x.len() / inputs, inputs), Matrix::new(weight, outputs, inputs).transposed(), y);
+    let weight = Matrix::new(weight, outputs, inputs).transposed();
+    for (x, y) in x.chunks(ROWS * inputs).zip(y.chunks_mut(ROWS * outputs)) {
+        multiply(Matrix::new(x, x.len() / inputs, inputs), weight, y);
+    }
     for row in y.chunks_exact_mut(outputs) {
         for (y, b) in row.iter_mut().zip(bias) {
             *y += b;
@@ -78,17 +84,23 @@ pub(super) fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
 /// Overwrites `dx` `[batch, in]`.
 pub(super) fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]) {
     let inputs = weight.len() / outputs;
-    multiply(Matrix::new(dy, dy.len() / outputs, outputs), Matrix::new(weight, outputs, inputs), dx);
+    let weight = Matrix::new(weight, outputs, inputs);
+    for (dy, dx) in dy.chunks(ROWS * outputs).zip(dx.chunks_mut(ROWS * inputs)) {
+        multiply(Matrix::new(dy, dy.len() / outputs, outputs), weight, dx);
+    }
 }
 
-/// Overwrites `dweight` `[out, in]` and `dbias` `[out]`.
-pub(super) fn backward_parameters(x: &[f32], dy: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {
-    let outputs = dbias.len();
+/// Overwrites `dweight` `[out, in]`.
+pub(super) fn backward_weight(x: &[f32], dy: &[f32], outputs: usize, dweight: &mut [f32]) {
     let batch = dy.len() / outputs;
     let inputs = dweight.len() / outputs;
     multiply(Matrix::new(dy, batch, outputs).transposed(), Matrix::new(x, batch, inputs), dweight);
+}
+
+/// Overwrites `dbias` `[out]`.
+pub(super) fn backward_bias(dy: &[f32], dbias: &mut [f32]) {
     dbias.fill(0.0);
-    for row in dy.chunks_exact(outputs) {
+    for row in dy.chunks_exact(dbias.len()) {
         for (b, dy) in dbias.iter_mut().zip(row) {
             *b += dy;
         }

@@ -2,11 +2,11 @@
 
 use super::{
     batch_norm::Statistics,
-    conv,
+    conv, gradient,
     layout::{Layout, Slot},
     loss,
     plan::{self, Step},
-    reduce::Reducer,
+    reduce::{Bucket, Reducer},
     sgd::{self, Sgd},
 };
 use crate::{
@@ -56,7 +56,7 @@ pub(super) struct Machine {
     pub(super) weights: Vec<f32>,
     pub(super) momentum: Vec<f32>,
     /// One a bucket of the layout; empty while it is with the reducer.
-    pub(super) gradients: Vec<Vec<f32>>,
+    pub(super) gradients: Vec<Bucket>,
     /// Complete buckets that wait to be sent.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
@@ -70,6 +70,10 @@ pub(super) struct Machine {
     pub(super) taps: Vec<Vec<u8>>,
     pub(super) spare: Spare,
     pub(super) scratch: conv::Scratch,
+    /// Whether gradients are summed exactly; see [`super::gradient`].
+    pub(super) exact: bool,
+    /// Of each share of a batch.
+    pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
 }
 
@@ -81,6 +85,7 @@ impl Machine {
     ) -> Result<Self, EngineError> {
         let steps = plan::compile(&network)?;
         let layout = Layout::new(&network, &steps);
+        let exact = layout.len() <= gradient::EXACT_UP_TO;
         let norms = norms(&network, &steps);
         let tensors = network.tensors.len();
         let world_size = f64::from(comm.world_size());
@@ -90,7 +95,16 @@ impl Machine {
             sgd: Sgd { kind: config.optimizer, momentum: config.momentum, weight_decay: config.weight_decay },
             weights: vec![0.0; layout.len()],
             momentum: vec![0.0; layout.len()],
-            gradients: layout.buckets.iter().map(|b| vec![0.0; b.len()]).collect(),
+            gradients: layout
+                .buckets
+                .iter()
+                .map(|b| match exact {
+                    true => Bucket::Exact(vec![0.0; b.len()]),
+                    false => Bucket::Single(vec![0.0; b.len()]),
+                })
+                .collect(),
+            exact,
+            scratches: Vec::new(),
             ready: Vec::new(),
             activations: vec![Vec::new(); tensors],
             sums: vec![Vec::new(); tensors],
@@ -161,7 +175,8 @@ impl Machine {
             let part = self.loss_and_gradient(&batch.labels, scale);
             measured.sum += part.sum;
             measured.correct += part.correct;
-            self.backward(batch.labels.len(), of, std::mem::take(&mut first), slot == last)?;
+            let turn = gradient::Turn { first: std::mem::take(&mut first), last: slot == last };
+            self.backward(batch.labels.len(), of, turn)?;
         }
         let square_sum = self.update(lr)?;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
@@ -190,10 +205,19 @@ impl Machine {
     /// Gives the sum of squares of the reduced gradient.
     fn update(&mut self, lr: f32) -> Result<f64, EngineError> {
         let mut square_sum = 0.0;
+        let mut rounded = Vec::new();
         let mut slots = self.layout.slots.iter().peekable();
         for bucket in 0..self.layout.buckets.len() {
-            let gradient = self.reducer.finish_bucket()?;
-            square_sum += sgd::square_sum(&gradient);
+            let reduced = self.reducer.finish_bucket()?;
+            let gradient = match &reduced {
+                Bucket::Single(values) => values,
+                Bucket::Exact(values) => {
+                    rounded.clear();
+                    rounded.extend(values.iter().map(|v| *v as f32));
+                    &rounded
+                }
+            };
+            square_sum += sgd::square_sum(gradient);
             while let Some(Slot { range, in_bucket, adapted, .. }) = slots.next_if(|s| s.bucket == bucket) {
                 self.sgd.update(
                     lr,
@@ -203,7 +227,7 @@ impl Machine {
                     &gradient[in_bucket.clone()],
                 );
             }
-            self.gradients[bucket] = gradient;
+            self.gradients[bucket] = reduced;
         }
         Ok(square_sum)
     }

@@ -1,7 +1,8 @@
 //! The CPU engine: float32, NHWC; the reference for every other engine.
 //!
 //! Work is cut into chunks that depend on shapes alone, never on the number of threads or on timing:
-//! the same job on the same number of ranks gives the same bits.
+//! the same job on the same number of ranks gives the same bits. For networks of the CIFAR family the
+//! number of ranks does not matter either; see [`gradient`].
 
 #[cfg(test)]
 mod against_pytorch;
@@ -9,6 +10,7 @@ mod backward;
 mod batch_norm;
 pub mod conv;
 mod forward;
+mod gradient;
 mod layout;
 mod linear;
 mod loss;

@@ -14,15 +14,29 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Gradients of some parameters, before or after their sum over the ranks.
+#[derive(Debug, Clone)]
+pub(super) enum Bucket {
+    Single(Vec<f32>),
+    /// See [`super::gradient`].
+    Exact(Vec<f64>),
+}
+
+impl Default for Bucket {
+    fn default() -> Self {
+        Bucket::Single(Vec::new())
+    }
+}
+
 enum Request {
     Statistics(Vec<f64>),
-    Bucket(Vec<f32>),
+    Bucket(Bucket),
 }
 
 /// How a rank's values become those of all.
 enum Way {
     /// One rank: its values are the sum. Buckets wait here to be taken back.
-    Alone(VecDeque<Vec<f32>>),
+    Alone(VecDeque<Bucket>),
     /// A thread for buckets, and for statistics where there is no second group.
     Group { thread: Thread, beside: Option<Arc<dyn Communicator>> },
 }
@@ -30,7 +44,7 @@ enum Way {
 struct Thread {
     requests: mpsc::Sender<Request>,
     statistics: mpsc::Receiver<Result<Vec<f64>, CommError>>,
-    buckets: mpsc::Receiver<Result<Vec<f32>, CommError>>,
+    buckets: mpsc::Receiver<Result<Bucket, CommError>>,
 }
 
 /// Sums over the ranks, and how long this one waited for them.
@@ -72,7 +86,7 @@ impl Reducer {
     }
 
     /// Starts the sum of a gradient bucket over all ranks.
-    pub(super) fn start_bucket(&mut self, values: Vec<f32>) {
+    pub(super) fn start_bucket(&mut self, values: Bucket) {
         match &mut self.way {
             Way::Alone(buckets) => buckets.push_back(values),
             Way::Group { thread, .. } => drop(thread.requests.send(Request::Bucket(values))),
@@ -80,7 +94,7 @@ impl Reducer {
     }
 
     /// Waits for the oldest bucket.
-    pub(super) fn finish_bucket(&mut self) -> Result<Vec<f32>, CommError> {
+    pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
         match &mut self.way {
             Way::Alone(buckets) => Ok(buckets.pop_front().unwrap_or_default()),
             Way::Group { thread, .. } => {
@@ -111,9 +125,12 @@ impl Thread {
                         let done = comm.all_reduce_f64(&mut values);
                         statistics_out.send(done.map(|()| values)).is_ok()
                     }
-                    Request::Bucket(mut values) => {
-                        let done = comm.all_reduce(&mut values, Reduction::Sum);
-                        buckets_out.send(done.map(|()| values)).is_ok()
+                    Request::Bucket(mut bucket) => {
+                        let done = match &mut bucket {
+                            Bucket::Single(values) => comm.all_reduce(values, Reduction::Sum),
+                            Bucket::Exact(values) => comm.all_reduce_f64(values),
+                        };
+                        buckets_out.send(done.map(|()| bucket)).is_ok()
                     }
                 };
                 if !delivered {

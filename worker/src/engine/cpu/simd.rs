@@ -5,8 +5,8 @@
 
 use std::sync::LazyLock;
 
-/// Lanes that the channel loops work on at a time: four 512-bit vectors.
-pub(super) const LANES: usize = 64;
+/// Lanes that the channel loops work on at a time: two 512-bit vectors, four when summed in float64.
+pub(super) const LANES: usize = 32;
 
 /// Runs `work` with everything inlined into it compiled for this processor's vectors.
 #[inline(always)]

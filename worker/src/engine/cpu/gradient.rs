@@ -1,0 +1,122 @@
+//! Gradients of parameters: summed over the pictures of a batch, over micro-batches and over ranks.
+//!
+//! Training is chaotic: a last bit that differs in one weight has grown to 0.1 % of the loss some
+//! twenty steps later, because a ReLU somewhere flips. Losses that agree at any number of ranks
+//! therefore need sums that do not depend on how a batch is cut. For small networks they do not:
+//! float32 partial sums are taken over shares of [`SHARE`] pictures and added in float64, among
+//! ranks too. Such a sum of float32 numbers is exact unless they are a factor of 2^29 apart, so
+//! its order does not matter. It holds where every rank's micro-batch is a multiple of [`SHARE`]
+//! and statistics are synchronised.
+//!
+//! Float64 doubles what ranks send. Large networks reduce float32 in a fixed order: the same bits in
+//! every run at one number of ranks, but not at another.
+
+use super::{conv::Scratch, machine::Machine, reduce::Bucket};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Pictures of a share: few, so that many divisions of a batch are multiples of it, but enough that
+/// adding shares costs little against computing them.
+pub(super) const SHARE: usize = 8;
+
+/// Trained values up to which gradients are summed exactly: the CIFAR family (ResNet-110 has 1.7
+/// million), whose steps are long against sending twice the bytes.
+pub(super) const EXACT_UP_TO: usize = 2_000_000;
+
+/// Values of a task when shares are added.
+const CHUNK: usize = 4096;
+
+/// Which micro-batch of a step is under way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Turn {
+    /// Its gradients overwrite those of the step before.
+    pub(super) first: bool,
+    /// Its gradients complete the step's.
+    pub(super) last: bool,
+}
+
+impl Machine {
+    /// Adds the gradient of a parameter: `compute` overwrites a buffer with that of some pictures.
+    pub(super) fn add_gradient(
+        &mut self,
+        slot: usize,
+        turn: Turn,
+        pictures: usize,
+        compute: impl Fn(Range<usize>, &mut [f32], &mut Scratch) + Sync,
+    ) {
+        let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
+        match &mut self.gradients[bucket] {
+            Bucket::Single(values) => {
+                let out = &mut values[range];
+                match (pictures, turn.first) {
+                    (0, true) => out.fill(0.0),
+                    (0, false) => {}
+                    (_, true) => compute(0..pictures, out, &mut self.scratch),
+                    (_, false) => {
+                        let mut part = self.spare.take(out.len());
+                        compute(0..pictures, &mut part, &mut self.scratch);
+                        out.iter_mut().zip(&part).for_each(|(o, p)| *o += p);
+                        self.spare.give(part);
+                    }
+                }
+            }
+            Bucket::Exact(values) => {
+                let out = &mut values[range];
+                let len = out.len();
+                let shares = pictures.div_ceil(SHARE);
+                if self.scratches.len() < shares {
+                    self.scratches.resize_with(shares, Scratch::default);
+                }
+                let mut parts = self.spare.take(shares * len);
+                parts.par_chunks_mut(len).zip(&mut self.scratches).enumerate().for_each(
+                    |(share, (part, scratch))| {
+                        compute(share * SHARE..pictures.min((share + 1) * SHARE), part, scratch);
+                    },
+                );
+                out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
+                    if turn.first {
+                        out.fill(0.0);
+                    }
+                    for part in parts.chunks_exact(len) {
+                        let part = &part[chunk * CHUNK..][..out.len()];
+                        out.iter_mut().zip(part).for_each(|(o, p)| *o += f64::from(*p));
+                    }
+                });
+                self.spare.give(parts);
+            }
+        }
+        self.complete(slot, turn);
+    }
+
+    /// Adds a gradient that is known in float64.
+    pub(super) fn add_sums(&mut self, slot: usize, turn: Turn, sums: &[f64]) {
+        let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
+        match &mut self.gradients[bucket] {
+            Bucket::Single(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+                *o = if turn.first { *s as f32 } else { *o + *s as f32 };
+            }),
+            Bucket::Exact(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+                *o = if turn.first { *s } else { *o + *s };
+            }),
+        }
+        self.complete(slot, turn);
+    }
+
+    /// Notes a bucket whose last gradient this was.
+    fn complete(&mut self, slot: usize, turn: Turn) {
+        let bucket = self.layout.slots[slot].bucket;
+        if turn.last && self.layout.last_slots[bucket] == slot {
+            self.ready.push(bucket);
+            if !(self.config.sync_batch_norm && self.reducer.shares_one_queue()) {
+                self.send_ready();
+            }
+        }
+    }
+
+    /// Hands complete buckets to the reducer.
+    pub(super) fn send_ready(&mut self) {
+        for bucket in self.ready.drain(..) {
+            self.reducer.start_bucket(std::mem::take(&mut self.gradients[bucket]));
+        }
+    }
+}

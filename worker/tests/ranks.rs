@@ -1,0 +1,318 @@
+//! Ranks that train in lockstep over real rings on loopback: the same result at any number of ranks
+//! and threads, and in every run.
+
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
+use lockstep_worker::{
+    comm::{Alone, CommError, Communicator, Reduction, ring::Ring},
+    data::loader::Batch,
+    engine::{Engine, EngineConfig, EngineError, NamedTensors, StepResult, build_cpu},
+    made_up::{labels, values},
+    net::{Network, init, resnet},
+    rendezvous::{Meeting, Store, free_port},
+};
+use std::{sync::Arc, time::Duration};
+
+const SIDE: usize = 8;
+const PICTURE: usize = SIDE * SIDE * 3;
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+fn network() -> Arc<Network> {
+    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+    Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap())
+}
+
+fn config(batch_size: usize) -> EngineConfig {
+    EngineConfig {
+        batch_size,
+        optimizer: OptimizerKind::Momentum,
+        momentum: 0.9,
+        weight_decay: 1e-4,
+        label_smoothing: 0.1,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: 1,
+    }
+}
+
+/// An engine with the weights of seed 1; the same on every rank.
+fn engine(config: EngineConfig, comm: Arc<dyn Communicator>) -> Box<dyn Engine> {
+    let network = network();
+    build_cpu(network.clone(), &init::initial_parameters(&network, false, 1), config, comm).unwrap()
+}
+
+/// Pictures `from..to` of a step's global batch: a class is a pattern under noise.
+fn pictures(step: usize, from: usize, to: usize) -> Batch {
+    let patterns = values("ranks.patterns", 10 * PICTURE);
+    let labels = labels(&format!("ranks.labels.{step}"), to, 10).split_off(from);
+    let images = values(&format!("ranks.images.{step}"), to * PICTURE)
+        .chunks(PICTURE)
+        .skip(from)
+        .zip(&labels)
+        .flat_map(|(noise, &label)| {
+            let pattern = &patterns[label as usize * PICTURE..][..PICTURE];
+            noise.iter().zip(pattern).map(|(n, p)| n * 0.5 + p).collect::<Vec<_>>()
+        })
+        .collect();
+    Batch { images, labels, indices: Vec::new() }
+}
+
+/// Runs `body` on every rank of a ring, in threads, and gives what each returned.
+fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
+    if ranks == 1 {
+        return vec![body(Arc::new(Alone))];
+    }
+    let port = free_port("127.0.0.1").unwrap();
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| {
+                scope.spawn(move || {
+                    let store = Store::join(Meeting {
+                        addr: "127.0.0.1".into(),
+                        port,
+                        secret: b"of these ranks".to_vec(),
+                        rank,
+                        world_size: ranks,
+                        timeout: TIMEOUT,
+                        stop: Arc::default(),
+                    })
+                    .unwrap();
+                    let ring = Ring::connect(&store, TIMEOUT).unwrap();
+                    store.barrier("connected").unwrap();
+                    body(ring)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Losses of `steps` steps, and what the network is afterwards, on each rank.
+fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, NamedTensors)> {
+    on_ranks(ranks, |comm| {
+        let (rank, own) = (comm.rank() as usize, global / ranks as usize);
+        let mut engine = engine(config(own), comm);
+        let losses = (0..steps)
+            .map(|step| {
+                let batch = pictures(step, rank * own, (rank + 1) * own);
+                engine.train_step(&[batch], lr).unwrap().loss
+            })
+            .collect();
+        (losses, engine.parameters())
+    })
+}
+
+fn furthest_apart(a: &NamedTensors, b: &NamedTensors) -> f32 {
+    let mut worst = 0.0f32;
+    for (name, a) in a {
+        let b = &b[name].values;
+        let largest = b.iter().fold(0.0f32, |m, v| m.max(v.abs())).max(1e-3);
+        let apart = a.values.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
+        worst = worst.max(apart / largest);
+    }
+    worst
+}
+
+#[test]
+fn a_global_batch_of_64_on_1_2_and_4_ranks() {
+    // A rate at which one wrong last bit anywhere shows: it grows to 1e-3 of the loss by step 20.
+    let all = [1, 2, 4].map(|ranks| train(ranks, 64, 50, 0.02));
+    let (alone, weights) = &all[0][0];
+    assert!(alone[49] < 0.8 * alone[0], "it learns: {alone:?}");
+    for of_ranks in &all[1..] {
+        let ranks = of_ranks.len();
+        for (step, alone) in alone.iter().enumerate() {
+            let mean = of_ranks.iter().map(|(l, _)| l[step]).sum::<f32>() / ranks as f32;
+            assert!((mean - alone).abs() < 1e-6 * alone, "{ranks} ranks, step {step}: {mean} {alone}");
+        }
+        for (rank, (_, theirs)) in of_ranks.iter().enumerate() {
+            for (name, tensor) in weights {
+                assert_eq!(tensor, &theirs[name], "{name} of rank {rank} of {ranks}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_bits_in_every_run_and_with_any_number_of_threads() {
+    assert_eq!(train(2, 16, 4, 0.1), train(2, 16, 4, 0.1));
+    let with = |threads| {
+        let mut engine = engine(EngineConfig { threads, ..config(16) }, Arc::new(Alone));
+        let losses: Vec<_> =
+            (0..4).map(|s| engine.train_step(&[pictures(s, 0, 16)], 0.1).unwrap().loss).collect();
+        (losses, engine.parameters(), engine.optimizer_state())
+    };
+    let one = with(1);
+    for threads in [2, 3, 4] {
+        assert_eq!(with(threads), one, "{threads} threads");
+    }
+}
+
+#[test]
+fn ranks_with_unequal_micro_batches_count_every_picture_once() {
+    // Two micro-batches of a step; the end of an epoch leaves the last ranks less, or nothing.
+    let parts = [[(0, 5), (9, 11)], [(5, 9), (11, 11)], [(9, 9), (11, 11)]];
+    let several = on_ranks(3, |comm| {
+        let rank = comm.rank() as usize;
+        let mut engine = engine(EngineConfig { accumulate: 2, ..config(6) }, comm);
+        let batches = parts[rank].map(|(from, to)| pictures(0, from, to));
+        // Rank 2 hands over fewer micro-batches: what is missing is empty.
+        let results: Vec<StepResult> =
+            (0..2).map(|_| engine.train_step(&batches[..2 - rank / 2], 0.1).unwrap()).collect();
+        (results, engine.parameters())
+    });
+    let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(Alone));
+    let mut result = StepResult::default();
+    for _ in 0..2 {
+        result = alone.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
+    }
+    assert_eq!(several.iter().map(|(r, _)| r[1].samples).sum::<u32>(), 11);
+    assert_eq!(several[2].0[1].samples, 0);
+    let loss: f32 = several.iter().map(|(r, _)| r[1].loss * r[1].samples as f32).sum::<f32>() / 11.0;
+    assert!((loss - result.loss).abs() < 1e-4 * loss, "{loss} instead of {}", result.loss);
+    for (results, weights) in &several {
+        assert!((results[1].grad_norm / result.grad_norm - 1.0).abs() < 1e-3);
+        let apart = furthest_apart(weights, &alone.parameters());
+        assert!(apart < 1e-3, "{apart}");
+    }
+}
+
+#[test]
+fn gradients_as_a_sum_are_the_mean_times_the_ranks() {
+    let norm = |gradients_mean| {
+        on_ranks(2, move |comm| {
+            let from = 8 * comm.rank() as usize;
+            let mut engine = engine(EngineConfig { gradients_mean, ..config(8) }, comm);
+            engine.train_step(&[pictures(0, from, from + 8)], 0.1).unwrap().grad_norm
+        })[0]
+    };
+    assert!((norm(false) / norm(true) - 2.0).abs() < 1e-5);
+}
+
+#[test]
+fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
+    let ranks = on_ranks(2, |comm| {
+        let from = 8 * comm.rank() as usize;
+        let mut engine = engine(EngineConfig { sync_batch_norm: false, ..config(8) }, comm);
+        engine.train_step(&[pictures(0, from, from + 8)], 0.1).unwrap();
+        let before = engine.parameters();
+        engine.broadcast_parameters().unwrap();
+        (before, engine.parameters())
+    });
+    let alone = {
+        let mut engine = engine(config(8), Arc::new(Alone));
+        engine.train_step(&[pictures(0, 8, 16)], 0.1).unwrap();
+        engine.parameters()
+    };
+    let mean = "bn1.running_mean";
+    assert_eq!(ranks[1].0[mean], alone[mean], "rank 1's own statistics");
+    assert_ne!(ranks[0].0[mean], ranks[1].0[mean]);
+    assert_eq!(ranks[0].0["fc.weight"], ranks[1].0["fc.weight"], "weights are the same all the same");
+    assert_eq!(ranks[0].1, ranks[1].1, "and a broadcast evens out the statistics");
+    assert_eq!(ranks[0].0, ranks[1].1);
+}
+
+/// A group that has none beside it.
+struct Single(Arc<dyn Communicator>);
+
+impl Communicator for Single {
+    fn rank(&self) -> u32 {
+        self.0.rank()
+    }
+    fn world_size(&self) -> u32 {
+        self.0.world_size()
+    }
+    fn all_reduce(&self, values: &mut [f32], reduction: Reduction) -> Result<(), CommError> {
+        self.0.all_reduce(values, reduction)
+    }
+    fn all_reduce_f64(&self, values: &mut [f64]) -> Result<(), CommError> {
+        self.0.all_reduce_f64(values)
+    }
+    fn broadcast(&self, values: &mut [f32], root: u32) -> Result<(), CommError> {
+        self.0.broadcast(values, root)
+    }
+    fn all_gather(&self, values: &[f32]) -> Result<Vec<f32>, CommError> {
+        self.0.all_gather(values)
+    }
+    fn barrier(&self) -> Result<(), CommError> {
+        self.0.barrier()
+    }
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+    fn timeout(&self) -> Duration {
+        self.0.timeout()
+    }
+}
+
+#[test]
+fn one_group_for_everything_gives_the_same_bits_as_two() {
+    let weights = |single: bool| {
+        on_ranks(2, move |comm| {
+            let from = 8 * comm.rank() as usize;
+            let comm: Arc<dyn Communicator> = if single { Arc::new(Single(comm)) } else { comm };
+            let mut engine = engine(config(8), comm);
+            for step in 0..3 {
+                engine.train_step(&[pictures(step, from, from + 8)], 0.1).unwrap();
+            }
+            engine.parameters()
+        })
+    };
+    assert_eq!(weights(true), weights(false));
+}
+
+#[test]
+fn a_rank_that_is_told_to_stop_ends_its_step_with_the_reason() {
+    let ranks = on_ranks(2, |comm| {
+        let mut engine = engine(config(8), comm.clone());
+        engine.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
+        if comm.rank() == 1 {
+            comm.abort("rank 1 had enough");
+        }
+        engine.train_step(&[pictures(1, 0, 8)], 0.1).unwrap_err().to_string()
+    });
+    assert!(ranks[1].contains("rank 1 had enough"), "{}", ranks[1]);
+    assert!(ranks[0].contains("rank 1"), "{}", ranks[0]);
+}
+
+#[test]
+fn weights_and_momentum_come_back_as_they_were_set() {
+    let mut trained = engine(config(8), Arc::new(Alone));
+    trained.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
+    let mut other = engine(config(8), Arc::new(Alone));
+    other.set_parameters(&trained.parameters()).unwrap();
+    other.set_optimizer_state(&trained.optimizer_state()).unwrap();
+    for engine in [&mut trained, &mut other] {
+        engine.train_step(&[pictures(1, 0, 5)], 0.1).unwrap();
+    }
+    assert_eq!(trained.parameters(), other.parameters(), "continuing is exact");
+    // Evaluation and prediction leave everything as it is, also for more pictures than a batch.
+    let before = trained.parameters();
+    let result = trained.eval_step(&pictures(2, 0, 20)).unwrap();
+    let logits = trained.predict(&pictures(2, 0, 20)).unwrap();
+    assert_eq!((result.samples, logits.len()), (20, 200));
+    assert!(result.loss_sum.is_finite() && result.correct <= 20);
+    assert_eq!(trained.parameters(), before);
+}
+
+#[test]
+fn what_does_not_fit_the_network_is_refused_by_name() {
+    let mut engine = engine(config(8), Arc::new(Alone));
+    let mut weights = engine.parameters();
+    let fc = weights.remove("fc.bias").unwrap();
+    weights.insert("fc.bia".into(), fc);
+    weights.get_mut("conv1.weight").unwrap().shape = vec![16, 3, 9];
+    let error = engine.set_parameters(&weights).unwrap_err().to_string();
+    for part in ["fc.bias is missing", "has no fc.bia", "conv1.weight has shape [16, 3, 9]"] {
+        assert!(error.contains(part), "{error}");
+    }
+    let mut batch = pictures(0, 0, 2);
+    batch.labels[1] = 10;
+    let error = engine.train_step(&[batch], 0.1).unwrap_err();
+    assert!(matches!(&error, EngineError::Parameters(e) if e.contains("label 10")), "{error}");
+    let mut batch = pictures(0, 0, 2);
+    batch.images.pop();
+    assert!(engine.predict(&batch).is_err());
+    assert!(engine.train_step(&[pictures(0, 0, 2), pictures(0, 0, 2)], 0.1).is_err());
+}

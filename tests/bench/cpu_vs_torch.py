@@ -1,0 +1,78 @@
+"""Training images/s on this machine's CPU, ours and PyTorch's in turns in one run.
+
+    cargo build --release
+    python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3]
+
+The same work on both sides: forward, backward and a momentum-SGD update on made-up pictures that are
+already in memory, float32, channels last, the median of 10 steps after 3 warm-up steps; each side's best
+round counts. Then ours again as 2 ranks of half the threads, on the same global batch. Needs torch and
+torchvision; prints a table.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "pytorch"))
+from models import CIFAR_FAMILY, build  # noqa: E402
+
+CASES = ["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
+WARM_UP, MEASURED = 3, 10
+
+
+def network(name):
+    if name in CIFAR_FAMILY:
+        return build(name)
+    return build(name.removesuffix("c"), stem="cifar" if name.endswith("c") else "imagenet")
+
+
+def theirs(case, threads):
+    torch.set_num_threads(threads)
+    name, side, batch = case.split(":")
+    model = network(name).train().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    pictures = torch.randn(int(batch), 3, int(side), int(side)).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (int(batch),))
+    secs = []
+    for _ in range(WARM_UP + MEASURED):
+        began = time.perf_counter()
+        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        secs.append(time.perf_counter() - began)
+    return int(batch) / statistics.median(secs[WARM_UP:])
+
+
+def ours(case, ranks, threads):
+    command = [ROOT / "target/release/lockstep", "bench", "--case", case, "--ranks", str(ranks), "--threads", str(threads), "--json"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["images_per_second"]
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments = arguments.parse_args()
+    threads = arguments.threads
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(f"commit {commit}, torch {torch.__version__}, {threads} threads, best of {arguments.rounds} rounds\n", flush=True)
+    print("| case | ours, images/s | PyTorch, images/s | ratio | ours as 2 ranks | of one rank |")
+    print("|---|---|---|---|---|---|")
+    for case in CASES:
+        a, b, c = [], [], []
+        for _ in range(arguments.rounds):
+            a.append(ours(case, 1, threads))
+            b.append(theirs(case, threads))
+            c.append(ours(case, 2, max(1, threads // 2)))
+        a, b, c = max(a), max(b), max(c)
+        print(f"| {case} | {a:.0f} | {b:.0f} | {a / b:.2f} | {c:.0f} | {c / a:.2f} |", flush=True)
+
+
+main()

@@ -14,8 +14,9 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Newest events kept for each watched job.
+/// Newest events kept for each watched job: so many, and together at most so large.
 const RECENT: usize = 512;
+const RECENT_BYTES: usize = 4 << 20;
 /// Between two updates of one job on the list.
 const LIST_EVERY: Duration = Duration::from_millis(250);
 /// Updates of the list that a reader may be behind before it is sent the whole list again.
@@ -36,6 +37,7 @@ struct Watched {
     last_seq: watch::Sender<u64>,
     /// Without a gap.
     recent: VecDeque<Arc<EventRow>>,
+    recent_bytes: usize,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -62,10 +64,13 @@ impl Hub {
             if newest.is_none_or(|seq| last.seq > seq) {
                 if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.seq != seq + 1)) {
                     watched.recent.clear();
+                    watched.recent_bytes = 0;
                 }
+                watched.recent_bytes += changed.events.iter().map(|e| e.body.len()).sum::<usize>();
                 watched.recent.extend(changed.events.iter().cloned().map(Arc::new));
-                while watched.recent.len() > RECENT {
-                    watched.recent.pop_front();
+                while watched.recent.len() > RECENT || watched.recent_bytes > RECENT_BYTES {
+                    let Some(oldest) = watched.recent.pop_front() else { break };
+                    watched.recent_bytes -= oldest.body.len();
                 }
                 watched.last_seq.send_replace(last.seq);
             }
@@ -92,9 +97,11 @@ impl Hub {
     /// To be done before the store is asked, so that nothing falls between.
     pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
         let mut jobs = lock(&self.jobs);
-        let watched = jobs
-            .entry(id.clone())
-            .or_insert_with(|| Watched { last_seq: watch::channel(0).0, recent: VecDeque::new() });
+        let watched = jobs.entry(id.clone()).or_insert_with(|| Watched {
+            last_seq: watch::channel(0).0,
+            recent: VecDeque::new(),
+            recent_bytes: 0,
+        });
         let last_seq = watched.last_seq.subscribe();
         Subscription { hub: self.clone(), id: id.clone(), last_seq }
     }

@@ -182,6 +182,11 @@ fn settings_from_the_command_line_overrule_the_file() {
         (spec.train.lr, spec.name.as_str(), spec.data.mean, spec.parallel.sync_batch_norm),
         (0.5, "a plain name", Some(vec![0.1]), false)
     );
+    for argument in ["train.batch_size=8", "train.batch_size=", "train.global_batch_size=64"] {
+        apply_set(&mut document, argument).expect("applies");
+    }
+    let train = from_json(&document).expect("batch_size was taken back").train;
+    assert_eq!((train.batch_size, train.global_batch_size), (None, Some(64)));
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
     assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("no table")));
 }

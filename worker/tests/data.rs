@@ -275,7 +275,7 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
     let skip = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
     let shape = DataSource::open(dir.path(), &skip, 0).expect("opens").shape;
     assert_eq!((shape.train_samples + shape.validation_samples, shape.skipped.len()), (16, 4));
-    says(&shape.skipped.join("\n"), &["cut.jpg is cut off", "cut.png cannot be decoded"]);
+    says(&shape.skipped.join("\n"), &["cut.jpg is cut off", "cut.png is cut off"]);
 }
 
 #[test]
@@ -323,6 +323,18 @@ fn damaged_idx_files_are_named() {
     says(&error(dir.path(), &spec), &["2 pictures", "8000 labels"]);
     fs::copy(&labels, &pictures).expect("copies");
     says(&error(dir.path(), &spec), &["0x00000801", "0x00000803"]);
+    fs::write(
+        &pictures,
+        pack(&[&[0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1][..], &[7; 1 << 20]].concat()),
+    )
+    .expect("writes");
+    says(&error(dir.path(), &spec), &["[1, 1, 1]", "more follow"]);
+    fs::write(
+        &pictures,
+        [0, 0, 8, 3, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff],
+    )
+    .expect("writes");
+    says(&error(dir.path(), &spec), &["0 follow"]);
     fs::remove_file(&pictures).expect("removes");
     says(&error(dir.path(), &spec), &["looked for"]);
 }
@@ -331,4 +343,94 @@ fn damaged_idx_files_are_named() {
 fn normalisation_must_fit_the_channels() {
     let spec = DataSpec { mean: Some(vec![0.1, 0.2, 0.3]), ..DataSpec::default() };
     says(&error(&bundled(), &spec), &["data.mean has 3 values", "1 channel"]);
+}
+
+#[test]
+fn padding_wider_than_the_picture_is_refused() {
+    let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
+    says(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
+    let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
+    assert_eq!(batches(&DataSource::open(&bundled(), &spec, 0).expect("opens"), plan(0, 1)).len(), 125);
+}
+
+#[test]
+fn idx_files_with_and_without_gzip_hold_the_same_and_splits_must_fit_each_other() {
+    let dir = TempDir::new().expect("a folder");
+    for entry in fs::read_dir(bundled()).expect("readable") {
+        let path = entry.expect("readable").path();
+        let name = path.file_name().and_then(|n| n.to_str()).expect("a name");
+        let bytes = fs::read(&path).expect("readable");
+        match name.strip_suffix(".gz") {
+            Some(plain) => {
+                let mut unpacked = Vec::new();
+                std::io::Read::read_to_end(&mut flate2::read::GzDecoder::new(&bytes[..]), &mut unpacked)
+                    .expect("unpacks");
+                fs::write(dir.path().join(plain), unpacked).expect("writes");
+            }
+            None => fs::write(dir.path().join(name), bytes).expect("writes"),
+        }
+    }
+    let open = |path: &Path| DataSource::open(path, &DataSpec::default(), 5).expect("opens");
+    assert!(batches(&open(dir.path()), plan(0, 1)) == batches(&open(&bundled()), plan(0, 1)));
+
+    let test = dir.path().join("t10k-images-idx3-ubyte");
+    let mut bytes = fs::read(&test).expect("readable");
+    (bytes[11], bytes[15]) = (14, 56);
+    fs::write(&test, bytes).expect("writes");
+    says(&error(dir.path(), &DataSpec::default()), &["t10k-images", "56 x 14", "28 x 28"]);
+}
+
+#[test]
+fn pictures_larger_than_the_job_wants_are_scaled_by_their_centre_and_other_folders_are_let_be() {
+    let dir = TempDir::new().expect("a folder");
+    for (class, rgb) in [("red", [200, 0, 0]), ("green", [0, 200, 0])] {
+        let home = dir.path().join("train").join(class);
+        fs::create_dir_all(&home).expect("a folder");
+        // Blue on both sides, which the centred square leaves out.
+        let picture = image::RgbImage::from_fn(300, 100, |x, _| {
+            if (100..200).contains(&x) { image::Rgb(rgb) } else { image::Rgb([0, 0, 255]) }
+        });
+        picture.save(home.join("wide.png")).expect("writes");
+    }
+    fs::create_dir_all(dir.path().join("notes/of mine")).expect("a folder");
+    let spec = DataSpec {
+        validation: Validation::Split("none".into()),
+        image_size: Some(16),
+        crop_padding: 0,
+        mean: Some(vec![0.0]),
+        std: Some(vec![1.0 / 255.0]),
+        ..DataSpec::default()
+    };
+    let source = DataSource::open(dir.path(), &spec, 0).expect("opens");
+    let batch = &batches(&source, EpochPlan { batch_size: 2, ..plan(0, 1) })[0];
+    assert_eq!(batch.images.len(), 2 * 16 * 16 * 3);
+    for (label, picture) in batch.labels.iter().zip(batch.images.chunks_exact(16 * 16 * 3)) {
+        // Classes are sorted: green, red.
+        let expected = if *label == 0 { [0.0, 200.0, 0.0] } else { [200.0, 0.0, 0.0] };
+        assert!(picture.chunks_exact(3).all(|p| p.iter().zip(expected).all(|(a, b)| (a - b).abs() < 0.01)));
+    }
+    assert_eq!(source.validation(0, 1, 4, 1).count(), 0);
+    says(&error(dir.path(), &DataSpec { image_size: None, ..spec }), &["300 x 100", "data.image_size"]);
+}
+
+#[test]
+fn data_behind_a_picture_does_not_make_it_broken() {
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), "train", &["cat", "dog"], 2, &[32]);
+    for name in ["0000.png", "0001.jpg"] {
+        let path = dir.path().join("train/cat").join(name);
+        let mut bytes = fs::read(&path).expect("readable");
+        bytes.extend([0xff; 300]);
+        fs::write(&path, bytes).expect("writes");
+    }
+    assert_eq!(inspect(dir.path()).expect("readable").broken, []);
+}
+
+#[test]
+fn batches_come_in_order_from_any_number_of_threads_and_a_dropped_epoch_ends_them() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 9).expect("opens");
+    let one = batches(&source, EpochPlan { threads: 1, ..plan(0, 1) });
+    assert!(one == batches(&source, EpochPlan { threads: 5, ..plan(0, 1) }));
+    let mut epoch = source.epoch(EpochPlan { threads: 3, ..plan(0, 1) });
+    assert!(epoch.next().expect("a batch").expect("readable") == one[0]);
 }

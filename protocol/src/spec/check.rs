@@ -227,7 +227,8 @@ fn json_of(value: toml::Value) -> Value {
     }
 }
 
-/// Applies `key.path=value` to a document; the value is TOML, or else plain text.
+/// Applies `key.path=value` to a document; the value is TOML, or else plain text. `key.path=` takes
+/// the key away, back to its default.
 ///
 /// # Errors
 /// A sentence that says what the argument lacks.
@@ -240,11 +241,15 @@ pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
         return Err(format!("{argument:?} names no key; write it as train.lr=0.1"));
     };
     let text = text.trim();
-    let value = toml::from_str::<toml::Table>(&format!("value = {text}"))
-        .ok()
-        .and_then(|mut t| t.remove("value"))
-        .map(json_of)
-        .unwrap_or_else(|| Value::String(text.to_owned()));
+    let value = if text.is_empty() {
+        Value::Null
+    } else {
+        toml::from_str::<toml::Table>(&format!("value = {text}"))
+            .ok()
+            .and_then(|mut t| t.remove("value"))
+            .map(json_of)
+            .unwrap_or_else(|| Value::String(text.to_owned()))
+    };
     let mut table = document;
     for name in parents {
         if !table.is_object() {

@@ -11,7 +11,7 @@ use std::{
 /// Type 8 (unsigned byte) with three dimensions, and with one.
 const PICTURES: u32 = 0x0803;
 const LABELS: u32 = 0x0801;
-/// Nothing larger is unpacked.
+/// Nothing larger is unpacked, whatever a header says.
 const MAX_BYTES: u64 = 8 << 30;
 
 /// Finds the files in `dir`; `None` when there are none.
@@ -36,7 +36,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
 }
 
 fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Catalog, DataError> {
-    let mut splits = Vec::new();
+    let mut splits: Vec<Split> = Vec::new();
     for (name, pictures, labels) in found {
         let Some(labels) = labels else {
             return Err(DataError::Invalid(format!("{} has no labels file beside it", pictures.display())));
@@ -52,10 +52,21 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
                 label_bytes.len()
             )));
         }
+        let size = (shape[1] as u32, shape[2] as u32);
+        if let Some(Samples::Memory { height, width, .. }) = splits.first().map(|s| &s.samples)
+            && (*height, *width) != size
+        {
+            return Err(DataError::Invalid(format!(
+                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they are not of one set",
+                pictures.display(),
+                size.1,
+                size.0
+            )));
+        }
         splits.push(Split {
             name: name.into(),
             labels: label_bytes.into_iter().map(u32::from).collect(),
-            samples: Samples::Memory { pixels, height: shape[1] as u32, width: shape[2] as u32, channels: 1 },
+            samples: Samples::Memory { pixels, height: size.0, width: size.1, channels: 1 },
         });
     }
     let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
@@ -65,16 +76,17 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
 
 fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {
     let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
-    let mut bytes = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
-    if bytes.starts_with(&[0x1f, 0x8b]) {
-        let mut unpacked = Vec::with_capacity(bytes.len() * 3);
-        MultiGzDecoder::new(&bytes[..])
-            .take(MAX_BYTES)
-            .read_to_end(&mut unpacked)
-            .map_err(|e| broken(format!("cannot be unpacked: {e}; get it again")))?;
-        bytes = unpacked;
-    }
-    let word = |i: usize| bytes.get(4 * i..4 * i + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
+    let packed = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
+    let mut reader: Box<dyn Read + '_> = if packed.starts_with(&[0x1f, 0x8b]) {
+        Box::new(MultiGzDecoder::new(&packed[..]).take(MAX_BYTES))
+    } else {
+        Box::new(&packed[..])
+    };
+    let unpacking = |e: std::io::Error| broken(format!("cannot be unpacked: {e}; get it again"));
+    let dimensions = (magic & 0xff) as usize;
+    let mut header = Vec::new();
+    reader.by_ref().take(4 * (dimensions as u64 + 1)).read_to_end(&mut header).map_err(unpacking)?;
+    let word = |i: usize| header.get(4 * i..4 * i + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
     let found = word(0).ok_or_else(|| broken("is too short for an IDX file".into()))?;
     if found != magic {
         return Err(broken(format!(
@@ -82,17 +94,17 @@ fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {
             if magic == PICTURES { "pictures" } else { "labels" }
         )));
     }
-    let dimensions = (magic & 0xff) as usize;
     let shape: Option<Vec<usize>> = (1..=dimensions).map(|i| word(i).map(|n| n as usize)).collect();
     let shape = shape.ok_or_else(|| broken("is cut off in its header".into()))?;
-    let header = 4 * (dimensions + 1);
-    let expected = shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b));
-    if expected != Some(bytes.len() - header) || shape.contains(&0) {
+    let expected = shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
+    // One byte more tells a file that goes on, however far, from one that ends where it should.
+    let mut bytes = Vec::with_capacity(expected.min(packed.len().saturating_mul(4)));
+    reader.take((expected as u64).saturating_add(1)).read_to_end(&mut bytes).map_err(unpacking)?;
+    if expected != bytes.len() || shape.contains(&0) {
+        let follow = if bytes.len() > expected { "more".to_owned() } else { bytes.len().to_string() };
         return Err(broken(format!(
-            "says that it holds {shape:?} bytes, but {} follow its header: it is cut off or damaged; get it again",
-            bytes.len() - header
+            "says that it holds {shape:?} bytes, but {follow} follow its header: it is cut off or damaged; get it again"
         )));
     }
-    bytes.drain(..header);
     Ok((shape, bytes))
 }

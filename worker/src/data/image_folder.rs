@@ -9,6 +9,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// Names that always mean a split.
+const SPLITS: [&str; 5] = ["train", "val", "valid", "validation", "test"];
+
 /// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
 pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     let train = dir.join("train");
@@ -22,9 +25,14 @@ fn read(dir: &Path) -> Result<Catalog, DataError> {
     let classes: Vec<String> = folders(&dir.join("train"))?.into_keys().collect();
     let mut splits = Vec::new();
     for (split, path) in folders(dir)? {
+        // Other folders may lie there: one is a split by its name, or because its classes are known.
+        let inner = folders(&path)?;
+        if !SPLITS.contains(&split.as_str()) && !inner.keys().all(|c| classes.contains(c)) {
+            continue;
+        }
         let mut files = Vec::new();
         let mut labels = Vec::new();
-        for (class, folder) in folders(&path)? {
+        for (class, folder) in inner {
             let Some(label) = classes.iter().position(|c| *c == class) else {
                 return Err(DataError::Invalid(format!(
                     "{} is a class that the training split does not have: add {} or take it away",

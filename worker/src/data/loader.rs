@@ -112,7 +112,10 @@ impl Part {
             Pixels::Memory(bytes) => Ok(then(&bytes[place * self.size..][..self.size])),
             Pixels::Files { files, square } => {
                 let picture = Picture::read(&files[place])?;
-                let picture = square.map_or_else(|| picture.clone(), |side| picture.centre_square(side));
+                let picture = match square {
+                    Some(side) => picture.centre_square(*side),
+                    None => picture,
+                };
                 if picture.pixels.len() != self.size {
                     let detail = "has changed its size since the job began".into();
                     return Err(DataError::File { path: files[place].display().to_string(), detail });
@@ -135,8 +138,9 @@ struct Opened {
 impl DataSource {
     /// Reads the dataset's index and, when they are few, its pictures.
     ///
-    /// Pictures of one size are cropped at that size and then scaled to `image_size`. Where sizes
-    /// differ, the largest centred square of each is scaled to `image_size` first.
+    /// CIFAR and IDX pictures, and square files of one size no larger than `image_size`, are cropped
+    /// at their own size and then scaled to `image_size`. Of other files the largest centred square
+    /// is scaled to `image_size` first, and cropped then.
     ///
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
@@ -197,6 +201,12 @@ impl DataSource {
                 )));
             }
         };
+        if spec.crop_padding as usize >= height.min(width) {
+            return Err(DataError::Invalid(format!(
+                "data.crop_padding: {} pixels around pictures of {width} x {height} would make crops of nothing but padding; 1/8 of a side is usual",
+                spec.crop_padding
+            )));
+        }
         let total = train.labels.len();
         let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let (train_chosen, held_out) = match &spec.validation {
@@ -382,8 +392,11 @@ fn open_splits(
             }
             Samples::Files(mut files) => {
                 let (square, width, height) = match (common, spec.image_size) {
-                    (Some((width, height)), _) => (None, width, height),
-                    (None, Some(side)) => (Some(side), side, side),
+                    (Some((width, height)), None) => (None, width, height),
+                    (Some((width, height)), Some(side)) if width == height && width <= side => {
+                        (None, width, height)
+                    }
+                    (_, Some(side)) => (Some(side), side, side),
                     (None, None) => {
                         return Err(DataError::Invalid(
                             "the pictures differ in size: set data.image_size, the side of the square that the network sees".into(),
@@ -395,8 +408,9 @@ fn open_splits(
                     let decoded: Vec<_> = files
                         .par_iter()
                         .map(|f| {
-                            Picture::read(f).map(|p| {
-                                square.map_or_else(|| p.clone(), |side| p.centre_square(side)).pixels
+                            Picture::read(f).map(|p| match square {
+                                Some(side) => p.centre_square(side).pixels,
+                                None => p.pixels,
                             })
                         })
                         .collect();

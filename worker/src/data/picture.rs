@@ -28,6 +28,19 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
     }
 }
 
+/// Whether the picture's data has no end. The JPEG decoder fills what is missing with grey, and files
+/// too many to keep in memory are only looked at by their headers when a job starts, so it is told
+/// from the markers. Both formats may have other data behind the picture.
+fn is_cut_off(format: ImageFormat, bytes: &[u8]) -> bool {
+    match format {
+        // Neither "start of scan" nor "end of image" occurs inside a scan's data.
+        ImageFormat::Jpeg => {
+            bytes.windows(2).rfind(|w| matches!(w, [0xff, 0xda | 0xd9])).is_none_or(|w| w[1] == 0xda)
+        }
+        _ => !bytes.windows(4).rev().any(|w| w == b"IEND"),
+    }
+}
+
 fn decoder(bytes: &[u8]) -> Result<impl ImageDecoder + '_, String> {
     let Some(format) = format_of(bytes) else {
         let text = !bytes.is_empty()
@@ -44,13 +57,16 @@ fn decoder(bytes: &[u8]) -> Result<impl ImageDecoder + '_, String> {
     reader.limits(limits);
     let decoder = reader.into_decoder().map_err(|e| format!("cannot be decoded: {e}"))?;
     let (width, height) = decoder.dimensions();
+    if is_cut_off(format, bytes) {
+        return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
+    }
     if width == 0 || height == 0 || u64::from(width) * u64::from(height) > MAX_PIXELS {
         return Err(format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20));
     }
     Ok(decoder)
 }
 
-/// Width and height of a picture file, without decoding it.
+/// Width and height of a picture file that looks whole, without decoding it.
 pub(super) fn dimensions(path: &Path) -> Result<(u32, u32), DataError> {
     let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
     let bytes = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
@@ -73,12 +89,6 @@ impl Picture {
     /// # Errors
     /// What is wrong with it, to stand after its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        if format_of(bytes) == Some(ImageFormat::Jpeg)
-            && !bytes[bytes.len().saturating_sub(64)..].windows(2).any(|w| w == [0xff, 0xd9])
-        {
-            // The decoder fills what is missing with grey.
-            return Err("is cut off: a JPEG without its end".into());
-        }
         let picture = image::DynamicImage::from_decoder(decoder(bytes)?)
             .map_err(|e| format!("cannot be decoded: {e}"))?
             .into_rgb8();
@@ -86,9 +96,9 @@ impl Picture {
     }
 
     /// The largest centred square, scaled to `side` pixels.
-    pub fn centre_square(&self, side: u32) -> Self {
+    pub fn centre_square(self, side: u32) -> Self {
         if self.width == side && self.height == side {
-            return self.clone();
+            return self;
         }
         let cut = self.width.min(self.height);
         let mut scaler = Scaler::new(side, self.channels);

@@ -22,12 +22,8 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         let spec = specs::with(
             specs::short(&format!("on-{ranks}-ranks"), "fashion", ranks, STEPS),
             json!({
-                // Identity blocks and a small step keep rounding from growing: with the default
-                // start and lr 0.01, differences of 1e-7 in the first step are 1e-2 by the 50th, as
-                // they are between any two orders of float32 addition.
-                "model": {"zero_init_residual": true},
                 "data": {"image_size": 28},
-                "train": {"batch_size": null, "global_batch_size": 64, "seed": 7, "lr": 0.002},
+                "train": {"batch_size": null, "global_batch_size": 64, "seed": 7},
                 "parallel": {"sync_batch_norm": true},
             }),
         );
@@ -45,8 +41,7 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
     }
 
     let (_, reference, accuracy, _) = &runs[0];
-    let (first, last) = (&reference[..10], &reference[STEPS as usize - 10..]);
-    assert!(last.iter().sum::<f64>() < first.iter().sum(), "it learns: {reference:?}");
+    assert!(reference[STEPS as usize - 1] < 0.8 * reference[0], "it learns: {reference:?}");
     for (ranks, mean, other_accuracy, _) in &runs[1..] {
         let furthest = reference
             .iter()

@@ -214,6 +214,10 @@ async function start() {
   }
   redraw(true);
   drawFacts();
+  follow(seq);
+}
+
+function follow(seq) {
   stream = new Stream({
     path: (since) => `/api/v1/jobs/${job.id}/stream?since=${since}`,
     seq, onFrame,
@@ -258,7 +262,12 @@ byId("delete").addEventListener("click", () => {
   confirmThen({
     title: `Delete ${job.name}?`, yes: "Delete the job",
     detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${size}) are deleted for good.`,
-    act: async () => { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); location.href = "/jobs"; },
+    act: async () => {
+      // Not to be told that the job is gone by what this very page does.
+      stream?.close();
+      try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { follow(stream?.seq ?? 0); throw error; }
+      location.href = "/jobs";
+    },
   });
 });
 

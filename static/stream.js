@@ -13,6 +13,8 @@ export class Stream {
   #timer = 0;
   #delay = FIRST_DELAY_MS;
   #closed = false;
+  #pulse = 0;
+  #online = null;
 
   /**
    * `path(seq)`: address for what comes after `seq`. `onFrame(frame)`: each frame, events already
@@ -23,12 +25,12 @@ export class Stream {
     Object.assign(this, { path, seq, onFrame, onStatus, onGone });
     this.#open();
     let beat = Date.now();
-    setInterval(() => {
+    this.#pulse = setInterval(() => {
       const now = Date.now();
       if (now - beat > SLEPT_MS) this.reconnect();
       beat = now;
     }, 5000);
-    addEventListener("online", () => this.reconnect());
+    addEventListener("online", this.#online = () => this.reconnect());
   }
 
   #open() {
@@ -77,6 +79,8 @@ export class Stream {
   close() {
     this.#closed = true;
     clearTimeout(this.#timer);
+    clearInterval(this.#pulse);
+    removeEventListener("online", this.#online);
     this.#socket?.close();
   }
 }

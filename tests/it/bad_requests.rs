@@ -67,9 +67,7 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
     .await;
     // More pictures a step than there are: no epoch would have a step.
     let huge = json!({"train": {"steps": null, "epochs": 1, "batch_size": 500}});
-    let answer = server.post("/jobs", &specs::with(good.clone(), huge)).await;
-    answer.problem(422);
-    assert!(answer.text.contains("64"), "it says how many pictures there are: {}", answer.text);
+    mistakes(huge, &[("/train/batch_size", &["1000", "64"])]).await;
 
     nothing_is_stored(&server).await;
     server.stop().await;

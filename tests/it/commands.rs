@@ -84,7 +84,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     server.cli(&["delete", &left]).wrong(&["running"]);
     assert!(server.cli(&["cancel", &left]).ok().contains("cancelled"));
     server.cli(&["cancel", &left]).wrong(&["cancelled"]);
-    server.cli(&["watch", &left]).fails(1, &["cancelled"]);
+    let watched = server.cli(&["watch", &left]);
+    watched.fails(1, &[]);
+    assert!(watched.stdout.contains("cancelled"), "{}", watched.stdout);
     server.cli(&["delete", &left]).ok();
     server.cli(&["show", &left]).wrong(&["job"]);
     server.stop().await;

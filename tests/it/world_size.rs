@@ -10,6 +10,12 @@ use std::collections::BTreeMap;
 
 const STEPS: u64 = 50;
 
+/// Names and bytes of all tensors; the rest of the file tells of the job, with its number of ranks.
+fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
+    let tensors = safetensors::SafeTensors::deserialize(model).expect("safetensors");
+    tensors.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
+}
+
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
     let _turn = turn().await;
@@ -57,6 +63,9 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         );
         assert!(furthest.1 < 1e-4, "on {ranks} ranks, step {}: {:.2e}", furthest.0 + 1, furthest.1);
         assert!((accuracy - other_accuracy).abs() <= 0.005, "{accuracy} and {other_accuracy}");
+    }
+    for (ranks, _, _, model) in &runs[1..3] {
+        assert!(weights(model) == weights(&runs[0].3), "on {ranks} ranks the weights have the same bits");
     }
     let (second, fourth) = (&runs[1], &runs[3]);
     assert!(second.1.iter().zip(&fourth.1).all(|(a, b)| a.to_bits() == b.to_bits()), "the same losses");

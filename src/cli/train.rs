@@ -95,6 +95,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
             slot: rank,
             local_ranks,
             threads,
+            gpu: None,
             job_dir: out.into(),
         })
         .collect();
@@ -120,6 +121,7 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
         slot: place.local_rank,
         local_ranks: place.local_ranks,
         threads: (local::cores() / place.local_ranks).max(1),
+        gpu: None,
         job_dir: out.into(),
     };
     fs::create_dir_all(config.attempt_dir())?;

@@ -237,8 +237,15 @@ mod tests {
             job_dir: None,
             resume: None,
         };
-        let config =
-            RankConfig { start, rank: 0, slot: 0, local_ranks: 1, threads: 1, job_dir: job_dir.into() };
+        let config = RankConfig {
+            start,
+            rank: 0,
+            slot: 0,
+            local_ranks: 1,
+            threads: 1,
+            gpu: None,
+            job_dir: job_dir.into(),
+        };
         fs::create_dir_all(config.attempt_dir()).unwrap();
         config
     }

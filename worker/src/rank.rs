@@ -5,11 +5,15 @@
 
 use crate::{
     comm::{Alone, Communicator, ring::Ring},
+    gpu::{DeviceChoice, RankGpu},
     rendezvous::{Meeting, RendezvousError, Store},
     report::Reporter,
     train::{Observer, Outcome, TrainError, Training, train},
 };
-use lockstep_protocol::agent::{AttemptEvent, RankReport, StartAttempt};
+use lockstep_protocol::{
+    agent::{AttemptEvent, RankReport, StartAttempt},
+    spec::Device,
+};
 use serde::{Deserialize, Serialize};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -34,6 +38,9 @@ pub struct RankConfig {
     pub local_ranks: u32,
     /// Threads of this rank.
     pub threads: u32,
+    /// Absent: it computes on CPU cores.
+    #[serde(default)]
+    pub gpu: Option<RankGpu>,
     /// The job's folder; this attempt's is `attempts/<n>` in it.
     pub job_dir: PathBuf,
 }
@@ -42,6 +49,16 @@ impl RankConfig {
     /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+    }
+
+    /// Where it computes: a job may ask for the CPU on a machine that has GPUs.
+    pub fn device(&self) -> DeviceChoice {
+        match &self.gpu {
+            Some(gpu) if self.start.spec.parallel.device != Device::Cpu => {
+                DeviceChoice::Cuda { ordinal: gpu.ordinal }
+            }
+            _ => DeviceChoice::Cpu,
+        }
     }
 
     /// Where the job's checkpoints are.
@@ -171,6 +188,7 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
 fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Result<Outcome, RankError> {
     let start = &config.start;
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
+    let mut met = None;
     let comm: Arc<dyn Communicator> = if start.world_size == 1 {
         Arc::new(Alone)
     } else {
@@ -185,12 +203,10 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Re
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
-        // The store ends with rank 0's; nobody may still be asking.
-        if config.rank == 0 {
-            life.store.set(store).ok()
-        } else {
-            None
-        };
+        let store = Arc::new(store);
+        // The store ends with rank 0's process; others may still be asking.
+        let _ = life.store.set(store.clone());
+        met = Some(store);
         ring
     };
     let _ = life.comm.set(comm.clone());
@@ -201,8 +217,10 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Re
         dataset: Path::new(&start.dataset_path),
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
+        device: config.device(),
         threads: config.threads as usize,
         comm,
+        store: met,
         observer,
         stop: &life.stop,
         progress: &life.progress,
@@ -216,7 +234,7 @@ struct Life {
     stop: Arc<AtomicBool>,
     progress: AtomicU64,
     comm: OnceLock<Arc<dyn Communicator>>,
-    store: OnceLock<Store>,
+    store: OnceLock<Arc<Store>>,
 }
 
 /// Stops in order on SIGTERM and SIGINT, by force when that takes too long; takes no notice of SIGHUP.

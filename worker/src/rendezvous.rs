@@ -330,7 +330,7 @@ impl Listener {
                     return;
                 }
                 let (shelf, secret) = (shelf.clone(), secret.clone());
-                // A thread a rank, and only while ranks meet. Without one the caller is hung up on
+                // A thread a rank. Without one the caller is hung up on
                 // and tries again.
                 let _ = std::thread::Builder::new()
                     .name("rendezvous".into())

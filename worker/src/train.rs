@@ -16,6 +16,8 @@ use crate::{
         loader::{Batch, DataSource, EpochPlan},
     },
     engine::{Engine, EngineError, StepResult},
+    gpu::DeviceChoice,
+    rendezvous::Store,
     report::{LossLines, Reporter},
     schedule::Schedule,
 };
@@ -70,9 +72,13 @@ pub struct Training<'a> {
     pub checkpoints: &'a Path,
     /// The checkpoint to go on from; read by rank 0 alone.
     pub resume: Option<&'a Path>,
+    /// Where this rank computes.
+    pub device: DeviceChoice,
     /// Of this rank.
     pub threads: usize,
     pub comm: Arc<dyn Communicator>,
+    /// Where the ranks met; absent for a single rank.
+    pub store: Option<Arc<Store>>,
     pub observer: &'a dyn Observer,
     /// Set from anywhere: all ranks stop after the same step, and that step is kept.
     pub stop: &'a AtomicBool,

@@ -263,6 +263,7 @@ impl Supervisor {
                 slot,
                 local_ranks,
                 threads,
+                gpu: None,
                 job_dir: self.held.job_dir.clone(),
             };
             let process = RankProcess::start(program, &config)?;

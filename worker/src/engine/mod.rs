@@ -7,6 +7,7 @@ pub mod cpu;
 use crate::{
     comm::{CommError, Communicator},
     data::loader::Batch,
+    gpu::GpuConfig,
 };
 use lockstep_protocol::spec::OptimizerKind;
 use std::{collections::BTreeMap, sync::Arc};
@@ -70,6 +71,9 @@ pub enum EngineError {
     /// A tensor that is missing, unknown, or of the wrong shape.
     #[error("{0}")]
     Parameters(String),
+    /// What the device, its driver or a library does not do; another attempt would not fare better.
+    #[error("{0}")]
+    Device(String),
 }
 
 /// One rank's copy of the network and its optimizer.
@@ -106,4 +110,21 @@ pub fn build_cpu(
     comm: Arc<dyn Communicator>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cpu::build(network, initial, config, comm)
+}
+
+/// Builds the CUDA engine, as [`build_cpu`] does the CPU's.
+///
+/// # Errors
+/// When the initial tensors do not fit the network, or the device cannot be used.
+pub fn build_cuda(
+    _network: Arc<crate::net::Network>,
+    _initial: &NamedTensors,
+    _config: EngineConfig,
+    _comm: Arc<dyn Communicator>,
+    gpu: GpuConfig,
+) -> Result<Box<dyn Engine>, EngineError> {
+    Err(EngineError::Device(format!(
+        "GPU {}: no CUDA engine in this build; parallel.device = \"cpu\" trains on the CPU",
+        gpu.ordinal
+    )))
 }

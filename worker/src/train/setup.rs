@@ -5,6 +5,7 @@ use crate::{
     comm::Communicator,
     data::loader::{DataSource, Shape},
     engine::{self, Engine, EngineConfig},
+    gpu::{DeviceChoice, GpuConfig},
     net,
 };
 use lockstep_protocol::spec::{Device, JobSpec, Precision};
@@ -104,12 +105,13 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
 
 pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box<dyn Engine>, TrainError> {
     let spec = training.spec;
-    if spec.parallel.device == Device::Cuda {
-        let text =
-            "parallel.device = \"cuda\": this build of lockstep has no CUDA engine yet; use cpu or auto";
+    if spec.parallel.device == Device::Cuda && training.device == DeviceChoice::Cpu {
+        let text = "parallel.device = \"cuda\": this rank has no GPU; use cpu or auto";
         return Err(TrainError::Impossible(text.into()));
     }
-    if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {
+    if training.device == DeviceChoice::Cpu
+        && matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16)
+    {
         let text = "train.precision: CPU ranks compute in fp32; use fp32 or auto";
         return Err(TrainError::Impossible(text.into()));
     }
@@ -127,7 +129,19 @@ pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box
         gradients_mean: spec.parallel.gradients_mean,
         threads: training.threads.max(1),
     };
-    Ok(engine::build_cpu(Arc::new(network), &initial, config, training.comm.clone())?)
+    let (network, comm) = (Arc::new(network), training.comm.clone());
+    Ok(match training.device {
+        DeviceChoice::Cpu => engine::build_cpu(network, &initial, config, comm)?,
+        DeviceChoice::Cuda { ordinal } => {
+            let gpu = GpuConfig {
+                ordinal,
+                precision: spec.train.precision,
+                loss_scale: spec.train.loss_scale.clone(),
+                store: training.store.clone(),
+            };
+            engine::build_cuda(network, &initial, config, comm, gpu)?
+        }
+    })
 }
 
 /// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.

@@ -1,0 +1,48 @@
+//! What a GPU machine is to the rest of Lockstep: which libraries and devices there are, and what a
+//! rank is told about its own.
+
+use crate::rendezvous::Store;
+use lockstep_protocol::spec::{LossScale, Precision};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Where a rank computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// On CPU cores.
+    Cpu,
+    /// On a GPU, as CUDA numbers those that this process sees.
+    Cuda { ordinal: i32 },
+}
+
+/// The GPU of a rank, as its launcher gives it.
+///
+/// Every rank process of an attempt sees the attempt's GPUs on its machine, in rank order, and opens a
+/// context on its own alone. With only its own visible, CUDA could not be asked whether two GPUs
+/// reach each other's memory (`cuDeviceCanAccessPeer` takes visible devices).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankGpu {
+    /// Among `visible`: what CUDA calls it in this process.
+    pub ordinal: i32,
+    /// `CUDA_VISIBLE_DEVICES` of the process: UUIDs (`GPU-...`).
+    pub visible: Vec<String>,
+}
+
+impl RankGpu {
+    /// The UUID of this rank's own.
+    pub fn uuid(&self) -> Option<&str> {
+        self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
+    }
+}
+
+/// What the CUDA engine is given beside what every engine is.
+#[derive(Debug, Clone)]
+pub struct GpuConfig {
+    /// As CUDA numbers the devices that this process sees.
+    pub ordinal: i32,
+    pub precision: Precision,
+    /// For fp16.
+    pub loss_scale: LossScale,
+    /// Where the ranks meet; absent for a single rank.
+    pub store: Option<Arc<Store>>,
+}

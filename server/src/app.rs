@@ -7,6 +7,7 @@ use crate::{
     dispatch::{self, Dispatch},
     hub::Hub,
     ingest::{self, Ingest},
+    metrics::pyramid::{self, Sealer},
     store::{Changed, Store, sqlite::SqliteStore},
 };
 use std::{
@@ -35,6 +36,7 @@ pub struct Parts {
     pub(crate) agents: Agents,
     pub(crate) dispatch: Dispatch,
     pub(crate) ingest: Ingest,
+    pub(crate) sealer: Sealer,
     /// Done when the server stops: websockets close, tasks end.
     pub stopping: CancellationToken,
     /// Websockets and the server's own tasks.
@@ -78,6 +80,7 @@ impl App {
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
             ingest,
+            sealer: Sealer::default(),
             stopping: CancellationToken::new(),
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
@@ -89,6 +92,7 @@ impl App {
         })?;
         app.spawn(ingest::run(app.clone(), queue));
         app.spawn(dispatch::run(app.clone()));
+        app.spawn(pyramid::run(app.clone()));
         app.spawn({
             let hub = app.hub.clone();
             async move { hub.tell_list().await }
@@ -110,6 +114,7 @@ impl App {
     /// Tells everyone who watches what is now stored, and lets slots go that the job holds no more.
     pub(crate) fn announce(&self, changed: &Changed) {
         self.hub.publish(changed);
+        self.sealer.note(changed);
         if !changed.job.state.is_active() {
             self.dispatch.release(&changed.job.id, changed.job.attempt);
         }

@@ -10,6 +10,7 @@ mod handlers;
 mod hub;
 mod ingest;
 pub mod lifecycle;
+mod metrics;
 mod router;
 mod serve;
 pub mod store;

@@ -49,7 +49,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::show, jobs::delete))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
-        .routes(routes!(metrics::query))
+        .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
         .routes(routes!(logs::query))
         .routes(routes!(checkpoints::list))

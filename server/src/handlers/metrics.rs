@@ -5,6 +5,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     handlers::jobs,
+    metrics::{chunk::Bucket, query},
     store::MetricFilter,
 };
 use axum::{
@@ -15,9 +16,9 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
-use lockstep_protocol::metric::{self, MetricColumn};
+use lockstep_protocol::metric;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::fmt::Write as _;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_POINTS: u32 = 1000;
@@ -78,6 +79,8 @@ pub(crate) struct Metrics {
     as_of_seq: u64,
     /// Every point is there, and `min`, `max` and `mean` are the same.
     exact: bool,
+    /// Steps that a bucket covers; 1 when exact.
+    bucket_steps: u64,
     series: Vec<Series>,
 }
 
@@ -97,61 +100,39 @@ pub(crate) struct Series {
 /// Metrics for a chart
 ///
 /// Buckets are equal ranges of steps, the same for every series, so the answer is the same for the same
-/// points however they came.
+/// points however they came. Those at the ends of a range are told whole.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
-pub(crate) async fn query(
+pub(crate) async fn find(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<MetricsQuery>,
 ) -> Result<Json<Metrics>> {
     let filter = query.filter()?;
     jobs::find(&app, &id).await?;
-    let (as_of_seq, columns) = app.store.metrics(&job_id(&id)?, &filter).await?;
     let points = query.points.unwrap_or(DEFAULT_POINTS).clamp(1, MAX_POINTS) as usize;
-    let (exact, series) = bucket(columns, &filter, points);
-    Ok(Json(Metrics { as_of_seq, exact, series }))
+    let found = query::find(&app, &job_id(&id)?, &filter, points).await?;
+    Ok(Json(Metrics {
+        as_of_seq: found.as_of,
+        exact: found.exact,
+        bucket_steps: found.bucket_steps,
+        series: found.series.into_iter().map(series).collect(),
+    }))
 }
 
-fn bucket(
-    columns: Vec<(u32, u32, MetricColumn)>,
-    filter: &MetricFilter,
-    points: usize,
-) -> (bool, Vec<Series>) {
-    let mut raw: BTreeMap<(String, u32, u32), Vec<(u64, f32)>> = BTreeMap::new();
-    let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    for (rank, attempt, column) in columns {
-        let wanted = column.steps.iter().copied().zip(column.values).filter(|(s, _)| (from..=to).contains(s));
-        raw.entry((column.name, attempt, rank)).or_default().extend(wanted);
+fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series {
+    let of = |value: fn(&Bucket) -> f32| {
+        buckets.iter().map(|b| (b.finite > 0).then(|| value(b))).collect::<Vec<_>>()
+    };
+    Series {
+        name,
+        rank,
+        attempt,
+        min: of(|b| b.min),
+        max: of(|b| b.max),
+        mean: of(|b| (b.sum / b.finite as f64) as f32),
+        steps: buckets.iter().map(|b| b.step).collect(),
     }
-    raw.retain(|_, values| !values.is_empty());
-    let exact = raw.values().all(|v| v.len() <= points);
-    let first = raw.values().filter_map(|v| v.first()).map(|p| p.0).min().unwrap_or(0);
-    let last = raw.values().filter_map(|v| v.last()).map(|p| p.0).max().unwrap_or(0);
-    let width = if exact { 1 } else { (last - first + 1).div_ceil(points as u64).max(1) };
-    let series = raw.into_iter().map(|((name, attempt, rank), values)| {
-        let mut series = Series {
-            name,
-            rank,
-            attempt,
-            steps: Vec::new(),
-            min: Vec::new(),
-            max: Vec::new(),
-            mean: Vec::new(),
-        };
-        for run in values.chunk_by(|a, b| !exact && (a.0 - first) / width == (b.0.max(a.0) - first) / width) {
-            let finite: Vec<f32> = run.iter().map(|p| p.1).filter(|v| v.is_finite()).collect();
-            let some = |v: f32| (!finite.is_empty()).then_some(v);
-            series.steps.push(run[0].0);
-            series.min.push(some(finite.iter().copied().fold(f32::INFINITY, f32::min)));
-            series.max.push(some(finite.iter().copied().fold(f32::NEG_INFINITY, f32::max)));
-            series
-                .mean
-                .push(some((finite.iter().map(|v| f64::from(*v)).sum::<f64>() / finite.len() as f64) as f32));
-        }
-        series
-    });
-    (exact, series.collect())
 }
 
 /// Every point as CSV
@@ -209,55 +190,5 @@ fn append_csv(text: &mut String, body: &str, filter: &MetricFilter) {
     for (step, value) in steps.iter().zip(values).filter(|(s, _)| (from..=to).contains(*s)) {
         let value = value.map_or_else(|| "NaN".to_owned(), |v| v.to_string());
         let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn column(steps: std::ops::RangeInclusive<u64>) -> MetricColumn {
-        MetricColumn {
-            name: "loss".into(),
-            values: steps.clone().map(|s| s as f32).collect(),
-            steps: steps.collect(),
-        }
-    }
-
-    #[test]
-    fn points_that_fit_are_exact() {
-        let (exact, series) =
-            bucket(vec![(0, 1, column(1..=5)), (0, 1, column(6..=9))], &MetricFilter::default(), 9);
-        assert!(exact && series.len() == 1);
-        assert_eq!(series[0].steps, (1..=9).collect::<Vec<_>>());
-        assert_eq!(
-            (series[0].min.clone(), series[0].mean.clone()),
-            (series[0].max.clone(), series[0].max.clone())
-        );
-    }
-
-    #[test]
-    fn buckets_do_not_depend_on_how_points_came() {
-        let whole =
-            bucket(vec![(0, 1, column(1..=1000)), (1, 1, column(1..=900))], &MetricFilter::default(), 10);
-        let parts =
-            (0..100).map(|i| (0, 1, column(i * 10 + 1..=i * 10 + 10))).chain([(1, 1, column(1..=900))]);
-        let (exact, series) = bucket(parts.collect(), &MetricFilter::default(), 10);
-        assert!(!exact && series == whole.1);
-        assert_eq!(
-            (series[0].steps[1], series[0].min[1], series[0].max[1], series[0].mean[1]),
-            (101, Some(101.0), Some(200.0), Some(150.5))
-        );
-        assert_eq!((series[0].steps.len(), series[1].steps.len()), (10, 9));
-    }
-
-    #[test]
-    fn what_is_not_finite_is_null_alone_and_left_out_in_company() {
-        let mut column = column(1..=4);
-        column.values[0] = f32::NAN;
-        let (_, exact) = bucket(vec![(0, 1, column.clone())], &MetricFilter::default(), 10);
-        assert_eq!(exact[0].mean, [None, Some(2.0), Some(3.0), Some(4.0)]);
-        let (_, coarse) = bucket(vec![(0, 1, column)], &MetricFilter::default(), 2);
-        assert_eq!(coarse[0].mean, [Some(2.0), Some(3.5)]);
     }
 }

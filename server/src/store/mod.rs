@@ -9,7 +9,7 @@ pub mod sqlite;
 
 pub use rows::{
     AgentRow, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested, JobFilter,
-    JobRow, LogFilter, MetricFilter, NewJob, Page, Place, Report,
+    JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Place, Report,
 };
 
 use crate::lifecycle::Refused;
@@ -97,6 +97,27 @@ pub trait Store: Send + Sync + 'static {
         job: &JobId,
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)>;
+    /// First and last step of what matches and is in chunks, and the number of the newest event that is.
+    async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
+    /// Chunks of a level that match, by series and step, and the number of the newest event in chunks: in one
+    /// snapshot. Steps outside of the filter's may be in them.
+    async fn metric_chunks(
+        &self,
+        job: &JobId,
+        level: u32,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<MetricChunk>)>;
+    /// The chunk of each series and level that may still grow, and the number of the newest event in chunks.
+    async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
+    /// Stores chunks, in place of those of the same series, level and first step; metric events up to `until` are
+    /// in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
+    async fn put_metric_chunks(
+        &self,
+        job: &JobId,
+        after: u64,
+        until: u64,
+        chunks: &[MetricChunk],
+    ) -> Result<bool>;
     /// Events of kind `log` that match, in order, at most `limit`.
     async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>>;
     /// The newest report of each rank of an attempt.

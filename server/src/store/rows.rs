@@ -194,6 +194,25 @@ pub struct MetricFilter {
     pub limit: Option<u32>,
 }
 
+/// A run of points of one series, or of buckets above them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MetricChunk {
+    /// Of the metric.
+    pub name: String,
+    /// Whose.
+    pub rank: u32,
+    /// In which attempt.
+    pub attempt: u32,
+    /// 0: every point; `k`: buckets of `16^k` steps.
+    pub level: u32,
+    /// Of its first point.
+    pub first_step: u64,
+    /// No point of it is later.
+    pub last_step: u64,
+    /// See `crate::metrics::chunk`.
+    pub data: Vec<u8>,
+}
+
 /// Which log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogFilter {

@@ -8,6 +8,7 @@ mod house;
 mod dispatching;
 mod ingest;
 mod life;
+mod metrics;
 mod refusals;
 mod safety;
 mod starting;

@@ -4,6 +4,7 @@
 //! reads beside it (write-ahead log). `synchronous = FULL`: a commit is on disk before it is acknowledged, also
 //! when the machine loses power; ingest puts many reports in one transaction, so the price is one sync a batch.
 
+mod chunks;
 mod ingest;
 mod jobs;
 mod reads;
@@ -11,7 +12,8 @@ mod things;
 
 use super::{
     AgentRow, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, EventRow,
-    Ingested, JobFilter, JobRow, LogFilter, MetricFilter, NewJob, Page, Report, Result, Store, StoreError,
+    Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report, Result, Store,
+    StoreError,
 };
 use crate::config::ServeError;
 use async_trait::async_trait;
@@ -174,6 +176,29 @@ impl Store for SqliteStore {
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
         self.read_metrics(job, filter).await
+    }
+    async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)> {
+        self.read_metric_extent(job, filter).await
+    }
+    async fn metric_chunks(
+        &self,
+        job: &JobId,
+        level: u32,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<MetricChunk>)> {
+        self.read_metric_chunks(job, level, filter).await
+    }
+    async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
+        self.read_newest_metric_chunks(job).await
+    }
+    async fn put_metric_chunks(
+        &self,
+        job: &JobId,
+        after: u64,
+        until: u64,
+        chunks: &[MetricChunk],
+    ) -> Result<bool> {
+        self.write_metric_chunks(job, after, until, chunks).await
     }
     async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
         self.read_logs(job, filter).await

@@ -1,0 +1,170 @@
+//! The columns of a series in bytes.
+//!
+//! Level 0 holds points: how far each step lies behind the one before (LEB128), and the value (float32, little
+//! endian). Level `k` holds buckets of `16^k` steps, counted from step 1: the same distance of their first steps,
+//! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
+//! and their sum (float64).
+
+use crate::store::StoreError;
+
+/// Levels from 0; buckets of the last one are a million steps wide.
+pub(crate) const LEVELS: u32 = 6;
+/// Points of a full chunk of level 0.
+const POINTS: usize = 4096;
+/// Buckets of a full chunk of the others.
+const BUCKETS: usize = 1024;
+
+/// Steps of a bucket at `level`.
+pub(crate) fn width(level: u32) -> u64 {
+    1 << (4 * level)
+}
+
+/// Entries of a full chunk at `level`.
+pub(crate) fn capacity(level: u32) -> usize {
+    if level == 0 { POINTS } else { BUCKETS }
+}
+
+/// Points of neighbouring steps; a single point is a bucket of one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Bucket {
+    /// The first of its steps that has a point.
+    pub(crate) step: u64,
+    pub(crate) points: u64,
+    /// Points with a finite value; the rest of this is theirs alone.
+    pub(crate) finite: u64,
+    pub(crate) min: f32,
+    pub(crate) max: f32,
+    pub(crate) sum: f64,
+}
+
+impl Bucket {
+    pub(crate) fn of(step: u64, value: f32) -> Self {
+        let finite = value.is_finite();
+        Self {
+            step,
+            points: 1,
+            finite: finite.into(),
+            min: if finite { value } else { f32::INFINITY },
+            max: if finite { value } else { f32::NEG_INFINITY },
+            sum: if finite { value.into() } else { 0.0 },
+        }
+    }
+
+    pub(crate) fn join(&mut self, other: &Self) {
+        self.points += other.points;
+        self.finite += other.finite;
+        self.min = self.min.min(other.min);
+        self.max = self.max.max(other.max);
+        self.sum += other.sum;
+    }
+
+    /// Which bucket of this many steps it belongs to.
+    pub(crate) fn index(&self, width: u64) -> u64 {
+        self.step.saturating_sub(1) / width
+    }
+}
+
+/// Adds a bucket behind others: to the last one when both belong to the same of `width` steps.
+pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
+    match to.last_mut() {
+        Some(last) if width > 1 && last.index(width) == bucket.index(width) => last.join(bucket),
+        _ => to.push(*bucket),
+    }
+}
+
+fn put_number(to: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        to.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    to.push(number as u8);
+}
+
+/// Buckets of one series at `level`, steps ascending.
+pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(buckets.len() * if level == 0 { 5 } else { 20 });
+    let mut before = 0;
+    for bucket in buckets {
+        put_number(&mut out, bucket.step - before);
+        before = bucket.step;
+        if level == 0 {
+            let value = if bucket.finite == 1 { bucket.min } else { f32::NAN };
+            out.extend(value.to_le_bytes());
+            continue;
+        }
+        put_number(&mut out, bucket.points);
+        put_number(&mut out, bucket.finite);
+        out.extend(bucket.min.to_le_bytes());
+        out.extend(bucket.max.to_le_bytes());
+        out.extend(bucket.sum.to_le_bytes());
+    }
+    out
+}
+
+/// What [`encode`] made.
+///
+/// # Errors
+/// Bytes that it did not make.
+pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError> {
+    let mut from = Reader(data);
+    let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });
+    let mut step = 0u64;
+    while !from.0.is_empty() {
+        let one = (|| {
+            step = step.checked_add(from.number()?)?;
+            if level == 0 {
+                return Some(Bucket::of(step, f32::from_le_bytes(from.bytes()?)));
+            }
+            Some(Bucket {
+                step,
+                points: from.number()?,
+                finite: from.number()?,
+                min: f32::from_le_bytes(from.bytes()?),
+                max: f32::from_le_bytes(from.bytes()?),
+                sum: f64::from_le_bytes(from.bytes()?),
+            })
+        })();
+        buckets.push(one.ok_or_else(|| StoreError::Corrupt("a chunk of metrics".into()))?);
+    }
+    Ok(buckets)
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (bytes, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*bytes)
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let [byte] = self.bytes()?;
+            number |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Some(number);
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let mut points: Vec<_> =
+            [(1, 2.5), (2, f32::NAN), (300, -1.0), (1 << 40, 1e-30)].map(|(s, v)| Bucket::of(s, v)).into();
+        assert_eq!(decode(0, &encode(0, &points)).unwrap(), points);
+        points[0].join(&Bucket::of(2, 3.0));
+        assert_eq!(decode(1, &encode(1, &points)).unwrap(), points);
+        let mut cut = encode(1, &points);
+        cut.pop();
+        assert!(decode(1, &cut).is_err());
+        assert!(decode(0, &[0xff; 12]).is_err());
+    }
+}

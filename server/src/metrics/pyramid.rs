@@ -1,0 +1,190 @@
+//! Events into chunks: the task that keeps a chart of a million points as quick as one of a thousand.
+
+use super::chunk::{self, Bucket, LEVELS, capacity, width};
+use crate::{
+    app::App,
+    store::{Changed, MetricChunk, MetricFilter, Result, Store, StoreError},
+};
+use lockstep_protocol::{job::JobId, metric::MetricColumn};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::sync::Notify;
+
+/// Metric events that are made into chunks at a time; fewer stay as they are.
+pub(crate) const EVENTS: u32 = 4000;
+/// Between two rounds, so that training's reports go first.
+const BETWEEN: Duration = Duration::from_millis(20);
+
+/// Jobs with events that wait to become chunks.
+#[derive(Debug, Default)]
+pub(crate) struct Sealer {
+    waiting: Mutex<HashMap<JobId, u32>>,
+    wake: Notify,
+}
+
+impl Sealer {
+    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, u32>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes what was stored.
+    pub(crate) fn note(&self, changed: &Changed) {
+        let metrics = changed.events.iter().filter(|e| e.body.starts_with("{\"type\":\"metrics\"")).count();
+        self.count(&changed.job.id, u32::try_from(metrics).unwrap_or(u32::MAX));
+    }
+
+    /// Notes that many events of a job wait.
+    pub(crate) fn count(&self, job: &JobId, events: u32) {
+        if events == 0 {
+            return;
+        }
+        let mut waiting = self.lock();
+        let count = waiting.entry(job.clone()).or_default();
+        *count = count.saturating_add(events);
+        if *count >= EVENTS {
+            self.wake.notify_one();
+        }
+    }
+
+    fn take(&self) -> Option<JobId> {
+        let mut waiting = self.lock();
+        let job = waiting.iter().find(|(_, events)| **events >= EVENTS)?.0.clone();
+        waiting.remove(&job);
+        Some(job)
+    }
+}
+
+/// Makes chunks until `app` stops.
+pub(crate) async fn run(app: App) {
+    // What was stored before the last stop is counted anew.
+    match app.store.unfinished().await {
+        Ok(jobs) => jobs.iter().for_each(|job| app.sealer.count(&job.id, EVENTS)),
+        Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
+    }
+    loop {
+        let Some(job) = app.sealer.take() else {
+            app.sealer.wake.notified().await;
+            continue;
+        };
+        loop {
+            match seal(app.store.as_ref(), &job).await {
+                Ok(true) => tokio::time::sleep(BETWEEN).await,
+                // A job may be deleted meanwhile; and what failed is tried again when more has come.
+                Ok(false) | Err(StoreError::NotFound(_)) => break,
+                Err(error) => {
+                    tracing::warn!(%error, %job, "metrics could not be made into chunks");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Makes the next [`EVENTS`] of a job into chunks. False when there are not so many.
+pub(crate) async fn seal(store: &dyn Store, job: &JobId) -> Result<bool> {
+    let (sealed, newest) = store.newest_metric_chunks(job).await?;
+    let filter = MetricFilter { after: sealed, limit: Some(EVENTS), ..MetricFilter::default() };
+    let (until, columns) = store.metrics(job, &filter).await?;
+    if columns.len() < EVENTS as usize {
+        return Ok(false);
+    }
+    store.put_metric_chunks(job, sealed, until, &grow(newest, columns)?).await
+}
+
+type Key = (String, u32, u32);
+
+/// The chunks that change when `columns` come behind what `newest` ends with.
+fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Result<Vec<MetricChunk>> {
+    let mut points: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
+    for (rank, attempt, column) in columns {
+        let to = points.entry((column.name, rank, attempt)).or_default();
+        to.extend(column.steps.into_iter().zip(column.values).map(|(s, v)| Bucket::of(s, v)));
+    }
+    let mut newest: HashMap<(Key, u32), MetricChunk> =
+        newest.into_iter().map(|c| (((c.name.clone(), c.rank, c.attempt), c.level), c)).collect();
+    let mut changed = Vec::new();
+    for (key, mut points) in points {
+        // A rank counts its steps upwards; one that does not is no reason to lose the others.
+        let known = newest.get(&(key.clone(), 0)).map_or(0, |c| c.last_step);
+        let mut last = known;
+        points.retain(|p| {
+            p.step > last && {
+                last = p.step;
+                true
+            }
+        });
+        if points.is_empty() {
+            continue;
+        }
+        for level in 0..LEVELS {
+            let mut buckets = match newest.remove(&(key.clone(), level)) {
+                Some(old) => chunk::decode(level, &old.data)?,
+                None => Vec::new(),
+            };
+            let before = buckets.len();
+            points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
+            // A chunk that was full to its last bucket is not written again, unless that bucket grew.
+            let full = before == capacity(level) && level == 0;
+            for (i, part) in buckets.chunks(capacity(level)).enumerate() {
+                if i == 0 && full {
+                    continue;
+                }
+                let is_last = (i + 1) * capacity(level) >= buckets.len();
+                let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
+                changed.push(MetricChunk {
+                    name: key.0.clone(),
+                    rank: key.1,
+                    attempt: key.2,
+                    level,
+                    first_step: part.first().map_or(0, |b| b.step),
+                    last_step: if is_last { last } else { next.min(last) },
+                    data: chunk::encode(level, part),
+                });
+            }
+        }
+    }
+    Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn column(steps: std::ops::Range<u64>) -> (u32, u32, MetricColumn) {
+        let values = steps.clone().map(|s| s as f32).collect();
+        (0, 1, MetricColumn { name: "loss".into(), steps: steps.collect(), values })
+    }
+
+    #[test]
+    fn chunks_are_the_same_however_the_points_came() {
+        let whole = grow(Vec::new(), vec![column(1..20_001)]).unwrap();
+        let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
+        for first in (1..20_001).step_by(700) {
+            let newest: BTreeMap<u32, MetricChunk> = kept.values().map(|c| (c.level, c.clone())).collect();
+            for chunk in
+                grow(newest.into_values().collect(), vec![column(first..(first + 700).min(20_001))]).unwrap()
+            {
+                kept.insert((chunk.level, chunk.first_step), chunk);
+            }
+        }
+        assert_eq!(kept.into_values().collect::<Vec<_>>(), whole);
+        assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 5);
+        let level2: Vec<_> = whole.iter().filter(|c| c.level == 2).collect();
+        assert_eq!((level2.len(), level2[0].first_step, level2[0].last_step), (1, 1, 20_000));
+        let buckets = chunk::decode(2, &level2[0].data).unwrap();
+        assert_eq!(
+            (buckets[1].step, buckets[1].min, buckets[1].max, buckets[1].points),
+            (257, 257.0, 512.0, 256)
+        );
+    }
+
+    #[test]
+    fn a_repeated_step_is_taken_once() {
+        let first = grow(Vec::new(), vec![column(1..11)]).unwrap();
+        let again = grow(first, vec![column(5..13)]).unwrap();
+        assert_eq!(chunk::decode(0, &again[0].data).unwrap().len(), 12);
+    }
+}

@@ -1,0 +1,171 @@
+//! From chunks and the newest events to what a chart asks for.
+
+use super::{
+    chunk::{self, Bucket, LEVELS, width},
+    pyramid,
+};
+use crate::{
+    app::App,
+    store::{MetricFilter, Result},
+};
+use lockstep_protocol::{job::JobId, metric::MetricColumn};
+use std::collections::BTreeMap;
+
+/// Name, attempt and rank.
+pub(crate) type Key = (String, u32, u32);
+
+/// What a chart is told.
+#[derive(Debug)]
+pub(crate) struct Found {
+    /// Events after this one are not in it.
+    pub(crate) as_of: u64,
+    /// Every bucket is one point, and none is missing.
+    pub(crate) exact: bool,
+    /// Steps of a bucket; 1 when exact.
+    pub(crate) bucket_steps: u64,
+    pub(crate) series: BTreeMap<Key, Vec<Bucket>>,
+}
+
+/// What to read and how finely.
+struct Plan {
+    level: u32,
+    /// Buckets begin behind this step, and are this wide: a multiple of the level's own width.
+    base: u64,
+    width: u64,
+}
+
+impl Plan {
+    /// For at most `points` buckets from `first` to `last`: a rule of these alone, so that an answer is the same
+    /// however the points came.
+    fn new(first: u64, last: u64, points: u64) -> Self {
+        let before = first.saturating_sub(1);
+        let wanted = last.saturating_sub(before).div_ceil(points).max(1);
+        let level = (0..LEVELS).rev().find(|l| width(*l) <= wanted).unwrap_or(0);
+        let base = before / width(level) * width(level);
+        let width = last.saturating_sub(base).div_ceil(points).next_multiple_of(width(level)).max(1);
+        Self { level, base, width }
+    }
+
+    fn index(&self, bucket: &Bucket) -> u64 {
+        bucket.step.saturating_sub(self.base + 1) / self.width
+    }
+}
+
+/// Reads a job's metrics as at most `points` buckets a series.
+pub(crate) async fn find(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -> Result<Found> {
+    loop {
+        if let Some(found) = attempt(app, job, filter, points).await? {
+            return Ok(found);
+        }
+        // Events became chunks between two reads: once more.
+    }
+}
+
+async fn attempt(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -> Result<Option<Found>> {
+    let (sealed, extent) = app.store.metric_extent(job, filter).await?;
+    let (as_of, tail) = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
+    if tail.len() > 2 * pyramid::EVENTS as usize {
+        app.sealer.count(job, pyramid::EVENTS);
+    }
+    let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
+    let tail_steps = tail.iter().filter_map(|(_, _, c)| c.steps.first().zip(c.steps.last()));
+    let ends = tail_steps.map(|(a, b)| (*a, *b)).chain(extent);
+    let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
+        return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() }));
+    };
+    let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
+
+    let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
+        let (now, chunks) = app.store.metric_chunks(job, level, filter).await?;
+        if now != sealed {
+            return Ok(None);
+        }
+        // A bucket that reaches beyond the range is told whole; a point is in it or not.
+        let inside = |b: &Bucket| {
+            let w = width(level);
+            let start = b.index(w) * w;
+            b.step <= to && if w == 1 { b.step >= from } else { start + w >= from }
+        };
+        let mut series: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
+        for chunk in chunks {
+            let buckets = chunk::decode(level, &chunk.data)?;
+            let to = series.entry((chunk.name, chunk.attempt, chunk.rank)).or_default();
+            to.extend(buckets.into_iter().filter(inside));
+        }
+        add_tail(&mut series, &tail, width(level), inside);
+        series.retain(|_, buckets| !buckets.is_empty());
+        Ok(Some(series))
+    };
+    let Some(series) = read(plan.level).await? else { return Ok(None) };
+    let fits = |series: &BTreeMap<Key, Vec<Bucket>>, slack: usize| {
+        series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
+    };
+    if plan.level == 0 && fits(&series, 0) {
+        return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series }));
+    }
+    // Sparse ones may fit although their steps do not; the buckets at the ends count points outside.
+    if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
+        let Some(every) = read(0).await? else { return Ok(None) };
+        if fits(&every, 0) {
+            return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: every }));
+        }
+    }
+    let series = series.into_iter().map(|(key, buckets)| (key, coarser(&buckets, &plan))).collect();
+    Ok(Some(Found { as_of, exact: false, bucket_steps: plan.width, series }))
+}
+
+fn add_tail(
+    series: &mut BTreeMap<Key, Vec<Bucket>>,
+    tail: &[(u32, u32, MetricColumn)],
+    width: u64,
+    inside: impl Fn(&Bucket) -> bool,
+) {
+    let mut last: BTreeMap<Key, u64> = BTreeMap::new();
+    for (rank, attempt, column) in tail {
+        let key = (column.name.clone(), *attempt, *rank);
+        let to = series.entry(key.clone()).or_default();
+        let last = last.entry(key).or_insert(0);
+        for (step, value) in column.steps.iter().zip(&column.values) {
+            let point = Bucket::of(*step, *value);
+            if *step > *last && inside(&point) {
+                *last = *step;
+                chunk::push(to, &point, width);
+            }
+        }
+    }
+}
+
+fn coarser(buckets: &[Bucket], plan: &Plan) -> Vec<Bucket> {
+    let mut out: Vec<Bucket> = Vec::new();
+    for bucket in buckets {
+        match out.last_mut() {
+            Some(last) if plan.index(last) == plan.index(bucket) => last.join(bucket),
+            _ => out.push(*bucket),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_reads_few_buckets_and_gives_no_more_than_asked_for() {
+        for (first, last, points) in [
+            (1, 9, 9),
+            (1, 1_000_000, 1000),
+            (499_987, 512_345, 700),
+            (3, 3, 1),
+            (17, 5000, 1),
+            (1, u64::MAX >> 1, 10),
+        ] {
+            let plan = Plan::new(first, last, points);
+            let at = |step| plan.index(&Bucket::of(step, 0.0));
+            assert!(at(last) < points, "{first}..{last} at {points}: {} buckets", at(last) + 1);
+            assert!(plan.width.is_multiple_of(width(plan.level)) && plan.base < first);
+            let read = (last - plan.base).div_ceil(width(plan.level));
+            assert!(read <= points * 17 || plan.level == LEVELS - 1, "{read} buckets are read for {points}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Chunks of metrics: written by the sealing task, read by charts.
+
+use super::{SqliteStore, int, small, uint};
+use crate::store::{MetricChunk, MetricFilter, Result, StoreError};
+use lockstep_protocol::job::JobId;
+use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
+
+fn chunk(row: &SqliteRow) -> Result<MetricChunk> {
+    Ok(MetricChunk {
+        name: row.try_get("name")?,
+        rank: small(row.try_get("rank")?),
+        attempt: small(row.try_get("attempt")?),
+        level: small(row.try_get("level")?),
+        first_step: uint(row.try_get("first_step")?),
+        last_step: uint(row.try_get("last_step")?),
+        data: row.try_get("data")?,
+    })
+}
+
+async fn sealed(db: &mut SqliteConnection, job: &JobId) -> Result<u64> {
+    let seq: Option<i64> = sqlx::query_scalar("SELECT seq FROM metric_sealed WHERE job_id = ?")
+        .bind(job.as_str())
+        .fetch_optional(db)
+        .await?;
+    Ok(seq.map_or(0, uint))
+}
+
+fn ranks(filter: &MetricFilter) -> String {
+    serde_json::to_string(&filter.ranks).unwrap_or_default()
+}
+
+impl SqliteStore {
+    pub(super) async fn read_metric_extent(
+        &self,
+        job: &JobId,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Option<(u64, u64)>)> {
+        let mut db = self.reader.begin().await?;
+        let sealed = sealed(&mut db, job).await?;
+        // The coarsest level says the same and has the fewest rows.
+        let ends: (Option<i64>, Option<i64>) = sqlx::query_as(
+            "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = ?1 AND level = 5 \
+             AND (?2 IS NULL OR name = ?2) AND (?3 = '[]' OR rank IN (SELECT value FROM json_each(?3)))",
+        )
+        .bind(job.as_str())
+        .bind(&filter.name)
+        .bind(ranks(filter))
+        .fetch_one(&mut *db)
+        .await?;
+        db.rollback().await?;
+        Ok((sealed, ends.0.map(uint).zip(ends.1.map(uint))))
+    }
+
+    pub(super) async fn read_metric_chunks(
+        &self,
+        job: &JobId,
+        level: u32,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<MetricChunk>)> {
+        let mut db = self.reader.begin().await?;
+        let sealed = sealed(&mut db, job).await?;
+        let rows = sqlx::query(
+            "SELECT name, rank, attempt, level, first_step, last_step, data FROM metric_chunks \
+             WHERE job_id = ?1 AND level = ?2 AND (?3 IS NULL OR name = ?3) \
+             AND (?4 = '[]' OR rank IN (SELECT value FROM json_each(?4))) \
+             AND (?5 IS NULL OR last_step >= ?5) AND (?6 IS NULL OR first_step <= ?6) \
+             ORDER BY name, level, rank, attempt, first_step",
+        )
+        .bind(job.as_str())
+        .bind(level)
+        .bind(&filter.name)
+        .bind(ranks(filter))
+        .bind(filter.from.map(int))
+        .bind(filter.to.map(int))
+        .fetch_all(&mut *db)
+        .await?;
+        db.rollback().await?;
+        Ok((sealed, rows.iter().map(chunk).collect::<Result<_>>()?))
+    }
+
+    pub(super) async fn read_newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
+        let mut db = self.reader.begin().await?;
+        let sealed = sealed(&mut db, job).await?;
+        let rows = sqlx::query(
+            "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
+             JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
+                   WHERE job_id = ?1 GROUP BY name, level, rank, attempt) n \
+             ON c.job_id = ?1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
+             AND c.attempt = n.attempt AND c.first_step = n.first_step",
+        )
+        .bind(job.as_str())
+        .fetch_all(&mut *db)
+        .await?;
+        db.rollback().await?;
+        Ok((sealed, rows.iter().map(chunk).collect::<Result<_>>()?))
+    }
+
+    pub(super) async fn write_metric_chunks(
+        &self,
+        job: &JobId,
+        after: u64,
+        until: u64,
+        chunks: &[MetricChunk],
+    ) -> Result<bool> {
+        let mut db = self.begin().await?;
+        if sealed(&mut db, job).await? != after {
+            return Ok(false);
+        }
+        let known: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = ?")
+            .bind(job.as_str())
+            .fetch_optional(&mut *db)
+            .await?;
+        known.ok_or(StoreError::NotFound("job"))?;
+        for chunk in chunks {
+            sqlx::query(
+                "DELETE FROM metric_chunks WHERE job_id = ? AND name = ? AND level = ? AND rank = ? \
+                 AND attempt = ? AND first_step = ?",
+            )
+            .bind(job.as_str())
+            .bind(&chunk.name)
+            .bind(chunk.level)
+            .bind(chunk.rank)
+            .bind(chunk.attempt)
+            .bind(int(chunk.first_step))
+            .execute(&mut *db)
+            .await?;
+            sqlx::query(
+                "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) \
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            )
+            .bind(job.as_str())
+            .bind(&chunk.name)
+            .bind(chunk.rank)
+            .bind(chunk.attempt)
+            .bind(chunk.level)
+            .bind(int(chunk.first_step))
+            .bind(int(chunk.last_step))
+            .bind(&chunk.data[..])
+            .execute(&mut *db)
+            .await?;
+        }
+        sqlx::query(
+            "INSERT INTO metric_sealed (job_id, seq) VALUES (?, ?) \
+             ON CONFLICT (job_id) DO UPDATE SET seq = excluded.seq",
+        )
+        .bind(job.as_str())
+        .bind(int(until))
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(true)
+    }
+}

@@ -26,5 +26,5 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let _ = (args.job, args.attempt, args.rank);
-    std::process::exit(lockstep_worker::rank::run(&args.config));
+    lockstep_worker::rank::run(&args.config)
 }

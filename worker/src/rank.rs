@@ -4,11 +4,15 @@
 //! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
 use crate::{
-    comm::{Alone, Communicator, ring::Ring},
-    gpu::{DeviceChoice, RankGpu},
+    comm::{Alone, Communicator, nccl, ring::Ring, watchdog::Watchdog},
+    gpu::{
+        DeviceChoice, RankGpu,
+        libraries::{self, Which},
+        metrics::Sampler,
+    },
     rendezvous::{Meeting, RendezvousError, Store},
     report::Reporter,
-    train::{Observer, Outcome, TrainError, Training, train},
+    train::{Outcome, TrainError, Training, train},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, RankReport, StartAttempt},
@@ -82,6 +86,10 @@ const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
 const STOP_WITHIN: Duration = Duration::from_millis(3000);
 /// And from there to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
+/// For the system's own part of an orderly end: a GPU's memory is given back.
+const EXIT_WITHIN: Duration = Duration::from_secs(20);
+/// A watchdog, which knows more, speaks up this long before the agent does, or a tenth of the time.
+const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
 /// Why a rank could not go on.
 #[derive(Debug, thiserror::Error)]
@@ -92,13 +100,16 @@ enum RankError {
     Train(#[from] TrainError),
     #[error("{0}")]
     System(#[from] std::io::Error),
+    /// Steps are no longer done.
+    #[error("{0}")]
+    Stalled(String),
 }
 
 impl RankError {
     fn is_retriable(&self) -> bool {
         match self {
             RankError::Train(error) => error.is_retriable(),
-            RankError::Rendezvous(_) | RankError::System(_) => true,
+            RankError::Rendezvous(_) | RankError::System(_) | RankError::Stalled(_) => true,
         }
     }
 
@@ -108,13 +119,17 @@ impl RankError {
             RankError::Rendezvous(error) => {
                 matches!(error, RendezvousError::Lost(_) | RendezvousError::Stopped)
             }
-            RankError::System(_) => false,
+            RankError::System(_) | RankError::Stalled(_) => false,
         }
     }
 }
 
-/// Runs the rank that the file at `config_path` describes; gives the status to exit with.
-pub fn run(config_path: &Path) -> i32 {
+/// Runs the rank that the file at `config_path` describes, and exits with its status.
+pub fn run(config_path: &Path) -> ! {
+    leave(run_file(config_path), EXIT_WITHIN)
+}
+
+fn run_file(config_path: &Path) -> i32 {
     let config: RankConfig = match std::fs::read(config_path)
         .map_err(|e| e.to_string())
         .and_then(|text| serde_json::from_slice(&text).map_err(|e| e.to_string()))
@@ -140,7 +155,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let life = Arc::new(Life::default());
     remember_panics();
     let result = listen_to_signals(&life, &reporter).map_err(RankError::from).and_then(|()| {
-        catch_unwind(AssertUnwindSafe(|| attempt(config, &life, reporter.as_ref()))).unwrap_or_else(|_| {
+        catch_unwind(AssertUnwindSafe(|| attempt(config, &life, &reporter))).unwrap_or_else(|_| {
             let told = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
             Err(RankError::System(std::io::Error::other(told.unwrap_or_else(|| "a panic".into()))))
         })
@@ -164,6 +179,9 @@ pub fn run_config(config: &RankConfig) -> i32 {
 
 fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &RankError) {
     let rank = config.rank;
+    if life.spoken.swap(true, Ordering::Relaxed) {
+        return;
+    }
     let step = life.progress.load(Ordering::Relaxed);
     let reason = error.to_string();
     reporter.log(&format!("failed after step {step}: {reason}"));
@@ -178,15 +196,22 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
             data_ms: 0.0,
             images_per_second: 0.0,
             pid: std::process::id(),
-            device: "CPU".into(),
+            device: match config.device() {
+                DeviceChoice::Cpu => "CPU".into(),
+                DeviceChoice::Cuda { ordinal } => format!("GPU {ordinal}"),
+            },
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());
     reporter.event(&AttemptEvent::RankFailed { rank, step, reason, retriable, secondary });
 }
 
-fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Result<Outcome, RankError> {
+fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> Result<Outcome, RankError> {
     let start = &config.start;
+    let on_gpu = config.device() != DeviceChoice::Cpu;
+    if on_gpu {
+        libraries::ready(Which::needed(start.world_size)).map_err(TrainError::Impossible)?;
+    }
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut met = None;
     let comm: Arc<dyn Communicator> = if start.world_size == 1 {
@@ -210,6 +235,11 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Re
         ring
     };
     let _ = life.comm.set(comm.clone());
+    let (watchdog, _sampler) = if on_gpu {
+        (Some(watch(config, life, reporter, met.clone(), stall)?), sample(config, life, reporter))
+    } else {
+        (None, None)
+    };
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let outcome = train(&Training {
@@ -221,20 +251,75 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, observer: &dyn Observer) -> Re
         threads: config.threads as usize,
         comm,
         store: met,
-        observer,
+        watchdog: watchdog.clone(),
+        observer: reporter.as_ref(),
         stop: &life.stop,
         progress: &life.progress,
-    })?;
-    Ok(outcome)
+    });
+    match (outcome, watchdog.as_ref().and_then(|dog| dog.verdict())) {
+        // What it ended shows up as an aborted collective.
+        (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
+        (outcome, _) => Ok(outcome?),
+    }
+}
+
+/// Ends this rank, whatever its GPU is doing, when its steps stop.
+fn watch(
+    config: &RankConfig,
+    life: &Arc<Life>,
+    reporter: &Arc<Reporter>,
+    store: Option<Arc<Store>>,
+    stall: Duration,
+) -> std::io::Result<Arc<Watchdog>> {
+    let (config, life, reporter) = (config.clone(), life.clone(), reporter.clone());
+    // Its agent, which sees silence but not why, waits a little longer.
+    let limit = stall - (stall / 10).min(BEFORE_THE_AGENT);
+    Watchdog::start(store, limit, move |why| {
+        reporter.log(why);
+        life.abort(why);
+        std::thread::sleep(LEAVE_WITHIN);
+        // Still here: something waits for the GPU and cannot be told otherwise.
+        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
+        let _ = reporter.flush();
+        leave(EXIT_FAILED, LEAVE_WITHIN);
+    })
+}
+
+/// Metrics of this rank's GPU; training does without where there are none.
+fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<Sampler> {
+    let uuid = config.gpu.as_ref()?.uuid()?;
+    Sampler::start(uuid, reporter.clone(), life.progress.clone()).map_err(|why| reporter.log(&why)).ok()
+}
+
+/// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
+fn leave(status: i32, within: Duration) -> ! {
+    let kill = move || {
+        std::thread::sleep(within);
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
+    std::process::exit(status)
 }
 
 /// What signals and last words need to know.
 #[derive(Default)]
 struct Life {
     stop: Arc<AtomicBool>,
-    progress: AtomicU64,
+    progress: Arc<AtomicU64>,
+    /// Its last words are said.
+    spoken: AtomicBool,
     comm: OnceLock<Arc<dyn Communicator>>,
     store: OnceLock<Arc<Store>>,
+}
+
+impl Life {
+    /// Ends collectives that are under way.
+    fn abort(&self, reason: &str) {
+        nccl::abort_all(reason);
+        if let Some(comm) = self.comm.get() {
+            comm.abort(reason);
+        }
+    }
 }
 
 /// Stops in order on SIGTERM and SIGINT, by force when that takes too long; takes no notice of SIGHUP.
@@ -256,13 +341,11 @@ fn listen_to_signals(life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Res
         }
         life.stop.store(true, Ordering::Relaxed);
         tokio::time::sleep(STOP_WITHIN).await;
-        if let Some(comm) = life.comm.get() {
-            comm.abort("told to stop, and the other ranks did not answer");
-        }
+        life.abort("told to stop, and the other ranks did not answer");
         tokio::time::sleep(LEAVE_WITHIN).await;
         reporter.log("told to stop, and ended in the middle of a step");
         let _ = reporter.flush();
-        std::process::exit(EXIT_STOPPED);
+        leave(EXIT_STOPPED, LEAVE_WITHIN);
     };
     std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
     Ok(())

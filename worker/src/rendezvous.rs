@@ -212,6 +212,17 @@ impl Store {
         Ok(self.wait_for(vec![key.into()])?.pop().flatten())
     }
 
+    /// The values that are there now, without waiting for the rest.
+    ///
+    /// # Errors
+    /// Rank 0 is gone.
+    pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+        match self.ask(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
+            Reply::Values(values) => Ok(values),
+            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+        }
+    }
+
     /// Adds to a counter (0 at first) and gives its new value.
     ///
     /// # Errors

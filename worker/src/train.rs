@@ -10,7 +10,7 @@ mod start;
 
 use crate::{
     checkpoint::{CheckpointError, DataPosition, Keeper, Kept, RandomState, Snapshot, State},
-    comm::{CommError, Communicator},
+    comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
@@ -79,6 +79,8 @@ pub struct Training<'a> {
     pub comm: Arc<dyn Communicator>,
     /// Where the ranks met; absent for a single rank.
     pub store: Option<Arc<Store>>,
+    /// Told of steps by an engine whose collectives may hang.
+    pub watchdog: Option<Arc<Watchdog>>,
     pub observer: &'a dyn Observer,
     /// Set from anywhere: all ranks stop after the same step, and that step is kept.
     pub stop: &'a AtomicBool,

@@ -1,7 +1,10 @@
 //! Communication among the ranks of one attempt.
 
 pub(crate) mod handshake;
+pub mod nccl;
+pub mod peers;
 pub mod ring;
+pub mod watchdog;
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,6 +23,9 @@ pub enum CommError {
     /// The ranks disagree about what they are doing.
     #[error("{operation}: rank {peer} {detail}")]
     Mismatch { operation: &'static str, peer: u32, detail: String },
+    /// A device or its library failed.
+    #[error("{operation}: {detail}")]
+    Failed { operation: &'static str, detail: String },
 }
 
 /// How values of several ranks become one.

@@ -1,7 +1,11 @@
 //! What a GPU machine is to the rest of Lockstep: which libraries and devices there are, and what a
 //! rank is told about its own.
 
-use crate::rendezvous::Store;
+pub mod devices;
+pub mod libraries;
+pub mod metrics;
+
+use crate::{comm::watchdog::Watchdog, rendezvous::Store};
 use lockstep_protocol::spec::{LossScale, Precision};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -45,4 +49,6 @@ pub struct GpuConfig {
     pub loss_scale: LossScale,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
+    /// To be told of every step that is submitted and done.
+    pub watchdog: Option<Arc<Watchdog>>,
 }

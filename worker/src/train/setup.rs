@@ -138,6 +138,7 @@ pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box
                 precision: spec.train.precision,
                 loss_scale: spec.train.loss_scale.clone(),
                 store: training.store.clone(),
+                watchdog: training.watchdog.clone(),
             };
             engine::build_cuda(network, &initial, config, comm, gpu)?
         }

@@ -1,0 +1,364 @@
+//! The GPUs of this machine and which of them to use.
+//!
+//! They are listed by NVML, which opens no context and holds no GPU memory, so that an agent may ask
+//! at any time; without NVML, or where it cannot tell in which order CUDA counts, by the driver.
+#![allow(unsafe_code)] // The driver's calls; each is preceded by `libraries::ready`.
+
+use super::libraries::{self, Libraries, Which};
+use cudarc::driver::{DriverError, result};
+use nvml_wrapper::{
+    Device, Nvml,
+    enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TopologyLevel},
+    error::NvmlError,
+};
+use serde::Serialize;
+
+/// Restricts which GPUs a process sees, and in which order.
+pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+/// `PCI_BUS_ID`, or CUDA counts the fastest first.
+const ORDER: &str = "CUDA_DEVICE_ORDER";
+/// NVLink connections that a GPU has at most (an H200 has 18).
+const LINKS: u32 = 36;
+
+/// A GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Gpu {
+    /// Among all of this machine, in the order of their PCI addresses: `nvidia-smi`'s number.
+    pub index: u32,
+    /// `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`.
+    pub uuid: String,
+    /// `NVIDIA H200`.
+    pub name: String,
+    pub memory_bytes: u64,
+    /// Taken by anybody.
+    pub memory_used_bytes: u64,
+    /// `00000000:0F:00.0`; empty when unknown.
+    pub pci: String,
+    /// Cut into instances (MIG): not usable as a whole.
+    pub divided: bool,
+}
+
+/// How two GPUs reach each other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Link {
+    /// `nvidia-smi`'s numbers.
+    pub between: (u32, u32),
+    /// `NVLink`, `PCIe switch`, `PCIe host bridge`, `across CPUs`...
+    pub by: String,
+    /// Each reads and writes the other's memory without the host.
+    pub peer_access: bool,
+}
+
+/// All GPUs of this machine, in `nvidia-smi`'s order.
+///
+/// # Errors
+/// Why they cannot be listed; a sentence. No driver at all gives an empty list.
+pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
+    if let Some(nvml) = libraries.get(Which::Nvml) {
+        let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
+        match listed {
+            Ok(gpus) => return Ok(gpus),
+            // Known where the driver works all the same.
+            Err(NvmlError::NotSupported | NvmlError::FailedToLoadSymbol(_)) => {}
+            Err(NvmlError::NotFound) => return Ok(Vec::new()),
+            Err(error) => {
+                return Err(format!("NVIDIA's driver does not tell which GPUs there are: {error}"));
+            }
+        }
+    }
+    match libraries.get(Which::Driver) {
+        Some(_) => by_driver(),
+        None => Ok(Vec::new()),
+    }
+}
+
+fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
+    let mut gpus = Vec::new();
+    for index in 0..nvml.device_count()? {
+        let device = match nvml.device_by_index(index) {
+            Ok(device) => device,
+            // A GPU that another container has, or that is broken: not ours.
+            Err(NvmlError::NoPermission | NvmlError::GpuLost) => continue,
+            Err(error) => return Err(error),
+        };
+        let memory = device.memory_info()?;
+        gpus.push(Gpu {
+            index,
+            uuid: device.uuid()?,
+            name: device.name()?,
+            memory_bytes: memory.total,
+            memory_used_bytes: memory.used,
+            pci: device.pci_info().map(|pci| pci.bus_id).unwrap_or_default(),
+            divided: device.mig_mode().is_ok_and(|mode| mode.current == 1),
+        });
+    }
+    Ok(gpus)
+}
+
+/// The devices that CUDA shows this process, in CUDA's own order and numbering.
+///
+/// # Errors
+/// A sentence.
+pub fn by_driver() -> Result<Vec<Gpu>, String> {
+    libraries::ready(&[Which::Driver])?;
+    let ask = || -> Result<Vec<Gpu>, DriverError> {
+        result::init()?;
+        let mut gpus = Vec::new();
+        for ordinal in 0..result::device::get_count()? {
+            let device = result::device::get(ordinal)?;
+            let uuid = result::device::get_uuid(device)?;
+            gpus.push(Gpu {
+                index: ordinal.cast_unsigned(),
+                uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
+                name: result::device::get_name(device)?,
+                // SAFETY: `device` is one that the driver has just given.
+                memory_bytes: unsafe { result::device::total_mem(device)? } as u64,
+                memory_used_bytes: 0,
+                pci: String::new(),
+                divided: false,
+            });
+        }
+        Ok(gpus)
+    };
+    match ask() {
+        Ok(gpus) => Ok(gpus),
+        Err(DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(Vec::new()),
+        Err(error) => Err(format!("the CUDA driver does not tell which GPUs there are: {error}")),
+    }
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    format!("GPU-{}", uuid::Uuid::from_bytes(bytes).hyphenated())
+}
+
+/// The GPUs that this process may use, as CUDA numbers them: those of [`VISIBLE`] in its order, or all.
+///
+/// # Errors
+/// A sentence that names what is wrong.
+pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
+    let gpus = all(libraries)?;
+    let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
+    let visible = variable(VISIBLE);
+    let same = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
+    if !same && variable(ORDER).as_deref() != Some("PCI_BUS_ID") {
+        // Fastest first: only CUDA knows what it takes for faster.
+        let order = by_driver()?;
+        return Ok(order
+            .iter()
+            .filter_map(|seen| gpus.iter().find(|gpu| gpu.uuid == seen.uuid).cloned())
+            .collect());
+    }
+    restrict(gpus, visible.as_deref())
+}
+
+/// `gpus` (in CUDA's order) as the value `visible` of [`VISIBLE`] leaves them.
+///
+/// # Errors
+/// An entry that names no GPU, or one twice: CUDA would silently show fewer.
+fn restrict(gpus: Vec<Gpu>, visible: Option<&str>) -> Result<Vec<Gpu>, String> {
+    let Some(visible) = visible else { return Ok(gpus) };
+    // As CUDA: a negative number ends the list.
+    let entries: Vec<_> =
+        visible.split(',').map(str::trim).take_while(|e| !e.is_empty() && !e.starts_with('-')).collect();
+    choose(&gpus, &entries).map_err(|e| format!("{VISIBLE}={visible}: {e}"))
+}
+
+/// Those of `gpus` that `list` asks for (`2,3`, or UUIDs or their beginnings), in that order; all of them
+/// without a list.
+///
+/// # Errors
+/// A sentence that says which there are.
+pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
+    let Some(list) = list else { return Ok(gpus.to_vec()) };
+    let entries: Vec<_> = list.split(',').map(str::trim).collect();
+    choose(gpus, &entries)
+}
+
+fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
+    let mut chosen: Vec<Gpu> = Vec::new();
+    for entry in entries {
+        let gpu = match entry.parse::<usize>() {
+            Ok(number) => gpus.get(number).ok_or_else(|| match gpus.len() {
+                0 => "there is no GPU".to_owned(),
+                1 => format!("no GPU {entry}; there is one, number 0"),
+                n => format!("no GPU {entry}; there are {n}, 0 to {}", n - 1),
+            })?,
+            Err(_) => by_uuid(gpus, entry)?,
+        };
+        if chosen.iter().any(|other| other.uuid == gpu.uuid) {
+            return Err(format!("GPU {entry} is named twice"));
+        }
+        chosen.push(gpu.clone());
+    }
+    Ok(chosen)
+}
+
+fn by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
+    if entry.starts_with("MIG-") {
+        return Err(format!("{entry}: instances of a divided GPU (MIG) are not supported"));
+    }
+    if !entry.starts_with("GPU-") {
+        return Err(format!("`{entry}` is neither a GPU's number nor its UUID (GPU-...)"));
+    }
+    let mut matching = gpus.iter().filter(|gpu| gpu.uuid.starts_with(entry));
+    match (matching.next(), matching.next()) {
+        (Some(gpu), None) => Ok(gpu),
+        (Some(_), Some(_)) => Err(format!("{entry} is the beginning of several GPUs' UUIDs")),
+        (None, _) => {
+            let known: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
+            Err(format!("no GPU {entry}; there are: {}", known.join(", ")))
+        }
+    }
+}
+
+/// GPUs that ranks can run on, or why none.
+#[derive(Debug, Clone)]
+pub struct Usable {
+    pub gpus: Vec<Gpu>,
+    /// There are GPUs, but ranks cannot use them: what to do.
+    pub hindrance: Option<String>,
+}
+
+/// What an agent can offer: the GPUs that are visible, selected and whole, if every library that a rank
+/// needs is there. `list` is as for [`select`].
+///
+/// # Errors
+/// `list` asks for what there is not.
+pub fn usable(list: Option<&str>) -> Result<Usable, String> {
+    let libraries = Libraries::find();
+    let seen = match visible(&libraries) {
+        Ok(seen) => seen,
+        Err(error) if list.is_some() => return Err(error),
+        Err(error) => return Ok(Usable { gpus: Vec::new(), hindrance: Some(error) }),
+    };
+    let (divided, gpus): (Vec<_>, Vec<_>) = select(&seen, list)?.into_iter().partition(|gpu| gpu.divided);
+    if gpus.is_empty() {
+        let hindrance = (!divided.is_empty())
+            .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root makes them whole".to_owned());
+        return Ok(Usable { gpus, hindrance });
+    }
+    let needed = Which::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
+    let hindrance = libraries::complete(&libraries, needed).err();
+    Ok(Usable { gpus: if hindrance.is_some() { Vec::new() } else { gpus }, hindrance })
+}
+
+/// How each pair of `gpus` is connected.
+///
+/// # Errors
+/// NVML does not answer; a sentence.
+pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
+    let nvml = libraries.get(Which::Nvml).ok_or("NVML is not there")?;
+    let ask = || -> Result<Vec<Link>, NvmlError> {
+        let nvml = Nvml::builder().lib_path(nvml.path.as_os_str()).init()?;
+        let devices = gpus
+            .iter()
+            .map(|gpu| nvml.device_by_uuid(gpu.uuid.as_str()))
+            .collect::<Result<Vec<Device<'_>>, _>>()?;
+        let mut links = Vec::new();
+        for (i, one) in devices.iter().enumerate() {
+            for (j, other) in devices.iter().enumerate().skip(i + 1) {
+                let can = |what| one.p2p_status(other, what).is_ok_and(|s| matches!(s, P2pStatus::Ok));
+                let by = if can(P2pCapabilitiesIndex::NvLink) {
+                    let lanes = (0..LINKS)
+                        .filter(|link| one.link_wrapper_for(*link).is_active().unwrap_or(false))
+                        .count();
+                    if lanes > 0 { format!("NVLink x{lanes}") } else { "NVLink".into() }
+                } else {
+                    match nvml
+                        .device_by_uuid(gpus[j].uuid.as_str())
+                        .and_then(|other| one.topology_common_ancestor(other))
+                    {
+                        Ok(TopologyLevel::Internal) => "one board",
+                        Ok(TopologyLevel::Single) => "one PCIe switch",
+                        Ok(TopologyLevel::Multiple) => "PCIe switches",
+                        Ok(TopologyLevel::HostBridge) => "one PCIe host bridge",
+                        Ok(TopologyLevel::Node) => "PCIe across host bridges",
+                        Ok(TopologyLevel::System) => "PCIe across CPUs",
+                        Err(_) => "PCIe",
+                    }
+                    .to_owned()
+                };
+                let peer_access = can(P2pCapabilitiesIndex::Read) && can(P2pCapabilitiesIndex::Write);
+                links.push(Link { between: (gpus[i].index, gpus[j].index), by, peer_access });
+            }
+        }
+        Ok(links)
+    };
+    ask().map_err(|error| format!("NVML: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine() -> Vec<Gpu> {
+        (0..4)
+            .map(|index| Gpu {
+                index,
+                uuid: format!("GPU-{index}a{index}b0000-d72c-4106-c12f-20bd9faed9f6"),
+                name: "NVIDIA H200".into(),
+                memory_bytes: 150 << 30,
+                memory_used_bytes: 0,
+                pci: String::new(),
+                divided: false,
+            })
+            .collect()
+    }
+
+    fn numbers(gpus: Result<Vec<Gpu>, String>) -> Result<Vec<u32>, String> {
+        gpus.map(|gpus| gpus.iter().map(|gpu| gpu.index).collect())
+    }
+
+    fn restricted(value: &str) -> Result<Vec<u32>, String> {
+        numbers(restrict(machine(), Some(value)))
+    }
+
+    #[test]
+    fn visible_devices_count_as_cuda_does() {
+        assert_eq!(numbers(restrict(machine(), None)).unwrap(), [0, 1, 2, 3]);
+        assert_eq!(restricted("2,3").unwrap(), [2, 3]);
+        assert_eq!(restricted("3,2").unwrap(), [3, 2]);
+        assert_eq!(restricted(" 1 , 0 ").unwrap(), [1, 0]);
+        assert_eq!(restricted("").unwrap(), [0u32; 0]);
+        assert_eq!(restricted("-1").unwrap(), [0u32; 0]);
+        assert_eq!(restricted("1,-1,2").unwrap(), [1]);
+        // UUIDs, short ones too, mixed with numbers.
+        assert_eq!(restricted("GPU-3a3b,0").unwrap(), [3, 0]);
+        let whole = machine()[2].uuid.clone();
+        assert_eq!(restricted(&whole).unwrap(), [2]);
+    }
+
+    #[test]
+    fn what_is_not_there_is_named() {
+        let error = restricted("2,7").unwrap_err();
+        assert!(error.contains("CUDA_VISIBLE_DEVICES=2,7") && error.contains("0 to 3"), "{error}");
+        assert!(restricted("0,0").unwrap_err().contains("twice"));
+        assert!(restricted("GPU-").unwrap_err().contains("several"));
+        assert!(restricted("GPU-9").unwrap_err().contains("GPU-0a0b"));
+        assert!(restricted("MIG-1").unwrap_err().contains("MIG"));
+        assert!(restricted("first").unwrap_err().contains("neither"));
+        assert!(numbers(select(&[], Some("0"))).unwrap_err().contains("no GPU"));
+    }
+
+    #[test]
+    fn a_list_counts_within_what_is_visible() {
+        let seen = restrict(machine(), Some("3,2")).unwrap();
+        assert_eq!(numbers(select(&seen, None)).unwrap(), [3, 2]);
+        assert_eq!(numbers(select(&seen, Some("1"))).unwrap(), [2]);
+        assert_eq!(numbers(select(&seen, Some("GPU-3a"))).unwrap(), [3]);
+        assert!(numbers(select(&seen, Some("2"))).unwrap_err().contains("there are 2, 0 to 1"));
+        // Not visible, so not to be had by its UUID either.
+        assert!(numbers(select(&seen, Some("GPU-1a"))).is_err());
+    }
+
+    #[test]
+    fn the_driver_s_uuid_reads_as_nvml_writes_it() {
+        let bytes = *uuid::Uuid::parse_str("8932f937-d72c-4106-c12f-20bd9faed9f6").unwrap().as_bytes();
+        assert_eq!(uuid_text(bytes), "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6");
+    }
+
+    #[test]
+    fn a_machine_without_nvidia_s_driver_has_no_gpu_and_no_error() {
+        assert_eq!(all(&Libraries::default()).unwrap(), []);
+    }
+}

@@ -1,0 +1,607 @@
+//! NVIDIA's libraries: where they are on this machine, in which versions, what is missing, and the
+//! environment in which a rank process finds them.
+//!
+//! cudarc opens its libraries by bare names and panics when one is not there, so whoever is about to
+//! use it asks [`ready`] first. It never tries `libnccl.so.2`, the only name that NVIDIA's packages
+//! ship: [`Libraries::environment`] makes a folder that holds `libnccl.so` and puts it, with the
+//! folders of everything else that was found, on `LD_LIBRARY_PATH`.
+#![allow(unsafe_code)] // Loading a library runs its initialisers; versions are asked of it by symbol.
+
+use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
+use serde::{Deserialize, Serialize};
+use std::{
+    ffi::{OsStr, OsString},
+    fs, io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
+    path::{Path, PathBuf},
+};
+
+/// Folders to look in first, separated by `:`.
+pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
+/// Where the dynamic linker looks, beside its own list.
+const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
+/// Set for a process that was started anew with the right environment: not a second time.
+const STARTED_ANEW: &str = "LOCKSTEP_LIBRARIES";
+
+/// A library that GPU ranks use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Which {
+    /// The driver's own, `libcuda`.
+    Driver,
+    /// The driver's management library: which GPUs there are and how they fare.
+    Nvml,
+    /// Compiles Lockstep's kernels for the GPU at hand.
+    Nvrtc,
+    /// Convolutions.
+    Cudnn,
+    /// Matrix products.
+    CublasLt,
+    /// Communication between GPUs.
+    Nccl,
+}
+
+impl Which {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl];
+
+    /// `cuDNN`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "CUDA driver",
+            Self::Nvml => "NVML",
+            Self::Nvrtc => "NVRTC",
+            Self::Cudnn => "cuDNN",
+            Self::CublasLt => "cuBLASLt",
+            Self::Nccl => "NCCL",
+        }
+    }
+
+    /// The file names it goes by, the best first.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &["libcuda.so.1"],
+            Self::Nvml => &["libnvidia-ml.so.1"],
+            Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            Self::Cudnn => &["libcudnn.so.9"],
+            Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
+            Self::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// How to get it.
+    pub fn advice(self) -> &'static str {
+        match self {
+            Self::Driver | Self::Nvml => {
+                "Install NVIDIA's driver (nvidia-smi must work); in a container pass the GPUs in \
+                 (docker run --gpus all, with NVIDIA_DRIVER_CAPABILITIES=compute,utility)."
+            }
+            Self::Nvrtc => {
+                "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit, or name its folder in \
+                 LOCKSTEP_CUDA_LIBS."
+            }
+            Self::Cudnn => {
+                "pip install nvidia-cudnn-cu13, or apt install libcudnn9-cuda-13, or name its folder in \
+                 LOCKSTEP_CUDA_LIBS."
+            }
+            Self::CublasLt => {
+                "pip install nvidia-cublas, or install the CUDA toolkit, or name its folder in \
+                 LOCKSTEP_CUDA_LIBS."
+            }
+            Self::Nccl => {
+                "pip install nvidia-nccl-cu13, or apt install libnccl2, or name its folder in \
+                 LOCKSTEP_CUDA_LIBS."
+            }
+        }
+    }
+
+    /// What a rank of a job of `ranks` ranks cannot do without.
+    pub fn needed(ranks: u32) -> &'static [Self] {
+        const ALONE: [Which; 4] = [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::CublasLt];
+        const TOGETHER: [Which; 5] =
+            [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::CublasLt, Which::Nccl];
+        if ranks > 1 { &TOGETHER } else { &ALONE }
+    }
+}
+
+/// A library that was found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Library {
+    pub which: Which,
+    pub path: PathBuf,
+    /// The dynamic linker finds it without help.
+    pub by_itself: bool,
+}
+
+/// What was found, and where was looked for the rest.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Libraries {
+    pub found: Vec<Library>,
+    /// Folders that exist and were looked in, beside the dynamic linker's own.
+    pub searched: Vec<PathBuf>,
+}
+
+impl Libraries {
+    /// Looks for all of them: the setting, the dynamic linker's own list, CUDA's usual folders, and
+    /// what Python environments bring along.
+    pub fn find() -> Self {
+        Self::find_in(&folders(&|name| std::env::var_os(name)), true)
+    }
+
+    /// Looks in these folders, those of the setting first; and where the linker looks if `linker`.
+    fn find_in(folders: &Folders, linker: bool) -> Self {
+        let mut found = Vec::new();
+        for which in Which::ALL {
+            let beside = |list: &[PathBuf], file: &str| {
+                list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())
+            };
+            let library = which.files().iter().find_map(|file| {
+                let elsewhere = |path| Library { which, path, by_itself: false };
+                beside(&folders.setting, file)
+                    .map(elsewhere)
+                    .or_else(|| {
+                        let path = linker.then(|| by_linker(file)).flatten()?;
+                        Some(Library { which, path, by_itself: true })
+                    })
+                    .or_else(|| beside(&folders.usual, file).map(elsewhere))
+            });
+            found.extend(library);
+        }
+        let searched = folders.setting.iter().chain(&folders.usual).cloned().collect();
+        Self { found, searched }
+    }
+
+    /// One of them.
+    pub fn get(&self, which: Which) -> Option<&Library> {
+        self.found.iter().find(|library| library.which == which)
+    }
+
+    /// Those of `needed` that are not there.
+    pub fn missing(&self, needed: &[Which]) -> Vec<Which> {
+        needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
+    }
+
+    /// The folders in which the dynamic linker must look, beside its own, for what was found.
+    pub fn folders(&self) -> Vec<&Path> {
+        let mut folders: Vec<&Path> = Vec::new();
+        for library in self.found.iter().filter(|library| !library.by_itself) {
+            if let Some(dir) = library.path.parent()
+                && !folders.contains(&dir)
+            {
+                folders.push(dir);
+            }
+        }
+        folders
+    }
+
+    /// The variables to set for a process that is to use these libraries; `dir` is the folder (made
+    /// when absent) for links under the names that cudarc knows.
+    ///
+    /// # Errors
+    /// `dir` cannot be written.
+    pub fn environment(&self, dir: &Path) -> io::Result<Vec<(OsString, OsString)>> {
+        let mut path: Vec<PathBuf> = Vec::new();
+        let links = self.links();
+        if !links.is_empty() {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+            for (name, target) in links {
+                link(&dir.join(name), target)?;
+            }
+            path.push(dir.to_path_buf());
+        }
+        path.extend(self.folders().into_iter().map(Path::to_path_buf));
+        let given = std::env::var_os(LIBRARY_PATH).unwrap_or_default();
+        for folder in std::env::split_paths(&given) {
+            // An empty entry means the working directory: not with a rank's.
+            if !folder.as_os_str().is_empty() && !path.contains(&folder) {
+                path.push(folder);
+            }
+        }
+        if path.is_empty() {
+            return Ok(Vec::new());
+        }
+        let joined = std::env::join_paths(&path).map_err(io::Error::other)?;
+        Ok(vec![(LIBRARY_PATH.into(), joined)])
+    }
+
+    /// Names under which cudarc looks for what is there under another one.
+    fn links(&self) -> Vec<(&'static str, &Path)> {
+        let mut links = Vec::new();
+        if let Some(nccl) = self.get(Which::Nccl) {
+            links.push(("libnccl.so", nccl.path.as_path()));
+        }
+        // Left to itself cudarc takes CUDA 13's where both are on the path.
+        if let Some(nvrtc) = self.get(Which::Nvrtc)
+            && nvrtc.path.file_name() == Some(OsStr::new("libnvrtc.so.12"))
+        {
+            links.push(("libnvrtc.so", nvrtc.path.as_path()));
+        }
+        links
+    }
+}
+
+impl Library {
+    /// Asks the library itself: `13.0`, `9.19.0`, `2.28.9`. NVML is asked elsewhere: no version.
+    ///
+    /// # Errors
+    /// It cannot be loaded, lacks the symbol, or fails; a sentence.
+    pub fn version(&self) -> Result<String, String> {
+        let shown = self.path.display();
+        // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
+        let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
+            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
+        let lacks = |e: libloading::Error| format!("{shown}: {e}");
+        let failed = |status: i32| format!("{shown} does not tell its version (error {status})");
+        let three = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
+        type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
+        type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
+        type Plain = unsafe extern "C" fn() -> usize;
+        let (mut a, mut b) = (0, 0);
+        let pointer = |name: &str, value: &mut i32| -> Result<(), String> {
+            // SAFETY: these symbols take a pointer to an int and return an enumeration.
+            let status = unsafe {
+                let ask = handle.get::<Pointer>(name.as_bytes()).map_err(lacks)?;
+                ask(value)
+            };
+            if status == 0 { Ok(()) } else { Err(failed(status)) }
+        };
+        let plain = |name: &str| -> Result<usize, String> {
+            // SAFETY: these symbols take nothing and return a size_t.
+            unsafe { Ok(handle.get::<Plain>(name.as_bytes()).map_err(lacks)?()) }
+        };
+        let version = match self.which {
+            Which::Driver => {
+                pointer("cuDriverGetVersion", &mut a)?;
+                format!("{}.{}", a / 1000, a % 1000 / 10)
+            }
+            Which::Nvrtc => {
+                // SAFETY: nvrtcVersion takes two pointers to ints.
+                let status = unsafe {
+                    let ask = handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?;
+                    ask(&mut a, &mut b)
+                };
+                if status != 0 {
+                    return Err(failed(status));
+                }
+                format!("{a}.{b}")
+            }
+            Which::Nccl => {
+                pointer("ncclGetVersion", &mut a)?;
+                three(usize::try_from(a).unwrap_or(0))
+            }
+            Which::Cudnn => three(plain("cudnnGetVersion")?),
+            Which::CublasLt => three(plain("cublasLtGetVersion")?),
+            Which::Nvml => String::new(),
+        };
+        // CUDA's libraries do not like to be unloaded.
+        std::mem::forget(handle);
+        Ok(version)
+    }
+}
+
+/// What is missing of `needed`, as one sentence a person can act on.
+///
+/// # Errors
+/// Something is.
+pub fn complete(libraries: &Libraries, needed: &[Which]) -> Result<(), String> {
+    let missing = libraries.missing(needed);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<_> = missing.iter().map(|w| format!("{} ({})", w.name(), w.files()[0])).collect();
+    let mut advice: Vec<&str> = missing.iter().map(|w| w.advice()).collect();
+    advice.dedup();
+    let verb = if missing.len() == 1 { "is" } else { "are" };
+    Err(format!("{} {verb} not found on this machine. {}", names.join(", "), advice.join(" ")))
+}
+
+/// Whether cudarc, in this very process, finds what it is about to use.
+///
+/// # Errors
+/// A sentence that names what is missing and how to get it.
+pub fn ready(needed: &[Which]) -> Result<(), String> {
+    let absent = |which: &Which| {
+        // SAFETY: these load the library (and unload it again): as above.
+        let present = unsafe {
+            match which {
+                Which::Driver => cudarc::driver::sys::is_culib_present(),
+                Which::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
+                Which::Cudnn => cudarc::cudnn::sys::is_culib_present(),
+                Which::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
+                Which::Nccl => cudarc::nccl::sys::is_culib_present(),
+                Which::Nvml => true,
+            }
+        };
+        !present
+    };
+    let absent: Vec<Which> = needed.iter().copied().filter(|which| absent(which)).collect();
+    if absent.is_empty() {
+        return Ok(());
+    }
+    let libraries = Libraries::find();
+    complete(&libraries, &absent)?;
+    // There, but not where this process looks: its launcher did not set the path.
+    let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
+    let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();
+    Err(format!(
+        "{} cannot be loaded although it is in {}; {LIBRARY_PATH} is {:?}",
+        names.join(", "),
+        folders.join(", "),
+        std::env::var_os(LIBRARY_PATH).unwrap_or_default()
+    ))
+}
+
+/// Where the links of this machine's user may lie: the cache folder, else one of this process's.
+///
+/// # Errors
+/// Neither can be made.
+pub fn links_dir() -> io::Result<PathBuf> {
+    let cache = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))
+        .filter(|dir| dir.is_absolute())
+        .map(|dir| dir.join("lockstep").join("libraries"));
+    let own = |dir: &Path| -> io::Result<()> {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+        let about = fs::symlink_metadata(dir)?;
+        // Code is loaded from there: nobody else may write in it.
+        let mine = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
+        if !mine || about.mode() & 0o022 != 0 {
+            let text = format!("{}: others can write there", dir.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        }
+        Ok(())
+    };
+    if let Some(dir) = cache
+        && own(&dir).is_ok()
+    {
+        return Ok(dir);
+    }
+    let uid = rustix::process::getuid().as_raw();
+    let dir = std::env::temp_dir().join(format!("lockstep-libraries-{uid}"));
+    own(&dir).map(|()| dir)
+}
+
+/// Starts this program anew, in its place and with the same arguments, when it cannot load
+/// `needed` as it was started but could with another environment. Returns when there is no need or
+/// no help; [`ready`] then says which.
+pub fn start_anew_if_needed(needed: &[Which]) {
+    if std::env::var_os(STARTED_ANEW).is_some() || ready(needed).is_ok() {
+        return;
+    }
+    let libraries = Libraries::find();
+    if !libraries.missing(needed).is_empty() {
+        return;
+    }
+    let made = links_dir().and_then(|dir| libraries.environment(&dir));
+    let (Ok(variables), Ok(program)) = (made, crate::launch::own_program()) else { return };
+    let mut arguments = std::env::args_os();
+    let mut command = std::process::Command::new(program);
+    if let Some(name) = arguments.next() {
+        use std::os::unix::process::CommandExt;
+        command.arg0(name).args(arguments).envs(variables).env(STARTED_ANEW, "1");
+        // Only a failure returns; `ready` will say what is missing.
+        let error = command.exec();
+        tracing::warn!(%error, "could not start anew with the folders of NVIDIA's libraries");
+    }
+}
+
+/// A link that others see whole, replaced when it points elsewhere.
+fn link(path: &Path, target: &Path) -> io::Result<()> {
+    if fs::read_link(path).is_ok_and(|is| is == target) {
+        return Ok(());
+    }
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(format!(".{}", std::process::id()));
+    let temporary = PathBuf::from(temporary);
+    let _ = fs::remove_file(&temporary);
+    symlink(target, &temporary)?;
+    fs::rename(&temporary, path)
+}
+
+/// Where the dynamic linker finds `file`, when it does.
+fn by_linker(file: &str) -> Option<PathBuf> {
+    // SAFETY: as in `version`.
+    let handle = unsafe { Handle::open(Some(file), RTLD_LAZY | RTLD_LOCAL) }.ok()?;
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    // The mapped file may be what a link points to: `libcuda.so.580.65` for `libcuda.so.1`.
+    let stem = file.split(".so").next().unwrap_or(file);
+    let path = maps
+        .lines()
+        .filter_map(|line| line.find('/').map(|at| &line[at..]))
+        .map(Path::new)
+        .find(|path| {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or("");
+            name.strip_prefix(stem).is_some_and(|rest| rest.starts_with(".so"))
+        })
+        .map(Path::to_path_buf);
+    std::mem::forget(handle);
+    Some(path.unwrap_or_else(|| PathBuf::from(file)))
+}
+
+/// Folders to look in, in this order.
+#[derive(Debug, Default)]
+struct Folders {
+    /// Before where the linker looks.
+    setting: Vec<PathBuf>,
+    /// After that.
+    usual: Vec<PathBuf>,
+}
+
+/// The folders that exist, with the environment as `variable` gives it.
+fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
+    let mut folders = Folders::default();
+    let given = variable(SETTING).unwrap_or_default();
+    folders.setting = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
+
+    let mut usual: Vec<PathBuf> =
+        vec!["/usr/local/nvidia/lib64".into(), "/usr/local/nvidia/lib".into(), "/usr/lib/wsl/lib".into()];
+    for root in variable("CUDA_HOME").into_iter().chain(variable("CUDA_PATH")).map(PathBuf::from) {
+        usual.push(root.join("lib64"));
+    }
+    // `/usr/local/cuda` first, then the newest.
+    let mut toolkits = matching(Path::new("/usr/local"), "cuda-");
+    toolkits.sort_by_key(|dir| std::cmp::Reverse(numbers(dir)));
+    toolkits.insert(0, "/usr/local/cuda".into());
+    for toolkit in toolkits {
+        usual.push(toolkit.join("lib64"));
+        usual.push(toolkit.join("targets/x86_64-linux/lib"));
+        usual.push(toolkit.join("targets/sbsa-linux/lib"));
+    }
+    for prefix in python_prefixes(variable) {
+        for lib in ["lib", "lib64"] {
+            for python in matching(&prefix.join(lib), "python3") {
+                for packages in ["site-packages", "dist-packages"] {
+                    for part in matching(&python.join(packages).join("nvidia"), "") {
+                        usual.push(part.join("lib"));
+                    }
+                }
+            }
+        }
+        // Conda keeps libraries beside Python's.
+        if prefix.join("conda-meta").is_dir() {
+            usual.push(prefix.join("lib"));
+        }
+    }
+    for dir in usual {
+        if dir.is_dir() && !folders.usual.contains(&dir) {
+            folders.usual.push(dir);
+        }
+    }
+    folders
+}
+
+/// Where Python environments are: the active one, that of the first `python3`, those under /opt and
+/// the system's.
+fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let mut prefixes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
+    let path = variable("PATH").unwrap_or_default();
+    let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
+    // A link on the path may point into an environment, whose own points at the system's Python.
+    let mut next = program;
+    for _ in 0..8 {
+        let Some(program) = next else { break };
+        prefixes.extend(program.parent().and_then(Path::parent).map(Path::to_path_buf));
+        next = fs::read_link(&program)
+            .ok()
+            .and_then(|target| Some(program.parent()?.join(target)))
+            .filter(|target| target.exists());
+    }
+    for dir in matching(Path::new("/opt"), "") {
+        prefixes.push(dir.join(".venv"));
+        prefixes.push(dir.join("venv"));
+        prefixes.push(dir);
+    }
+    if let Some(home) = variable("HOME") {
+        prefixes.push(Path::new(&home).join(".local"));
+    }
+    prefixes.extend(["/usr/local".into(), "/usr".into()]);
+    prefixes
+}
+
+/// What a folder holds that begins with `start`, in the order of names; nothing when it is not there.
+fn matching(dir: &Path, start: &str) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(start.as_bytes()))
+        .map(|entry| entry.path())
+        .collect();
+    found.sort();
+    found
+}
+
+/// `cuda-13.0` as `[13, 0]`.
+fn numbers(dir: &Path) -> Vec<u32> {
+    let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn touch(path: &Path) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "not a library").unwrap();
+    }
+
+    /// A Python environment reached by a link on the path, as on machines for PyTorch.
+    fn environment(root: &Path) -> impl Fn(&str) -> Option<OsString> {
+        let site = root.join("opt/venv/lib/python3.12/site-packages/nvidia");
+        touch(&site.join("cudnn/lib/libcudnn.so.9"));
+        touch(&site.join("nccl/lib/libnccl.so.2"));
+        touch(&site.join("cu13/lib/libnvrtc.so.13"));
+        touch(&root.join("opt/venv/bin/python3"));
+        fs::create_dir_all(root.join("bin")).unwrap();
+        symlink("../opt/venv/bin/python3", root.join("bin/python3")).unwrap();
+        let bin = root.join("bin").into_os_string();
+        move |name| (name == "PATH").then(|| bin.clone())
+    }
+
+    #[test]
+    fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
+        let root = tempfile::tempdir().unwrap();
+        let libraries = Libraries::find_in(&folders(&environment(root.path())), false);
+        let nccl = libraries.get(Which::Nccl).unwrap();
+        assert!(nccl.path.ends_with("nvidia/nccl/lib/libnccl.so.2"), "{nccl:?}");
+        assert!(libraries.get(Which::Cudnn).is_some() && libraries.get(Which::Nvrtc).is_some());
+
+        let dir = root.path().join("cache/libraries");
+        let variables = libraries.environment(&dir).unwrap();
+        let (name, value) = &variables[0];
+        assert_eq!(name, LIBRARY_PATH);
+        let path: Vec<_> = std::env::split_paths(value).collect();
+        assert_eq!(path[0], dir);
+        assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
+        assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
+        // CUDA 13's compiler goes by a name that cudarc knows.
+        assert!(!dir.join("libnvrtc.so").exists());
+        // A second time, also when NCCL has moved meanwhile.
+        symlink("/elsewhere", dir.join("other")).unwrap();
+        fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
+        libraries.environment(&dir).unwrap();
+        assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
+    }
+
+    #[test]
+    fn the_setting_comes_first() {
+        let root = tempfile::tempdir().unwrap();
+        let plain = environment(root.path());
+        let own = root.path().join("own");
+        touch(&own.join("libcudnn.so.9"));
+        let with = |name: &str| {
+            if name == SETTING { Some(own.clone().into_os_string()) } else { plain(name) }
+        };
+        let libraries = Libraries::find_in(&folders(&with), false);
+        assert_eq!(libraries.get(Which::Cudnn).unwrap().path, own.join("libcudnn.so.9"));
+        assert!(libraries.get(Which::Nccl).is_some());
+    }
+
+    #[test]
+    fn what_is_missing_is_named_with_a_way_to_get_it() {
+        let root = tempfile::tempdir().unwrap();
+        let bare = |_: &str| None;
+        let _ = root;
+        let nothing = Libraries { searched: folders(&bare).usual, ..Libraries::default() };
+        let error = complete(&nothing, Which::needed(2)).unwrap_err();
+        for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", SETTING] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        assert!(!complete(&nothing, Which::needed(1)).unwrap_err().contains("NCCL"));
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_is_an_error_and_not_the_end() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("libcudnn.so.9");
+        touch(&path);
+        for which in Which::ALL {
+            let error = Library { which, path: path.clone(), by_itself: false }.version().unwrap_err();
+            assert!(error.contains("libcudnn.so.9"), "{error}");
+        }
+    }
+}

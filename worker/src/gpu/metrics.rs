@@ -1,0 +1,180 @@
+//! How a rank's GPU fares, told once a second while training moves on.
+
+use super::libraries::{Libraries, Which};
+use crate::train::Observer;
+use nvml_wrapper::{Nvml, enum_wrappers::device::TemperatureSensor, error::NvmlError};
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+const EVERY: Duration = Duration::from_secs(1);
+
+/// What NVML tells of a GPU; a virtual one tells some of it only.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// Part of the last moment in which something ran on it, 0 to 1.
+    pub utilization: Option<f32>,
+    /// Taken by anybody.
+    pub memory_bytes: u64,
+    pub power_watts: Option<f32>,
+    pub temperature_celsius: Option<f32>,
+}
+
+/// Tells metrics until it is dropped.
+#[derive(Debug)]
+pub struct Sampler {
+    ended: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sampler {
+    /// Watches the GPU with this UUID; `progress` are the steps done, at which the values are told.
+    ///
+    /// Nothing is told while `progress` stands still: a rank that has hung must look silent to its
+    /// agent, and a metric has one value a step.
+    ///
+    /// # Errors
+    /// NVML is not there or does not know the GPU; a sentence. Training does without.
+    pub fn start(uuid: &str, observer: Arc<dyn Observer>, progress: Arc<AtomicU64>) -> Result<Self, String> {
+        let libraries = Libraries::find();
+        let path = libraries.get(Which::Nvml).map(|nvml| nvml.path.clone());
+        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
+        let nvml = Nvml::builder()
+            .lib_path(path.as_os_str())
+            .init()
+            .map_err(|e| format!("no GPU metrics: NVML: {e}"))?;
+        sample(&nvml, uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
+        let uuid = uuid.to_owned();
+        let look = move || sample(&nvml, &uuid).ok();
+        Self::with(look, observer, progress, EVERY).map_err(|e| e.to_string())
+    }
+
+    fn with(
+        look: impl Fn() -> Option<Sample> + Send + 'static,
+        observer: Arc<dyn Observer>,
+        progress: Arc<AtomicU64>,
+        every: Duration,
+    ) -> std::io::Result<Self> {
+        let ended = Arc::new((Mutex::new(false), Condvar::new()));
+        let told_to_end = ended.clone();
+        let mut last = progress.load(Ordering::Relaxed);
+        let watch = move || {
+            let (flag, changed) = &*told_to_end;
+            let mut over = flag.lock().unwrap_or_else(PoisonError::into_inner);
+            loop {
+                (over, _) = changed
+                    .wait_timeout_while(over, every, |over| !*over)
+                    .unwrap_or_else(PoisonError::into_inner);
+                if *over {
+                    return;
+                }
+                let step = progress.load(Ordering::Relaxed);
+                if step == last {
+                    continue;
+                }
+                last = step;
+                if let Some(sample) = look() {
+                    tell(observer.as_ref(), step, sample);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("gpu metrics".into()).spawn(watch)?;
+        Ok(Self { ended, thread: Some(thread) })
+    }
+}
+
+impl Drop for Sampler {
+    fn drop(&mut self) {
+        *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.ended.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It only looks and tells.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn tell(observer: &dyn Observer, step: u64, sample: Sample) {
+    let metric = |name, value: Option<f32>| {
+        if let Some(value) = value {
+            observer.metric(name, step, value);
+        }
+    };
+    metric("gpu_utilization", sample.utilization);
+    metric("gpu_memory_bytes", Some(sample.memory_bytes as f32));
+    metric("gpu_power_watts", sample.power_watts);
+    metric("gpu_temperature_celsius", sample.temperature_celsius);
+}
+
+fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
+    let device = nvml.device_by_uuid(uuid)?;
+    let or_nothing = |value: Result<f32, NvmlError>| match value {
+        Ok(value) => Ok(Some(value)),
+        Err(NvmlError::NotSupported) => Ok(None),
+        Err(error) => Err(error),
+    };
+    Ok(Sample {
+        utilization: or_nothing(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
+        memory_bytes: device.memory_info()?.used,
+        power_watts: or_nothing(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
+        temperature_celsius: or_nothing(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::agent::AttemptEvent;
+    use std::{sync::mpsc, time::Instant};
+
+    struct Told(Mutex<mpsc::Sender<(String, u64, f32)>>);
+
+    impl Observer for Told {
+        fn metric(&self, name: &str, step: u64, value: f32) {
+            self.0.lock().unwrap().send((name.into(), step, value)).unwrap();
+        }
+        fn log(&self, _: &str) {}
+        fn event(&self, _: &AttemptEvent) {}
+    }
+
+    #[test]
+    fn every_metric_is_told_once_a_step_and_none_while_training_stands_still() {
+        let (sender, told) = mpsc::channel();
+        let observer = Arc::new(Told(Mutex::new(sender)));
+        let progress = Arc::new(AtomicU64::new(3));
+        let looks = Arc::new(AtomicU64::new(0));
+        let counted = looks.clone();
+        let look = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Some(Sample {
+                utilization: Some(0.97),
+                memory_bytes: 11 << 30,
+                power_watts: Some(650.5),
+                temperature_celsius: Some(61.0),
+            })
+        };
+        let sampler = Sampler::with(look, observer, progress.clone(), Duration::from_millis(1)).unwrap();
+        // Goes on only when the rank does.
+        progress.store(7, Ordering::Relaxed);
+        let four: Vec<_> = (0..4).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+        assert!(four.iter().all(|(_, step, _)| *step == 7), "{four:?}");
+        let value = |name: &str| four.iter().find(|(n, ..)| n == name).unwrap().2;
+        assert_eq!(value("gpu_power_watts"), 650.5);
+        assert_eq!(value("gpu_memory_bytes"), (11u64 << 30) as f32);
+        for (name, ..) in &four {
+            assert!(lockstep_protocol::metric::NAMES.contains(&name.as_str()), "{name}");
+        }
+        progress.store(8, Ordering::Relaxed);
+        let next = told.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert_eq!(next.1, 8);
+        let began = Instant::now();
+        drop(sampler);
+        assert!(began.elapsed() < Duration::from_secs(10));
+        assert_eq!(looks.load(Ordering::Relaxed), 2, "it looked while nothing moved");
+    }
+}

@@ -30,6 +30,9 @@ enum Command {
     Download(cli::download::Args),
     Delete(cli::delete::Args),
     Dataset(cli::dataset::Args),
+    Migrate(cli::database::MigrateArgs),
+    Backup(cli::database::BackupArgs),
+    Restore(cli::database::RestoreArgs),
     Doctor(cli::doctor::Args),
     Bench(cli::bench::Args),
 }
@@ -54,6 +57,9 @@ fn main() -> ExitCode {
         Command::Download(args) => cli::download::run(args),
         Command::Delete(args) => cli::delete::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Migrate(args) => cli::database::migrate(args),
+        Command::Backup(args) => cli::database::back_up(args),
+        Command::Restore(args) => cli::database::bring_back(args),
         Command::Doctor(args) => cli::doctor::run(args),
         Command::Bench(args) => cli::bench::run(args),
     })

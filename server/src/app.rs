@@ -8,7 +8,7 @@ use crate::{
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
-    store::{Changed, Store, sqlite::SqliteStore},
+    store::{Changed, Location, Store},
 };
 use std::{
     ops::Deref,
@@ -63,8 +63,8 @@ impl App {
         config.data_dir = std::fs::create_dir_all(data_dir.join("jobs"))
             .and_then(|()| data_dir.canonicalize())
             .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
-        let store = SqliteStore::open(&database(&config)?).await?;
-        App::with_store(config, Arc::new(store)).await
+        let store = Location::of(&config)?.open().await?;
+        App::with_store(config, store).await
     }
 
     /// As [`App::open`], on a store that is open already.
@@ -87,7 +87,7 @@ impl App {
             stream_clients: AtomicI64::new(0),
         }));
         dispatch::restore(&app).await.map_err(|error| ServeError::Database {
-            path: app.config.data_dir.join("lockstep.db").display().to_string(),
+            path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
             detail: error.to_string(),
         })?;
         app.spawn(ingest::run(app.clone(), queue));
@@ -123,18 +123,5 @@ impl App {
     /// A job's folder. Ids are made here and checked when they come in, so it is always below `jobs`.
     pub(crate) fn job_dir(&self, id: &lockstep_protocol::JobId) -> PathBuf {
         self.config.data_dir.join("jobs").join(id.as_str())
-    }
-}
-
-/// The database file that the configuration names.
-fn database(config: &ServeConfig) -> Result<PathBuf, ServeError> {
-    let Some(url) = &config.database else { return Ok(config.data_dir.join("lockstep.db")) };
-    let no = |why: &str| Err(ServeError::DatabaseUrl(url.clone(), why.to_owned()));
-    if url.starts_with("postgres:") || url.starts_with("postgresql:") {
-        return no("this build has only SQLite; give sqlite://PATH, or leave --database out");
-    }
-    match url.strip_prefix("sqlite://").or_else(|| url.strip_prefix("sqlite:")) {
-        Some(path) if !path.is_empty() => Ok(path.into()),
-        _ => no("write it as sqlite://PATH"),
     }
 }

@@ -14,7 +14,7 @@ pub struct ServeConfig {
     pub listen: SocketAddr,
     /// Where the database, job folders and checkpoints lie; made when missing.
     pub data_dir: PathBuf,
-    /// `sqlite://PATH`; the data directory's `lockstep.db` when absent.
+    /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
     pub database: Option<String>,
     /// How often an agent says that it is alive.
     pub heartbeat: Duration,
@@ -94,6 +94,17 @@ pub enum ServeError {
         found: i64,
         /// The newest migration here.
         known: i64,
+    },
+    /// Another server, or another command of this program, has the database.
+    #[error(
+        "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
+        .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
+    )]
+    DatabaseInUse {
+        /// The database.
+        path: String,
+        /// Who has it, when that is known.
+        by: Option<String>,
     },
     /// The database cannot be opened.
     #[error("the database {path} cannot be opened: {detail}")]

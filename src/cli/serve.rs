@@ -24,8 +24,8 @@ pub(crate) struct Args {
     /// Where the database, job folders and checkpoints lie
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
-    /// Database [default: sqlite://<data-dir>/lockstep.db]
-    #[arg(long, value_name = "URL")]
+    /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
     /// Start no agent for this machine
     #[arg(long)]

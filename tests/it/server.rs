@@ -45,7 +45,15 @@ pub(crate) fn free_port() -> u16 {
 pub(crate) fn lockstep() -> Command {
     let mut command = Command::new(LOCKSTEP);
     command.stdin(Stdio::null());
-    for name in ["LOCKSTEP_SERVER", "LOCKSTEP_TOKEN", "LOCKSTEP_LOG", "RANK", "WORLD_SIZE", "LOCAL_RANK"] {
+    for name in [
+        "LOCKSTEP_DATABASE",
+        "LOCKSTEP_SERVER",
+        "LOCKSTEP_TOKEN",
+        "LOCKSTEP_LOG",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    ] {
         command.env_remove(name);
     }
     command

@@ -1,18 +1,23 @@
-//! What the server must never lose, behind one trait: SQLite today, another database by implementing
-//! [`Store`] and passing the same tests.
+//! What the server must never lose, behind one trait: SQLite, or Postgres by URL; both pass the same tests.
 //!
 //! What a report or a request does to a job is decided outside (`crate::lifecycle`), on a [`JobRow`]; a store
 //! reads the row, lets the change happen, and writes row and events in one transaction.
 
+pub mod backup;
+mod location;
+pub mod postgres;
 mod rows;
 pub mod sqlite;
+mod values;
+
+pub use location::Location;
 
 pub use rows::{
     AgentRow, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested, JobFilter,
     JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Place, Report,
 };
 
-use crate::lifecycle::Refused;
+use crate::{config::ServeError, lifecycle::Refused};
 use async_trait::async_trait;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
@@ -21,6 +26,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
     stream::{Event, EventBody},
 };
+use sqlx::migrate::{MigrateError, Migrator};
 
 /// What goes wrong in a store.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +49,18 @@ pub enum StoreError {
     /// A row does not hold what this version writes.
     #[error("the database holds something unreadable: {0}")]
     Corrupt(String),
+}
+
+/// What kept a database's tables from being brought up to date.
+fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
+    let path = path.to_owned();
+    let known = known.iter().map(|m| m.version).max().unwrap_or(0);
+    match error {
+        MigrateError::VersionMissing(found) if found > known => {
+            ServeError::DatabaseTooNew { path, found, known }
+        }
+        other => ServeError::Database { path, detail: other.to_string() },
+    }
 }
 
 /// The result of a store's work.

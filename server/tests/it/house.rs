@@ -1,5 +1,6 @@
 //! A server on a free port with a data directory of its own, and a client.
 
+use crate::postgres;
 use futures_util::StreamExt;
 use lockstep_protocol::job::{Job, JobState};
 use lockstep_server::{ServeConfig, ServeError, serve};
@@ -33,6 +34,20 @@ pub fn config(dir: &TempDir) -> ServeConfig {
     config
 }
 
+/// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards.
+fn database_of(dir: &TempDir) -> Option<String> {
+    let note = dir.path().join("database-url");
+    match std::fs::read_to_string(&note) {
+        Ok(url) => Some(url),
+        Err(_) if postgres::wanted() => {
+            let url = postgres::database();
+            std::fs::write(&note, &url).unwrap();
+            Some(url)
+        }
+        Err(_) => None,
+    }
+}
+
 impl House {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -44,6 +59,7 @@ impl House {
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
         let mut config = config(&dir);
+        config.database = database_of(&dir);
         change(&mut config);
         let (ready, address) = oneshot::channel();
         let (stop, stopped) = oneshot::channel::<()>();

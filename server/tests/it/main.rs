@@ -1,10 +1,12 @@
 //! The server as its users meet it: a real port, a real SQLite file, real websockets, and an agent that speaks
-//! the protocol but trains nothing.
+//! the protocol but trains nothing. With `LOCKSTEP_TEST_DATABASE=postgres` everything is on a real Postgres.
 #![allow(unreachable_pub)] // Everything here is for the tests of this one binary.
 
 mod agent;
 mod house;
+mod postgres;
 
+mod databases;
 mod dispatching;
 mod ingest;
 mod life;

@@ -55,7 +55,7 @@ async fn a_directory_that_cannot_be_used_is_named() {
 
 #[tokio::test]
 async fn a_database_of_a_newer_version_is_left_alone() {
-    let dir = House::new().await.stop().await;
+    let dir = House::with(|c| c.database = None).await.stop().await;
     let path = dir.path().join("lockstep.db");
     let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
     sqlx::query("INSERT INTO _sqlx_migrations SELECT 99999, description, installed_on, success, checksum, execution_time FROM _sqlx_migrations LIMIT 1")
@@ -80,7 +80,7 @@ async fn a_database_that_is_none_is_named() {
     .unwrap();
     let error = refused(config(&dir)).await.to_string();
     assert!(error.contains("lockstep.db"), "{error}");
-    for url in ["postgres://localhost/lockstep", "mysql://x", "sqlite://"] {
+    for url in ["mysql://x", "sqlite://", "postgres://localhost:port/lockstep"] {
         let mut config = config(&dir);
         config.database = Some(url.into());
         assert!(matches!(refused(config).await, ServeError::DatabaseUrl(..)), "{url}");

@@ -10,7 +10,7 @@ use lockstep_server::{
     lifecycle,
     store::{
         Claim, Created, Ingested, JobFilter, MetricFilter, NewJob, Place, Report, Store, StoreError,
-        sqlite::SqliteStore,
+        postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 
@@ -137,4 +137,9 @@ async fn story(store: &dyn Store) {
 async fn sqlite_keeps_what_it_is_told() {
     let dir = tempfile::tempdir().unwrap();
     story(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_keeps_what_it_is_told() {
+    story(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

@@ -1,11 +1,14 @@
 //! Chunks of metrics: written by the sealing task, read by charts.
 
-use super::{SqliteStore, int, small, uint};
-use crate::store::{MetricChunk, MetricFilter, Result, StoreError};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
+use crate::store::{
+    MetricChunk, MetricFilter, Result, StoreError,
+    values::{int, plain, small, uint},
+};
 use lockstep_protocol::job::JobId;
-use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
+use sqlx::Row;
 
-fn chunk(row: &SqliteRow) -> Result<MetricChunk> {
+fn chunk(row: &DbRow) -> Result<MetricChunk> {
     Ok(MetricChunk {
         name: row.try_get("name")?,
         rank: small(row.try_get("rank")?),
@@ -17,33 +20,29 @@ fn chunk(row: &SqliteRow) -> Result<MetricChunk> {
     })
 }
 
-async fn sealed(db: &mut SqliteConnection, job: &JobId) -> Result<u64> {
-    let seq: Option<i64> = sqlx::query_scalar("SELECT seq FROM metric_sealed WHERE job_id = ?")
+async fn sealed(db: &mut Connection, job: &JobId) -> Result<u64> {
+    let seq: Option<i64> = sqlx::query_scalar("SELECT seq FROM metric_sealed WHERE job_id = $1")
         .bind(job.as_str())
         .fetch_optional(db)
         .await?;
     Ok(seq.map_or(0, uint))
 }
 
-fn ranks(filter: &MetricFilter) -> String {
-    serde_json::to_string(&filter.ranks).unwrap_or_default()
-}
-
-impl SqliteStore {
+impl SqlStore {
     pub(super) async fn read_metric_extent(
         &self,
         job: &JobId,
         filter: &MetricFilter,
     ) -> Result<(u64, Option<(u64, u64)>)> {
-        let mut db = self.reader.begin().await?;
+        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let sealed = sealed(&mut db, job).await?;
         // The coarsest level says the same and has the fewest rows.
         let ends: (Option<i64>, Option<i64>) = sqlx::query_as(
-            "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = ?1 AND level = 5 \
-             AND (?2 IS NULL OR name = ?2) AND (?3 = '[]' OR rank IN (SELECT value FROM json_each(?3)))",
+            "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = $1 AND level = 5 \
+             AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%')",
         )
         .bind(job.as_str())
-        .bind(&filter.name)
+        .bind(filter.name.as_deref().map(plain))
         .bind(ranks(filter))
         .fetch_one(&mut *db)
         .await?;
@@ -57,18 +56,18 @@ impl SqliteStore {
         level: u32,
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<MetricChunk>)> {
-        let mut db = self.reader.begin().await?;
+        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let sealed = sealed(&mut db, job).await?;
         let rows = sqlx::query(
             "SELECT name, rank, attempt, level, first_step, last_step, data FROM metric_chunks \
-             WHERE job_id = ?1 AND level = ?2 AND (?3 IS NULL OR name = ?3) \
-             AND (?4 = '[]' OR rank IN (SELECT value FROM json_each(?4))) \
-             AND (?5 IS NULL OR last_step >= ?5) AND (?6 IS NULL OR first_step <= ?6) \
+             WHERE job_id = $1 AND level = $2 AND ($3 IS NULL OR name = $3) \
+             AND ($4 = '' OR $4 LIKE '%,' || rank || ',%') \
+             AND ($5 IS NULL OR last_step >= $5) AND ($6 IS NULL OR first_step <= $6) \
              ORDER BY name, level, rank, attempt, first_step",
         )
         .bind(job.as_str())
-        .bind(level)
-        .bind(&filter.name)
+        .bind(i64::from(level))
+        .bind(filter.name.as_deref().map(plain))
         .bind(ranks(filter))
         .bind(filter.from.map(int))
         .bind(filter.to.map(int))
@@ -79,13 +78,13 @@ impl SqliteStore {
     }
 
     pub(super) async fn read_newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
-        let mut db = self.reader.begin().await?;
+        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let sealed = sealed(&mut db, job).await?;
         let rows = sqlx::query(
             "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
              JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
-                   WHERE job_id = ?1 GROUP BY name, level, rank, attempt) n \
-             ON c.job_id = ?1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
+                   WHERE job_id = $1 GROUP BY name, level, rank, attempt) n \
+             ON c.job_id = $1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
              AND c.attempt = n.attempt AND c.first_step = n.first_step",
         )
         .bind(job.as_str())
@@ -106,33 +105,33 @@ impl SqliteStore {
         if sealed(&mut db, job).await? != after {
             return Ok(false);
         }
-        let known: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = ?")
+        let known: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1")
             .bind(job.as_str())
             .fetch_optional(&mut *db)
             .await?;
         known.ok_or(StoreError::NotFound("job"))?;
         for chunk in chunks {
             sqlx::query(
-                "DELETE FROM metric_chunks WHERE job_id = ? AND name = ? AND level = ? AND rank = ? \
-                 AND attempt = ? AND first_step = ?",
+                "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND level = $3 AND rank = $4 \
+                 AND attempt = $5 AND first_step = $6",
             )
             .bind(job.as_str())
             .bind(&chunk.name)
-            .bind(chunk.level)
-            .bind(chunk.rank)
-            .bind(chunk.attempt)
+            .bind(i64::from(chunk.level))
+            .bind(i64::from(chunk.rank))
+            .bind(i64::from(chunk.attempt))
             .bind(int(chunk.first_step))
             .execute(&mut *db)
             .await?;
             sqlx::query(
                 "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) \
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
             )
             .bind(job.as_str())
             .bind(&chunk.name)
-            .bind(chunk.rank)
-            .bind(chunk.attempt)
-            .bind(chunk.level)
+            .bind(i64::from(chunk.rank))
+            .bind(i64::from(chunk.attempt))
+            .bind(i64::from(chunk.level))
             .bind(int(chunk.first_step))
             .bind(int(chunk.last_step))
             .bind(&chunk.data[..])
@@ -140,7 +139,7 @@ impl SqliteStore {
             .await?;
         }
         sqlx::query(
-            "INSERT INTO metric_sealed (job_id, seq) VALUES (?, ?) \
+            "INSERT INTO metric_sealed (job_id, seq) VALUES ($1, $2) \
              ON CONFLICT (job_id) DO UPDATE SET seq = excluded.seq",
         )
         .bind(job.as_str())

@@ -1,11 +1,14 @@
 //! Datasets, agents, and numbers for monitoring.
 
-use super::{SqliteStore, from_json, json, time, uint};
-use crate::store::{AgentRow, Counts, Result, StoreError};
+use super::{DbRow, SqlStore};
+use crate::store::{
+    AgentRow, Counts, Result, StoreError,
+    values::{from_json, json, plain, time, uint},
+};
 use lockstep_protocol::dataset::Dataset;
-use sqlx::{Row, sqlite::SqliteRow};
+use sqlx::Row;
 
-fn dataset(row: &SqliteRow) -> Result<Dataset> {
+fn dataset(row: &DbRow) -> Result<Dataset> {
     Ok(Dataset {
         name: row.try_get("name")?,
         path: row.try_get("path")?,
@@ -14,24 +17,24 @@ fn dataset(row: &SqliteRow) -> Result<Dataset> {
     })
 }
 
-impl SqliteStore {
+impl SqlStore {
     pub(super) async fn list_datasets(&self) -> Result<Vec<Dataset>> {
         let rows = sqlx::query("SELECT * FROM datasets ORDER BY name").fetch_all(&self.reader).await?;
         rows.iter().map(dataset).collect()
     }
 
     pub(super) async fn read_dataset(&self, name: &str) -> Result<Option<Dataset>> {
-        let row = sqlx::query("SELECT * FROM datasets WHERE name = ?")
-            .bind(name)
+        let row = sqlx::query("SELECT * FROM datasets WHERE name = $1")
+            .bind(plain(name))
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(dataset).transpose()
     }
 
     pub(super) async fn insert_dataset(&self, dataset: &Dataset) -> Result<()> {
-        let done = sqlx::query("INSERT INTO datasets VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING")
-            .bind(&dataset.name)
-            .bind(&dataset.path)
+        let done = sqlx::query("INSERT INTO datasets VALUES ($1, $2, $3, $4) ON CONFLICT (name) DO NOTHING")
+            .bind(plain(&dataset.name))
+            .bind(plain(&dataset.path))
             .bind(json(&dataset.info)?)
             .bind(dataset.added_at.as_millisecond())
             .execute(&self.writer)
@@ -40,15 +43,18 @@ impl SqliteStore {
     }
 
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
-        let done =
-            sqlx::query("DELETE FROM datasets WHERE name = ?").bind(name).execute(&self.writer).await?;
+        let done = sqlx::query("DELETE FROM datasets WHERE name = $1")
+            .bind(plain(name))
+            .execute(&self.writer)
+            .await?;
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
     }
 
     pub(super) async fn upsert_agent(&self, agent: &AgentRow) -> Result<()> {
-        sqlx::query("INSERT OR REPLACE INTO agents VALUES (?, ?, ?, ?, ?)")
-            .bind(&agent.id)
-            .bind(&agent.name)
+        sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+             machine = excluded.machine, slots = excluded.slots, last_seen_at = excluded.last_seen_at")
+            .bind(plain(&agent.id))
+            .bind(plain(&agent.name))
             .bind(json(&agent.machine)?)
             .bind(json(&agent.slots)?)
             .bind(agent.last_seen_at.as_millisecond())

@@ -1,11 +1,12 @@
 //! Jobs and attempts: rows in and out, changes, claims.
 
-use super::{SqliteStore, from_json, int, json, small, time, uint};
+use super::{Connection, Db, DbRow, SqlStore};
 use crate::{
     lifecycle,
     store::{
         AttemptRow, Change, Changed, Claim, Claimed, Created, EventRow, JobFilter, JobRow, NewJob, Page,
         Place, Result, StoreError,
+        values::{from_json, int, json, plain, small, time, uint},
     },
 };
 use jiff::Timestamp;
@@ -14,14 +15,27 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState, LastValues},
     stream::EventBody,
 };
-use sqlx::{Row, Sqlite, SqliteConnection, Transaction, sqlite::SqliteRow};
+use sqlx::{Row, Transaction};
 
 /// Jobs on a page when the filter does not say.
 const PAGE: u32 = 50;
 /// The most on any page.
 const PAGE_MAX: u32 = 500;
 
-pub(super) fn job_row(row: &SqliteRow) -> Result<JobRow> {
+/// The pattern of `LIKE ... ESCAPE '!'` for names that contain `text`.
+fn part_of(text: &str) -> String {
+    let mut pattern = String::from("%");
+    for character in plain(text).chars() {
+        if matches!(character, '%' | '_' | '!') {
+            pattern.push('!');
+        }
+        pattern.push(character);
+    }
+    pattern.push('%');
+    pattern
+}
+
+pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let state: String = row.try_get("state")?;
     let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
@@ -61,27 +75,27 @@ pub(super) fn job_row(row: &SqliteRow) -> Result<JobRow> {
     })
 }
 
-pub(super) async fn load(db: &mut SqliteConnection, id: &JobId) -> Result<Option<JobRow>> {
-    let row = sqlx::query("SELECT * FROM jobs WHERE id = ?").bind(id.as_str()).fetch_optional(db).await?;
+pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
+    let row = sqlx::query("SELECT * FROM jobs WHERE id = $1").bind(id.as_str()).fetch_optional(db).await?;
     row.as_ref().map(job_row).transpose()
 }
 
 /// Writes what can change of a job. An attempt that may no longer write is marked as ended.
-pub(super) async fn save(db: &mut SqliteConnection, row: &JobRow, at: Timestamp) -> Result<()> {
+pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Result<()> {
     let job = &row.job;
     sqlx::query(
-        "UPDATE jobs SET state = ?2, reason = ?3, attempt = ?4, agents = ?5, step = ?6, epoch = ?7, \
-         total_steps = ?8, steps_per_epoch = ?9, images_per_second = ?10, eta_secs = ?11, started_at = ?12, \
-         finished_at = ?13, best = ?14, last = ?15, last_seq = ?16, progress = ?17, stop = ?18, restarts = ?19, \
-         token = ?20 WHERE id = ?1",
+        "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
+         total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
+         finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
+         token = $20 WHERE id = $1",
     )
     .bind(job.id.as_str())
     .bind(job.state.as_str())
-    .bind(&job.reason)
-    .bind(job.attempt)
+    .bind(job.reason.as_deref().map(plain))
+    .bind(i64::from(job.attempt))
     .bind(json(&job.agents)?)
     .bind(int(job.step))
-    .bind(job.epoch)
+    .bind(i64::from(job.epoch))
     .bind(int(job.total_steps))
     .bind(int(job.steps_per_epoch))
     .bind(job.images_per_second)
@@ -92,13 +106,13 @@ pub(super) async fn save(db: &mut SqliteConnection, row: &JobRow, at: Timestamp)
     .bind(json(&job.last)?)
     .bind(int(job.last_seq))
     .bind(json(&row.progress)?)
-    .bind(&row.stop)
-    .bind(row.restarts)
+    .bind(row.stop.as_deref().map(plain))
+    .bind(i64::from(row.restarts))
     .bind(row.token.map(int))
     .execute(&mut *db)
     .await?;
     if row.token.is_none() {
-        sqlx::query("UPDATE attempts SET ended_at = ?2 WHERE job_id = ?1 AND ended_at IS NULL")
+        sqlx::query("UPDATE attempts SET ended_at = $2 WHERE job_id = $1 AND ended_at IS NULL")
             .bind(job.id.as_str())
             .bind(at.as_millisecond())
             .execute(db)
@@ -109,7 +123,7 @@ pub(super) async fn save(db: &mut SqliteConnection, row: &JobRow, at: Timestamp)
 
 /// Stores events after the job's newest, and keeps the table of checkpoints in step with them.
 pub(super) async fn append(
-    db: &mut SqliteConnection,
+    db: &mut Connection,
     row: &mut JobRow,
     bodies: Vec<EventBody>,
     at: Timestamp,
@@ -134,14 +148,14 @@ pub(super) async fn append(
         let text = json(&body)?;
         sqlx::query(
             "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
-             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
         )
         .bind(row.job.id.as_str())
         .bind(int(seq))
         .bind(at.as_millisecond())
         .bind(kind)
-        .bind(attempt)
-        .bind(rank)
+        .bind(i64::from(attempt))
+        .bind(rank.map(i64::from))
         .bind(name)
         .bind(steps.map(|(first, _)| int(*first)))
         .bind(steps.map(|(_, last)| int(*last)))
@@ -154,31 +168,34 @@ pub(super) async fn append(
     Ok(events)
 }
 
-async fn project(db: &mut SqliteConnection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
+async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
     match body {
         EventBody::Checkpoint { attempt, id, checkpoint } => {
             if checkpoint.best {
-                sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = ?")
+                sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
                     .bind(job.as_str())
                     .execute(&mut *db)
                     .await?;
             }
-            sqlx::query("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)")
+            sqlx::query("INSERT INTO checkpoints VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) \
+                 ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, val_accuracy = excluded.val_accuracy, \
+                 val_loss = excluded.val_loss, best = excluded.best, size_bytes = excluded.size_bytes, \
+                 created_at = excluded.created_at")
                 .bind(id)
                 .bind(job.as_str())
-                .bind(attempt)
-                .bind(checkpoint.epoch)
+                .bind(i64::from(*attempt))
+                .bind(i64::from(checkpoint.epoch))
                 .bind(int(checkpoint.step))
                 .bind(checkpoint.val_accuracy)
                 .bind(checkpoint.val_loss)
-                .bind(checkpoint.best)
+                .bind(i64::from(checkpoint.best))
                 .bind(int(checkpoint.size_bytes))
                 .bind(at.as_millisecond())
                 .execute(db)
                 .await?;
         }
         EventBody::CheckpointRemoved { id, .. } => {
-            sqlx::query("DELETE FROM checkpoints WHERE id = ?").bind(id).execute(db).await?;
+            sqlx::query("DELETE FROM checkpoints WHERE id = $1").bind(id).execute(db).await?;
         }
         _ => {}
     }
@@ -186,7 +203,7 @@ async fn project(db: &mut SqliteConnection, job: &JobId, body: &EventBody, at: T
 }
 
 async fn change(
-    db: &mut Transaction<'static, Sqlite>,
+    db: &mut Transaction<'static, Db>,
     mut row: JobRow,
     at: Timestamp,
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
@@ -197,11 +214,11 @@ async fn change(
     Ok(Changed { job: row.job, events })
 }
 
-impl SqliteStore {
+impl SqlStore {
     pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
         if let Some((key, request)) = &new.idempotency {
-            let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = ?")
+            let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
                 .bind(key)
                 .fetch_optional(&mut *db)
                 .await?;
@@ -216,18 +233,18 @@ impl SqliteStore {
             }
         }
         sqlx::query(
-            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) VALUES (?, ?, 'queued', ?, ?, ?, ?)",
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) VALUES ($1, $2, 'queued', $3, $4, $5, $6)",
         )
         .bind(new.id.as_str())
-        .bind(&new.spec.name)
-        .bind(new.spec.priority)
+        .bind(plain(&new.spec.name))
+        .bind(i64::from(new.spec.priority))
         .bind(json(&new.spec)?)
-        .bind(new.spec.parallel.ranks)
+        .bind(i64::from(new.spec.parallel.ranks))
         .bind(new.at.as_millisecond())
         .execute(&mut *db)
         .await?;
         if let Some((key, request)) = &new.idempotency {
-            sqlx::query("INSERT INTO idempotency VALUES (?, ?, ?, ?)")
+            sqlx::query("INSERT INTO idempotency VALUES ($1, $2, $3, $4)")
                 .bind(key)
                 .bind(request)
                 .bind(new.id.as_str())
@@ -249,15 +266,15 @@ impl SqliteStore {
     pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
         let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE (?1 IS NULL OR state = ?1) \
-             AND (?2 IS NULL OR instr(lower(name), lower(?2)) > 0) \
-             AND (?3 IS NULL OR (created_at, id) < (SELECT created_at, id FROM jobs WHERE id = ?3)) \
-             ORDER BY created_at DESC, id DESC LIMIT ?4",
+            "SELECT * FROM jobs WHERE ($1 IS NULL OR state = $1) \
+             AND ($2 IS NULL OR lower(name) LIKE lower($2) ESCAPE '!') \
+             AND ($3 IS NULL OR (created_at, id) < (SELECT created_at, id FROM jobs WHERE id = $3)) \
+             ORDER BY created_at DESC, id DESC LIMIT $4",
         )
         .bind(filter.state.map(JobState::as_str))
-        .bind(filter.name.as_deref().filter(|n| !n.is_empty()))
+        .bind(filter.name.as_deref().filter(|n| !n.is_empty()).map(part_of))
         .bind(filter.cursor.as_ref().map(JobId::as_str))
-        .bind(limit + 1)
+        .bind(i64::from(limit) + 1)
         .fetch_all(&self.reader)
         .await?;
         let mut jobs = rows.iter().map(|r| Ok(job_row(r)?.job)).collect::<Result<Vec<_>>>()?;
@@ -300,7 +317,7 @@ impl SqliteStore {
             let detail = format!("the job is {state}; cancel it before it is deleted");
             return Err(lifecycle::Refused { state, detail }.into());
         }
-        sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.as_str()).execute(&mut *db).await?;
+        sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id.as_str()).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
@@ -308,28 +325,28 @@ impl SqliteStore {
         let mut db = self.begin().await?;
         // The one statement that decides: of two claims only one finds the job still waiting.
         let claimed = sqlx::query(
-            "UPDATE jobs SET attempt = attempt + 1 WHERE id = ?1 AND attempt = ?2 \
+            "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
              AND state IN ('queued', 'restarting') RETURNING attempt",
         )
         .bind(claim.job.as_str())
-        .bind(claim.after_attempt)
+        .bind(i64::from(claim.after_attempt))
         .fetch_optional(&mut *db)
         .await?;
         let Some(claimed) = claimed else { return Ok(None) };
         let attempt = small(claimed.try_get("attempt")?);
         let resume: Option<(i64, i64)> = sqlx::query_as(
-            "SELECT epoch, step FROM checkpoints WHERE job_id = ? ORDER BY step DESC, epoch DESC LIMIT 1",
+            "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
         )
         .bind(claim.job.as_str())
         .fetch_optional(&mut *db)
         .await?;
         let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
         let token: i64 = sqlx::query_scalar(
-            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES (?, ?, ?, ?, ?) \
+            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES ($1, $2, $3, $4, $5) \
              RETURNING token",
         )
         .bind(claim.job.as_str())
-        .bind(attempt)
+        .bind(i64::from(attempt))
         .bind(json(&claim.places)?)
         .bind(&resume)
         .bind(claim.at.as_millisecond())

@@ -1,7 +1,10 @@
 //! Events and what is read from them: metrics, logs, reports of ranks, checkpoints.
 
-use super::{SqliteStore, from_json, int, small, time, uint};
-use crate::store::{CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError};
+use super::{BEGIN_SNAPSHOT, DbRow, SqlStore};
+use crate::store::{
+    CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError,
+    values::{from_json, int, plain, small, time, uint},
+};
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     job::JobId,
@@ -9,7 +12,7 @@ use lockstep_protocol::{
     stream::Event,
 };
 use serde::Deserialize;
-use sqlx::{Row, sqlite::SqliteRow};
+use sqlx::Row;
 
 /// The part of a metrics event that a query needs.
 #[derive(Deserialize)]
@@ -20,7 +23,12 @@ struct Points {
     column: MetricColumn,
 }
 
-fn checkpoint_row(row: &SqliteRow) -> Result<CheckpointRow> {
+/// The filter's ranks as text between commas: the two databases agree on little that takes a list.
+pub(super) fn ranks(filter: &MetricFilter) -> String {
+    filter.ranks.iter().map(|rank| format!(",{rank},")).collect()
+}
+
+fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
     let job: String = row.try_get("job_id")?;
     Ok(CheckpointRow {
         id: row.try_get("id")?,
@@ -31,21 +39,21 @@ fn checkpoint_row(row: &SqliteRow) -> Result<CheckpointRow> {
             step: uint(row.try_get("step")?),
             val_accuracy: row.try_get("val_accuracy")?,
             val_loss: row.try_get("val_loss")?,
-            best: row.try_get("best")?,
+            best: row.try_get::<i64, _>("best")? != 0,
             size_bytes: uint(row.try_get("size_bytes")?),
         },
         created_at: time(row.try_get("created_at")?)?,
     })
 }
 
-impl SqliteStore {
+impl SqlStore {
     pub(super) async fn read_events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         let rows: Vec<(i64, i64, String)> = sqlx::query_as(
-            "SELECT seq, at, body FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
+            "SELECT seq, at, body FROM events WHERE job_id = $1 AND seq > $2 ORDER BY seq LIMIT $3",
         )
         .bind(job.as_str())
         .bind(int(after))
-        .bind(limit)
+        .bind(i64::from(limit))
         .fetch_all(&self.reader)
         .await?;
         rows.into_iter().map(|(seq, at, body)| Ok(EventRow { seq: uint(seq), at: time(at)?, body })).collect()
@@ -57,26 +65,25 @@ impl SqliteStore {
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
         // Both in one snapshot, so that a stream from `as_of_seq` goes on exactly where the columns end.
-        let mut db = self.reader.begin().await?;
-        let as_of: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = ?")
+        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
+        let as_of: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1")
             .bind(job.as_str())
             .fetch_optional(&mut *db)
             .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
-        let ranks = serde_json::to_string(&filter.ranks).unwrap_or_default();
         let rows: Vec<(i64, String)> = sqlx::query_as(
-            "SELECT seq, body FROM events WHERE job_id = ?1 AND kind = 'metrics' AND (?2 IS NULL OR name = ?2) \
-             AND (?3 = '[]' OR rank IN (SELECT value FROM json_each(?3))) \
-             AND (?4 IS NULL OR last_step >= ?4) AND (?5 IS NULL OR first_step <= ?5) AND seq > ?6 \
-             ORDER BY seq LIMIT ?7",
+            "SELECT seq, body FROM events WHERE job_id = $1 AND kind = 'metrics' AND ($2 IS NULL OR name = $2) \
+             AND ($3 = '' OR $3 LIKE '%,' || rank || ',%') \
+             AND ($4 IS NULL OR last_step >= $4) AND ($5 IS NULL OR first_step <= $5) AND seq > $6 \
+             ORDER BY seq LIMIT $7",
         )
         .bind(job.as_str())
-        .bind(&filter.name)
-        .bind(ranks)
+        .bind(filter.name.as_deref().map(plain))
+        .bind(ranks(filter))
         .bind(filter.from.map(int))
         .bind(filter.to.map(int))
         .bind(int(filter.after))
-        .bind(filter.limit.map_or(-1, i64::from))
+        .bind(filter.limit.map_or(i64::MAX, i64::from))
         .fetch_all(&mut *db)
         .await?;
         db.rollback().await?;
@@ -92,18 +99,18 @@ impl SqliteStore {
 
     pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
         let query = if filter.newest {
-            "SELECT seq, at, body FROM events WHERE job_id = ?1 AND kind = 'log' AND (?2 IS NULL OR rank = ?2) \
-             AND (?3 IS NULL OR attempt = ?3) AND seq > ?4 ORDER BY seq DESC LIMIT ?5"
+            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
+             AND ($3 IS NULL OR attempt = $3) AND seq > $4 ORDER BY seq DESC LIMIT $5"
         } else {
-            "SELECT seq, at, body FROM events WHERE job_id = ?1 AND kind = 'log' AND (?2 IS NULL OR rank = ?2) \
-             AND (?3 IS NULL OR attempt = ?3) AND seq > ?4 ORDER BY seq LIMIT ?5"
+            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
+             AND ($3 IS NULL OR attempt = $3) AND seq > $4 ORDER BY seq LIMIT $5"
         };
         let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(query)
             .bind(job.as_str())
-            .bind(filter.rank)
-            .bind(filter.attempt)
+            .bind(filter.rank.map(i64::from))
+            .bind(filter.attempt.map(i64::from))
             .bind(int(filter.after))
-            .bind(filter.limit)
+            .bind(i64::from(filter.limit))
             .fetch_all(&self.reader)
             .await?;
         if filter.newest {
@@ -120,18 +127,18 @@ impl SqliteStore {
         attempt: u32,
     ) -> Result<Vec<(u32, RankReport)>> {
         let rows: Vec<(i64, String)> = sqlx::query_as(
-            "SELECT rank, body FROM events WHERE job_id = ?1 AND seq IN (SELECT max(seq) FROM events \
-             WHERE job_id = ?1 AND kind = 'rank' AND name IS NULL AND attempt = ?2 GROUP BY rank) ORDER BY rank",
+            "SELECT rank, body FROM events WHERE job_id = $1 AND seq IN (SELECT max(seq) FROM events \
+             WHERE job_id = $1 AND kind = 'rank' AND name IS NULL AND attempt = $2 GROUP BY rank) ORDER BY rank",
         )
         .bind(job.as_str())
-        .bind(attempt)
+        .bind(i64::from(attempt))
         .fetch_all(&self.reader)
         .await?;
         rows.iter().map(|(rank, body)| Ok((small(*rank), from_json(body)?))).collect()
     }
 
     pub(super) async fn read_checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
-        let rows = sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY step DESC, epoch DESC")
+        let rows = sqlx::query("SELECT * FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC")
             .bind(job.as_str())
             .fetch_all(&self.reader)
             .await?;
@@ -139,8 +146,8 @@ impl SqliteStore {
     }
 
     pub(super) async fn read_checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
-        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
-            .bind(id)
+        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = $1")
+            .bind(plain(id))
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(checkpoint_row).transpose()

@@ -1,15 +1,18 @@
 //! Reports into events: every check against what is stored happens in the transaction that stores.
 
-use super::{SqliteStore, int, jobs, small, uint};
+use super::{Connection, SqlStore, jobs};
 use crate::{
     lifecycle,
-    store::{Changed, Ingested, JobRow, Report, Result},
+    store::{
+        Changed, Ingested, JobRow, Report, Result,
+        values::{int, small, uint},
+    },
 };
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, Source},
     job::JobId,
 };
-use sqlx::{Row, SqliteConnection};
+use sqlx::Row;
 use std::collections::HashMap;
 
 fn number(source: Source) -> i64 {
@@ -23,12 +26,12 @@ fn source(number: i64) -> Source {
     u32::try_from(number).map_or(Source::Agent, Source::Rank)
 }
 
-async fn stored(db: &mut SqliteConnection, attempt: &AttemptRef, source: Source) -> Result<u64> {
+async fn stored(db: &mut Connection, attempt: &AttemptRef, source: Source) -> Result<u64> {
     let records: Option<i64> = sqlx::query_scalar(
-        "SELECT records FROM acknowledged WHERE job_id = ? AND attempt = ? AND source = ?",
+        "SELECT records FROM acknowledged WHERE job_id = $1 AND attempt = $2 AND source = $3",
     )
     .bind(attempt.job.as_str())
-    .bind(attempt.attempt)
+    .bind(i64::from(attempt.attempt))
     .bind(number(source))
     .fetch_optional(db)
     .await?;
@@ -36,17 +39,17 @@ async fn stored(db: &mut SqliteConnection, attempt: &AttemptRef, source: Source)
 }
 
 /// Whether the server itself gave out this attempt with this token, however long ago.
-async fn is_ours(db: &mut SqliteConnection, attempt: &AttemptRef) -> Result<bool> {
+async fn is_ours(db: &mut Connection, attempt: &AttemptRef) -> Result<bool> {
     let token: Option<i64> =
-        sqlx::query_scalar("SELECT token FROM attempts WHERE job_id = ? AND attempt = ?")
+        sqlx::query_scalar("SELECT token FROM attempts WHERE job_id = $1 AND attempt = $2")
             .bind(attempt.job.as_str())
-            .bind(attempt.attempt)
+            .bind(i64::from(attempt.attempt))
             .fetch_optional(db)
             .await?;
     Ok(token.map(uint) == Some(attempt.token))
 }
 
-impl SqliteStore {
+impl SqlStore {
     pub(super) async fn store_reports(&self, reports: Vec<Report>) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
         let mut rows: HashMap<JobId, Option<JobRow>> = HashMap::new();
@@ -76,9 +79,9 @@ impl SqliteStore {
         if !is_ours(&mut db, attempt).await? {
             return Ok(Vec::new());
         }
-        let rows = sqlx::query("SELECT source, records FROM acknowledged WHERE job_id = ? AND attempt = ?")
+        let rows = sqlx::query("SELECT source, records FROM acknowledged WHERE job_id = $1 AND attempt = $2")
             .bind(attempt.job.as_str())
-            .bind(attempt.attempt)
+            .bind(i64::from(attempt.attempt))
             .fetch_all(&mut *db)
             .await?;
         rows.iter()
@@ -91,7 +94,7 @@ impl SqliteStore {
     }
 }
 
-async fn store_report(db: &mut SqliteConnection, row: &mut JobRow, report: Report) -> Result<Ingested> {
+async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> Result<Ingested> {
     let Report { attempt, source, first, events, at, leaving } = report;
     if !is_ours(db, &attempt).await? {
         return Ok(Ingested::Stale);
@@ -127,13 +130,16 @@ async fn store_report(db: &mut SqliteConnection, row: &mut JobRow, report: Repor
             }
         }
     }
-    sqlx::query("INSERT OR REPLACE INTO acknowledged VALUES (?, ?, ?, ?)")
-        .bind(attempt.job.as_str())
-        .bind(attempt.attempt)
-        .bind(number(source))
-        .bind(int(end))
-        .execute(db)
-        .await?;
+    sqlx::query(
+        "INSERT INTO acknowledged VALUES ($1, $2, $3, $4) \
+         ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
+    )
+    .bind(attempt.job.as_str())
+    .bind(i64::from(attempt.attempt))
+    .bind(number(source))
+    .bind(int(end))
+    .execute(db)
+    .await?;
     let changed = Changed { job: row.job.clone(), events: stored_events };
     Ok(Ingested::Stored {
         acknowledged: Acknowledged { attempt, source, records: end },

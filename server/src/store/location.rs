@@ -1,0 +1,87 @@
+//! Which database: read from a URL, named without its password.
+
+use super::{Store, postgres::PostgresStore, sqlite::SqliteStore};
+use crate::config::{ServeConfig, ServeError};
+use std::{fmt, path::PathBuf, sync::Arc};
+
+/// Where a store lies.
+#[derive(Debug, Clone)]
+pub enum Location {
+    /// A file.
+    Sqlite(PathBuf),
+    /// A URL as libpq reads it.
+    Postgres(String),
+}
+
+impl Location {
+    /// The database that a configuration names, or the data directory's own.
+    ///
+    /// # Errors
+    /// A URL that names none.
+    pub fn of(config: &ServeConfig) -> Result<Self, ServeError> {
+        match &config.database {
+            Some(url) => Self::parse(url),
+            None => Ok(Self::Sqlite(config.data_dir.join("lockstep.db"))),
+        }
+    }
+
+    /// Reads `sqlite://PATH` or `postgres://USER@HOST/NAME`.
+    ///
+    /// # Errors
+    /// Anything else.
+    pub fn parse(url: &str) -> Result<Self, ServeError> {
+        if url.starts_with("postgres://") || url.starts_with("postgresql://") {
+            return Ok(Self::Postgres(url.to_owned()));
+        }
+        match url.strip_prefix("sqlite://").or_else(|| url.strip_prefix("sqlite:")) {
+            Some(path) if !path.is_empty() => Ok(Self::Sqlite(path.into())),
+            _ => Err(ServeError::DatabaseUrl(
+                url.to_owned(),
+                "write it as sqlite://PATH or postgres://USER@HOST/NAME".to_owned(),
+            )),
+        }
+    }
+
+    /// Opens it for this process alone, with its tables up to date.
+    ///
+    /// # Errors
+    /// It cannot be opened, was written by a newer version, or is another server's.
+    pub async fn open(&self) -> Result<Arc<dyn Store>, ServeError> {
+        Ok(match self {
+            Self::Sqlite(path) => Arc::new(SqliteStore::open(path).await?),
+            Self::Postgres(url) => Arc::new(PostgresStore::open(url).await?),
+        })
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sqlite(path) => path.display().fmt(f),
+            Self::Postgres(url) => {
+                // Passwords stand between the scheme and the last @ before the path.
+                let (scheme, rest) = url.split_once("://").unwrap_or(("postgres", url));
+                let authority = rest.split(['/', '?']).next().unwrap_or_default();
+                let place = authority.rsplit('@').next().unwrap_or_default();
+                let path = rest[authority.len()..].split('?').next().unwrap_or_default();
+                write!(f, "{scheme}://{place}{path}")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_not_shown() {
+        for (url, shown) in [
+            ("postgres://me:secret@db.example:5433/lockstep", "postgres://db.example:5433/lockstep"),
+            ("postgresql://db/lockstep?password=secret", "postgresql://db/lockstep"),
+            ("postgres:///lockstep?host=/run/postgresql", "postgres:///lockstep"),
+        ] {
+            assert_eq!(Location::parse(url).unwrap().to_string(), shown);
+        }
+    }
+}

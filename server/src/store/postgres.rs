@@ -1,0 +1,148 @@
+//! The store on Postgres, by URL.
+//!
+//! As on SQLite one connection writes and others read. The writing session holds an advisory lock as long as it
+//! lives: whoever writes has the lock, also after the connection was lost and made again, so a second server
+//! on the same database can never write beside the first. `synchronous_commit` is on whatever the database's
+//! default is: a commit is on disk before it is acknowledged.
+
+use super::{Location, migration_error};
+use crate::config::ServeError;
+use sqlx::{
+    ConnectOptions, Connection, PgConnection,
+    migrate::Migrator,
+    postgres::{PgConnectOptions, PgPoolOptions},
+};
+use std::time::{Duration, Instant};
+
+// The same text of the queries for each database: see `sql/mod.rs`.
+#[allow(clippy::duplicate_mod)]
+#[path = "sql/mod.rs"]
+mod sql;
+
+pub use sql::SqlStore as PostgresStore;
+pub(super) use sql::copy;
+
+mod dialect {
+    pub(super) type Db = sqlx::Postgres;
+    pub(super) type Connection = sqlx::PgConnection;
+    pub(super) type DbRow = sqlx::postgres::PgRow;
+    /// Nobody else writes: the one writing session has the server's lock.
+    pub(super) const BEGIN_WRITE: &str = "BEGIN";
+    /// All reads of the transaction see one moment.
+    pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY";
+    /// Table, column and type of every column, `jobs` first: others refer to it.
+    pub(super) const SCHEMA: &str = "SELECT table_name::text, column_name::text, data_type::text \
+        FROM information_schema.columns WHERE table_schema = current_schema() \
+        AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
+    /// The next attempt's token is above those that were copied.
+    pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'token'), \
+        greatest((SELECT coalesce(max(token), 0) FROM attempts), 1))";
+}
+
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations/postgres");
+
+/// The advisory lock of a server: the bytes of "lockstep".
+const LOCK: i64 = i64::from_be_bytes(*b"lockstep");
+/// Identity columns, and every release that is still maintained.
+const OLDEST_POSTGRES: i32 = 130_000;
+const READERS: u32 = 8;
+/// A request answers 503 after this long without a connection.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The session of a server that was killed a moment ago may still be ending.
+const LOCK_WITHIN: Duration = Duration::from_secs(5);
+
+impl PostgresStore {
+    /// Connects and brings the tables up to date.
+    ///
+    /// # Errors
+    /// A database that cannot be reached, is too old, does not hold UTF-8, was written by a newer version of this
+    /// program, or is another server's.
+    pub async fn open(url: &str) -> Result<Self, ServeError> {
+        let name = Location::Postgres(url.to_owned()).to_string();
+        let failed =
+            |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: error.to_string() };
+        let options = options(url)?;
+        // By hand first: its errors say what is wrong where a pool's only say that it took too long.
+        let mut first = PgConnection::connect_with(&options).await.map_err(failed)?;
+        check(&mut first, &name).await?;
+        lock(&mut first, &name).await?;
+        first.close().await.map_err(failed)?;
+
+        let pool = |n| PgPoolOptions::new().max_connections(n).acquire_timeout(PATIENCE);
+        let writer = pool(1)
+            // The lock goes with the session.
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .after_connect(|connection, _| {
+                Box::pin(async move {
+                    match try_lock(connection).await? {
+                        true => Ok(()),
+                        false => Err(sqlx::Error::Configuration("another server has this database".into())),
+                    }
+                })
+            })
+            .connect_with(options.clone())
+            .await
+            .map_err(|error| match error {
+                sqlx::Error::PoolTimedOut => ServeError::DatabaseInUse { path: name.clone(), by: None },
+                other => failed(other),
+            })?;
+        MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
+        let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
+        Ok(Self { writer, reader, _lock: None })
+    }
+}
+
+pub(super) fn options(url: &str) -> Result<PgConnectOptions, ServeError> {
+    let options: PgConnectOptions = url.parse().map_err(|e: sqlx::Error| {
+        ServeError::DatabaseUrl(Location::Postgres(url.to_owned()).to_string(), e.to_string())
+    })?;
+    let settings = [("synchronous_commit", "on"), ("statement_timeout", "60s"), ("lock_timeout", "30s")];
+    Ok(options.application_name("lockstep").options(settings).disable_statement_logging())
+}
+
+async fn check(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
+    let failed = |detail: String| ServeError::Database { path: name.to_owned(), detail };
+    let (version, encoding): (i32, String) = sqlx::query_as(
+        "SELECT current_setting('server_version_num')::int4, current_setting('server_encoding')",
+    )
+    .fetch_one(connection)
+    .await
+    .map_err(|e| failed(e.to_string()))?;
+    if version < OLDEST_POSTGRES {
+        return Err(failed(format!("it is Postgres {}; 13 or later is needed", version / 10_000)));
+    }
+    if encoding != "UTF8" {
+        return Err(failed(format!(
+            "its encoding is {encoding}; create it with ENCODING 'UTF8' TEMPLATE template0"
+        )));
+    }
+    Ok(())
+}
+
+async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    sqlx::query_scalar("SELECT pg_try_advisory_lock($1)").bind(LOCK).fetch_one(connection).await
+}
+
+async fn lock(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
+    let failed =
+        |error: sqlx::Error| ServeError::Database { path: name.to_owned(), detail: error.to_string() };
+    let since = Instant::now();
+    while !try_lock(connection).await.map_err(failed)? {
+        if since.elapsed() < LOCK_WITHIN {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        }
+        let by: Option<String> = sqlx::query_scalar(
+            "SELECT 'connected from ' || coalesce(host(client_addr), 'this machine') || ' since ' || \
+             to_char(backend_start, 'YYYY-MM-DD HH24:MI') FROM pg_stat_activity JOIN pg_locks USING (pid) \
+             WHERE locktype = 'advisory' AND classid::int8 = $1 >> 32 AND objid::int8 = $1 & 4294967295 LIMIT 1",
+        )
+        .bind(LOCK)
+        .fetch_optional(connection)
+        .await
+        .map_err(failed)?;
+        return Err(ServeError::DatabaseInUse { path: name.to_owned(), by });
+    }
+    Ok(())
+}

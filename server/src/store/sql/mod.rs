@@ -1,0 +1,157 @@
+//! The queries, the same for every database: this folder is compiled once for each, by `sqlite.rs` and
+//! `postgres.rs`, which say in their module `dialect` what differs (the driver's types and how transactions
+//! begin). So there is one text of every query and no second one to drift. What both databases understand:
+//! `$1`, `ON CONFLICT ... DO UPDATE`, `RETURNING`, 64-bit integers for every whole number and truth value.
+//! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
+//! needs a page of bounds on every function.
+
+mod chunks;
+pub(in crate::store) mod copy;
+mod ingest;
+mod jobs;
+mod reads;
+mod things;
+
+use super::dialect::{BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, Db, DbRow};
+use crate::store::{
+    AgentRow, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, EventRow,
+    Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report, Result, Store,
+};
+use async_trait::async_trait;
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptRef, RankReport},
+    dataset::Dataset,
+    job::{Job, JobId},
+    metric::MetricColumn,
+    stream::Event,
+};
+use sqlx::{Pool, Transaction};
+use std::{fs::File, sync::Arc};
+
+/// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
+/// of others reads beside it.
+#[derive(Debug, Clone)]
+pub struct SqlStore {
+    pub(in crate::store) writer: Pool<Db>,
+    pub(in crate::store) reader: Pool<Db>,
+    /// Held while the store lives, where the database's lock is a file.
+    pub(in crate::store) _lock: Option<Arc<File>>,
+}
+
+impl SqlStore {
+    /// A transaction that has the write lock from its start.
+    async fn begin(&self) -> Result<Transaction<'static, Db>> {
+        Ok(self.writer.begin_with(BEGIN_WRITE).await?)
+    }
+}
+
+#[async_trait]
+impl Store for SqlStore {
+    async fn create_job(&self, new: NewJob) -> Result<Created> {
+        self.insert_job(new).await
+    }
+    async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
+        self.read_job(id).await
+    }
+    async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
+        self.list_jobs(filter).await
+    }
+    async fn waiting(&self) -> Result<Vec<JobRow>> {
+        self.list_waiting().await
+    }
+    async fn unfinished(&self) -> Result<Vec<Job>> {
+        self.list_unfinished().await
+    }
+    async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+        self.edit_job(id, change).await
+    }
+    async fn delete_job(&self, id: &JobId) -> Result<()> {
+        self.remove_job(id).await
+    }
+    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
+        self.make_attempt(claim).await
+    }
+    async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
+        self.list_live().await
+    }
+    async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
+        self.read_acknowledged(attempt).await
+    }
+    async fn ingest(&self, reports: Vec<Report>) -> Result<Vec<Ingested>> {
+        self.store_reports(reports).await
+    }
+    async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
+        self.read_events(job, after, limit).await
+    }
+    async fn metrics(
+        &self,
+        job: &JobId,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
+        self.read_metrics(job, filter).await
+    }
+    async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)> {
+        self.read_metric_extent(job, filter).await
+    }
+    async fn metric_chunks(
+        &self,
+        job: &JobId,
+        level: u32,
+        filter: &MetricFilter,
+    ) -> Result<(u64, Vec<MetricChunk>)> {
+        self.read_metric_chunks(job, level, filter).await
+    }
+    async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
+        self.read_newest_metric_chunks(job).await
+    }
+    async fn put_metric_chunks(
+        &self,
+        job: &JobId,
+        after: u64,
+        until: u64,
+        chunks: &[MetricChunk],
+    ) -> Result<bool> {
+        self.write_metric_chunks(job, after, until, chunks).await
+    }
+    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
+        self.read_logs(job, filter).await
+    }
+    async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>> {
+        self.read_rank_reports(job, attempt).await
+    }
+    async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
+        self.read_checkpoints(job).await
+    }
+    async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
+        self.read_checkpoint(id).await
+    }
+    async fn datasets(&self) -> Result<Vec<Dataset>> {
+        self.list_datasets().await
+    }
+    async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
+        self.read_dataset(name).await
+    }
+    async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
+        self.insert_dataset(dataset).await
+    }
+    async fn remove_dataset(&self, name: &str) -> Result<()> {
+        self.delete_dataset(name).await
+    }
+    async fn put_agent(&self, agent: &AgentRow) -> Result<()> {
+        self.upsert_agent(agent).await
+    }
+    async fn agents(&self) -> Result<Vec<AgentRow>> {
+        self.list_agents().await
+    }
+    async fn counts(&self) -> Result<Counts> {
+        self.count().await
+    }
+    async fn ready(&self) -> Result<()> {
+        // Taking the write lock and letting it go proves more than a SELECT would.
+        Ok(self.begin().await?.rollback().await?)
+    }
+    async fn close(&self) {
+        self.reader.close().await;
+        self.writer.close().await;
+    }
+}

@@ -1,0 +1,120 @@
+//! The store on SQLite.
+//!
+//! The one writing connection never meets SQLITE_BUSY among our own; others read beside it (write-ahead log).
+//! `synchronous = FULL`: a commit is on disk before it is acknowledged, also when the machine loses power;
+//! ingest puts many reports in one transaction, so the price is one sync a batch.
+
+use super::migration_error;
+use crate::config::ServeError;
+use sqlx::{
+    migrate::Migrator,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
+};
+use std::{
+    fs::{File, TryLockError},
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+// The same text of the queries for each database: see `sql/mod.rs`.
+#[allow(clippy::duplicate_mod)]
+#[path = "sql/mod.rs"]
+mod sql;
+
+pub use sql::SqlStore as SqliteStore;
+pub(super) use sql::copy;
+
+mod dialect {
+    pub(super) type Db = sqlx::Sqlite;
+    pub(super) type Connection = sqlx::SqliteConnection;
+    pub(super) type DbRow = sqlx::sqlite::SqliteRow;
+    /// Waits for the write lock now, rather than failing at the first write.
+    pub(super) const BEGIN_WRITE: &str = "BEGIN IMMEDIATE";
+    /// All reads of the transaction see one moment.
+    pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN";
+    /// Table, column and type of every column, `jobs` first: others refer to it.
+    pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
+        JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
+        AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
+    /// AUTOINCREMENT follows the rows by itself.
+    pub(super) const AFTER_COPY: &str = "SELECT 1";
+}
+
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations/sqlite");
+
+/// Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
+const OLDEST_SQLITE: (u32, u32, u32) = (3, 51, 3);
+/// How many requests may read at once.
+const READERS: u32 = 8;
+
+impl SqliteStore {
+    /// Opens the file, makes it when missing, and brings its tables up to date. It is this process's until it
+    /// ends, however it ends.
+    ///
+    /// # Errors
+    /// A file that cannot be opened, is no database, was written by a newer version, or is another server's.
+    pub async fn open(path: &Path) -> Result<Self, ServeError> {
+        let name = path.display().to_string();
+        let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
+        let lock = lock(path)?;
+        let options = options(path).create_if_missing(true);
+        let pool = |n| SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
+
+        let writer = pool(1).connect_with(options.clone()).await.map_err(|e| failed(e.to_string()))?;
+        let version: String = sqlx::query_scalar("SELECT sqlite_version()")
+            .fetch_one(&writer)
+            .await
+            .map_err(|e| failed(e.to_string()))?;
+        let mut numbers = version.split('.').map(|n| n.parse().unwrap_or(0));
+        let mut number = || numbers.next().unwrap_or(0);
+        if (number(), number(), number()) < OLDEST_SQLITE {
+            return Err(failed(format!("SQLite {version} is linked; 3.51.3 or later is needed")));
+        }
+        MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
+        let reader = pool(READERS)
+            .connect_with(options.pragma("query_only", "1"))
+            .await
+            .map_err(|e| failed(e.to_string()))?;
+        Ok(Self { writer, reader, _lock: Some(Arc::new(lock)) })
+    }
+}
+
+pub(super) fn options(path: &Path) -> SqliteConnectOptions {
+    SqliteConnectOptions::new()
+        .filename(path)
+        .journal_mode(SqliteJournalMode::Wal)
+        .synchronous(SqliteSynchronous::Full)
+        .foreign_keys(true)
+        // Someone else's `sqlite3 lockstep.db` may hold it for a moment.
+        .busy_timeout(Duration::from_secs(5))
+}
+
+/// The lock of a database file: a file beside it, locked; the system frees it when this process ends. Two data
+/// directories may name one database with --database, so their own locks do not say enough.
+fn lock(path: &Path) -> Result<File, ServeError> {
+    let name = path.display().to_string();
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(".lock");
+    let beside = PathBuf::from(beside);
+    let failed = |e: io::Error| ServeError::Database {
+        path: name.clone(),
+        detail: format!("its lock {}: {e}", beside.display()),
+    };
+    let mut file =
+        File::options().read(true).write(true).create(true).truncate(false).open(&beside).map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => {
+            file.set_len(0).map_err(failed)?;
+            write!(file, "process {}", std::process::id()).map_err(failed)?;
+            Ok(file)
+        }
+        Err(TryLockError::WouldBlock) => {
+            let mut by = String::new();
+            let by = file.read_to_string(&mut by).ok().map(|_| by).filter(|by| !by.is_empty());
+            Err(ServeError::DatabaseInUse { path: name, by })
+        }
+        Err(TryLockError::Error(error)) => Err(failed(error)),
+    }
+}

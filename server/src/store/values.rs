@@ -1,0 +1,50 @@
+//! Values as columns keep them, in whichever database.
+
+use super::{Result, StoreError};
+use jiff::Timestamp;
+use std::borrow::Cow;
+
+impl From<sqlx::Error> for StoreError {
+    fn from(error: sqlx::Error) -> Self {
+        match error {
+            sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) | sqlx::Error::ColumnNotFound(_) => {
+                StoreError::Corrupt(error.to_string())
+            }
+            sqlx::Error::RowNotFound => StoreError::NotFound("row"),
+            sqlx::Error::PoolTimedOut => StoreError::Unavailable("it does not answer".into()),
+            _ => StoreError::Unavailable(error.to_string()),
+        }
+    }
+}
+
+/// A value as it is kept in a column of JSON.
+pub(super) fn json<T: serde::Serialize>(value: &T) -> Result<String> {
+    serde_json::to_string(value).map_err(|e| StoreError::Corrupt(e.to_string()))
+}
+
+pub(super) fn from_json<T: serde::de::DeserializeOwned>(text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|e| StoreError::Corrupt(e.to_string()))
+}
+
+pub(super) fn time(milliseconds: i64) -> Result<Timestamp> {
+    Timestamp::from_millisecond(milliseconds).map_err(|e| StoreError::Corrupt(e.to_string()))
+}
+
+/// Both databases' integers are signed; sequence numbers, steps and sizes stay far below 2^63.
+pub(super) fn int(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+pub(super) fn uint(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+pub(super) fn small(value: i64) -> u32 {
+    u32::try_from(value).unwrap_or(0)
+}
+
+/// Text without NUL, which Postgres takes in no text: one such character in a request must not read as
+/// "the database is away", and one in a report must not be tried for ever.
+pub(super) fn plain(text: &str) -> Cow<'_, str> {
+    if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
+}

@@ -1,0 +1,200 @@
+//! What holds for a database whichever it is: one server at a time, backups, and being away for a while.
+
+use crate::{
+    agent::{Agent, hello, losses, running},
+    house::{DEADLINE, House, Stream, config},
+    postgres::{self, Cluster},
+};
+use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
+use lockstep_server::{
+    ServeConfig, ServeError, serve,
+    store::{
+        Location,
+        backup::{BackupError, backup, restore},
+    },
+};
+use serde_json::Value;
+use sqlx::{Connection, PgConnection};
+use std::time::Duration;
+
+async fn refused(config: ServeConfig) -> ServeError {
+    let ready = |_| panic!("it must not start");
+    let error = tokio::time::timeout(DEADLINE, serve(config, ready, std::future::pending()))
+        .await
+        .unwrap()
+        .unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{error}");
+    error
+}
+
+#[tokio::test]
+async fn a_second_server_on_the_same_database_is_refused() {
+    let beside = tempfile::tempdir().unwrap();
+    let file = format!("sqlite://{}", beside.path().join("shared.db").display());
+    for url in [file, postgres::database()] {
+        let house = House::with(|c| c.database = Some(url.clone())).await;
+        let dir = tempfile::tempdir().unwrap();
+        let mut second = config(&dir);
+        second.database = Some(url.clone());
+        let error = refused(second).await;
+        assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
+        let told = error.to_string();
+        assert!(
+            told.contains("in use by another lockstep server (") && told.contains("--database"),
+            "{told}"
+        );
+        // The first goes on, and lets go when it ends.
+        assert_eq!(house.get("/jobs").await.0, 200);
+        house.stop().await;
+        House::with(|c| c.database = Some(url)).await.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_postgres_that_cannot_be_used_is_named_without_its_password() {
+    let url = postgres::database();
+    let dir = tempfile::tempdir().unwrap();
+    let mut nowhere = config(&dir);
+    nowhere.database = Some(url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing"));
+    let told = refused(nowhere).await.to_string();
+    assert!(told.contains("does not exist") && !told.contains("secret"), "{told}");
+
+    let dir = House::with(|c| c.database = Some(url.clone())).await.stop().await;
+    let mut db = PgConnection::connect(&url).await.unwrap();
+    sqlx::query("INSERT INTO _sqlx_migrations SELECT 99999, description, installed_on, success, checksum, execution_time FROM _sqlx_migrations LIMIT 1")
+        .execute(&mut db)
+        .await
+        .unwrap();
+    let mut newer = config(&dir);
+    newer.database = Some(url);
+    let error = refused(newer).await;
+    assert!(matches!(error, ServeError::DatabaseTooNew { found: 99999, .. }), "{error}");
+}
+
+/// What a person sees of a server's first job.
+async fn seen(house: &House, id: &str) -> Vec<Value> {
+    let mut seen = house.stored(id).await;
+    for path in ["", "/metrics?name=loss", "/logs", "/checkpoints"] {
+        seen.push(house.get(&format!("/jobs/{id}{path}")).await.1);
+    }
+    seen.push(house.get("/datasets").await.1);
+    seen
+}
+
+#[tokio::test]
+async fn a_backup_of_a_running_server_is_restored_into_either_database() {
+    let files = tempfile::tempdir().unwrap();
+    let sqlite = |name: &str| format!("sqlite://{}", files.path().join(name).display());
+    for url in [sqlite("one.db"), postgres::database()] {
+        let house = House::with(|c| c.database = Some(url.clone())).await;
+        let mut agent = Agent::with_pictures(&house, 2).await;
+        let id = house.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        let mut records = vec![running(100, 0), losses(0, 1..=70)];
+        // 0.1 as a 64-bit number has no short decimal: what comes back must be the same bits.
+        records.push(AttemptEvent::Checkpoint(CheckpointInfo {
+            epoch: 1,
+            step: 50,
+            val_accuracy: Some(0.1 + 0.2),
+            val_loss: None,
+            best: true,
+            size_bytes: 1 << 40,
+        }));
+        agent.report(&attempt, Source::Rank(0), 0, records).await;
+        let before = seen(&house, &id).await;
+        let file = files.path().join("backup");
+        let done = backup(&Location::parse(&url).unwrap(), &file).await.unwrap();
+        assert!(done.tables.iter().any(|(name, rows)| name == "events" && *rows > 3), "{done:?}");
+        assert_eq!(done.size_bytes, std::fs::metadata(&file).unwrap().len());
+        house.stop().await;
+
+        for (number, target) in
+            [sqlite(&format!("{}.db", url.len())), postgres::database()].into_iter().enumerate()
+        {
+            let place = Location::parse(&target).unwrap();
+            assert_eq!(restore(&place, &file).await.unwrap().tables, done.tables);
+            // Only into a database that has nothing.
+            let again = restore(&place, &file).await.unwrap_err();
+            assert!(matches!(again, BackupError::NotEmpty(_)), "{again}");
+            let house = House::with(|c| c.database = Some(target)).await;
+            assert_eq!(seen(&house, &id).await, before, "restored into {number}");
+            // The attempt that ran is still the one that may write, and the next one's token is above its.
+            let mut agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+            assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
+            agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
+            assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+            assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+            agent.end(&attempt, Ending::Stopped).await;
+            assert_eq!(house.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+            let next = agent.started().await;
+            assert!(next.attempt.token > attempt.token, "{next:?}");
+            assert_eq!(next.resume.as_deref(), Some("1-50"));
+            house.stop().await;
+            std::fs::remove_file(files.path().join(format!("{}.db", url.len()))).ok();
+        }
+
+        // Torn or changed, nothing of it is restored.
+        let whole = std::fs::read(&file).unwrap();
+        let empty = Location::parse(&sqlite("empty.db")).unwrap();
+        let middle = whole.len() / 2;
+        let mut changed = whole.clone();
+        changed[middle] ^= 1;
+        for bytes in [&whole[..middle], &whole[..whole.len() - 2], &changed[..], b"{}\n", b""] {
+            std::fs::write(&file, bytes).unwrap();
+            let error = restore(&empty, &file).await.unwrap_err();
+            assert!(matches!(error, BackupError::NotWhole { .. }), "{error}");
+        }
+        assert!(!files.path().join("empty.db").exists());
+    }
+}
+
+#[tokio::test]
+async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
+    let mut cluster = Cluster::new(false);
+    let url = cluster.database("away");
+    let house = House::with(|c| {
+        c.database = Some(url);
+        // This agent sends no heartbeats.
+        c.lease = Duration::from_secs(300);
+    })
+    .await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
+    for kill in [false, true] {
+        let from = if kill { 21 } else { 11 };
+        let mut watching: Stream = house.stream(&id, 0).await;
+        watching.until(|frame| frame["type"] == "live").await;
+        if kill {
+            cluster.kill()
+        } else {
+            cluster.stop()
+        }
+        let (status, body) = house.get("/jobs").await;
+        assert_eq!(status, 503, "{body}");
+        assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
+        assert_eq!(house.text("/readyz").await.0, 503);
+        assert_eq!(house.text("/healthz").await.0, 200, "the process itself is well");
+        let first = u64::from(from) / 10 + 1;
+        let events = vec![losses(0, from..=from + 9)];
+        agent
+            .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })
+            .await;
+        cluster.start();
+        // Stored by itself as soon as it can be, told to those who watch, acknowledged.
+        watching
+            .until(|frame| frame["steps"].as_array().is_some_and(|s| s.contains(&(from + 9).into())))
+            .await;
+        let told = agent.next().await;
+        assert!(matches!(&told, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{told:?}");
+        assert_eq!(house.text("/readyz").await.0, 200);
+    }
+    let events = house.stored(&id).await;
+    let numbers: Vec<_> = events.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
+    let (_, metrics) = house.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
+    let steps: Vec<u64> = serde_json::from_value(metrics["series"][0]["steps"].clone()).unwrap();
+    assert_eq!(steps, (1..=30).collect::<Vec<_>>());
+    tokio::time::timeout(Duration::from_secs(20), house.stop()).await.unwrap();
+}

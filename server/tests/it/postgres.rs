@@ -1,0 +1,197 @@
+//! A Postgres of the tests' own: a cluster in a temporary folder, on a free port of 127.0.0.1, that ends and is
+//! removed with the process that started it, however that ends.
+#![allow(dead_code)] // Each test binary uses its part.
+
+use std::{
+    fs,
+    io::Write,
+    net::{TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+/// Runs `postgres` until a line comes or standard input ends; without a line the folder goes, too.
+const KEEPER: &str = r#"
+trap '' INT TERM HUP
+"$@" >>"$DIR/log" 2>&1 & P=$!
+read -r how
+case "$how" in
+    fast) kill -INT $P ;;
+    kill) kill -KILL $P ;;
+    *) kill -QUIT $P; wait $P; rm -rf "$DIR"; exit ;;
+esac
+wait $P
+"#;
+
+pub struct Cluster {
+    dir: PathBuf,
+    port: u16,
+    bin: PathBuf,
+    /// Whether commits reach the disk: only where a machine's crash is at stake.
+    durable: bool,
+    keeper: Option<Child>,
+}
+
+/// Where Debian's packages put the programs that are not on the path.
+fn programs() -> PathBuf {
+    let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
+        .map(|entries| entries.flatten().map(|e| e.path().join("bin")).collect())
+        .unwrap_or_default();
+    found.retain(|bin: &PathBuf| bin.join("postgres").exists());
+    found.sort();
+    found.pop().unwrap_or_else(|| {
+        panic!("these tests need Postgres: `apt-get install postgresql` (tests/run does)");
+    })
+}
+
+/// Postgres refuses to run as root.
+fn unprivileged(program: &Path) -> Command {
+    let root = fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
+    if !root {
+        return Command::new(program);
+    }
+    let mut command = Command::new("runuser");
+    command.args(["-u", "nobody", "--"]).arg(program);
+    command
+}
+
+impl Cluster {
+    pub fn new(durable: bool) -> Self {
+        let bin = programs();
+        let made = unprivileged(Path::new("mktemp"))
+            .args(["-d", "/tmp/lockstep-pg-XXXXXXXX"])
+            .output()
+            .expect("mktemp runs");
+        let dir = PathBuf::from(String::from_utf8_lossy(&made.stdout).trim());
+        let made = unprivileged(&bin.join("initdb"))
+            .args(["-U", "lockstep", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-D"])
+            .arg(dir.join("data"))
+            .current_dir("/tmp")
+            .output()
+            .expect("initdb runs");
+        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let port = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port").port();
+        let mut cluster = Self { dir, port, bin, durable, keeper: None };
+        cluster.start();
+        cluster
+    }
+
+    /// Starts it again, on the same port and data.
+    pub fn start(&mut self) {
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            let before = self.log().len();
+            let mut keeper = unprivileged(Path::new("sh"));
+            keeper.args(["-c", KEEPER, "sh"]).arg(self.bin.join("postgres"));
+            keeper.arg("-D").arg(self.dir.join("data")).arg("-k").arg(&self.dir);
+            keeper.args(["-p", &self.port.to_string(), "-c", "listen_addresses=127.0.0.1"]);
+            keeper.args(["-c", "max_connections=200"]);
+            if !self.durable {
+                keeper.args(["-c", "fsync=off"]);
+            }
+            keeper.env("DIR", &self.dir).current_dir("/tmp").stdin(Stdio::piped());
+            let keeper = keeper.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("sh runs");
+            loop {
+                if self.is_ready() {
+                    self.keeper = Some(keeper);
+                    return;
+                }
+                assert!(Instant::now() < until, "postgres does not start: {}", self.log());
+                std::thread::sleep(Duration::from_millis(20));
+                // Processes of one that was killed may still hold its memory: then it refuses to start.
+                let new = self.log().split_off(before);
+                if new.contains("still in use") || new.contains("FATAL") && !new.contains("starting up") {
+                    break;
+                }
+            }
+            self.keeper = Some(keeper);
+            self.stop();
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.join("log")).unwrap_or_default()
+    }
+
+    fn is_ready(&self) -> bool {
+        TcpStream::connect(("127.0.0.1", self.port)).is_ok()
+            && Command::new(self.bin.join("pg_isready"))
+                .args(["-q", "-h", "127.0.0.1", "-p", &self.port.to_string()])
+                .status()
+                .is_ok_and(|s| s.success())
+    }
+
+    /// The process id of the main process.
+    pub fn main_process(&self) -> Option<i32> {
+        let text = fs::read_to_string(self.dir.join("data/postmaster.pid")).ok()?;
+        text.lines().next()?.trim().parse().ok()
+    }
+
+    /// Stops it as an administrator would: sessions are cut, all is written.
+    pub fn stop(&mut self) {
+        self.end("fast\n");
+    }
+
+    /// `kill -9` of the main process; the others end by themselves.
+    pub fn kill(&mut self) {
+        self.end("kill\n");
+    }
+
+    fn end(&mut self, how: &str) {
+        if let Some(mut keeper) = self.keeper.take() {
+            if let Some(stdin) = &mut keeper.stdin {
+                let _ = stdin.write_all(how.as_bytes());
+            }
+            let _ = keeper.wait();
+        }
+    }
+
+    /// A new, empty database; its URL.
+    pub fn database(&self, name: &str) -> String {
+        let made = Command::new(self.bin.join("createdb"))
+            .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "lockstep", name])
+            .output()
+            .expect("createdb runs");
+        assert!(made.status.success(), "createdb: {}", String::from_utf8_lossy(&made.stderr));
+        self.url(name)
+    }
+
+    pub fn url(&self, name: &str) -> String {
+        format!("postgres://lockstep@127.0.0.1:{}/{name}", self.port)
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // Standard input ends: the keeper ends it and removes the folder.
+        if let Some(mut keeper) = self.keeper.take() {
+            drop(keeper.stdin.take());
+            let _ = keeper.wait();
+        }
+    }
+}
+
+/// The cluster that this process's tests share.
+pub fn shared() -> &'static Cluster {
+    static SHARED: OnceLock<Cluster> = OnceLock::new();
+    SHARED.get_or_init(|| Cluster::new(false))
+}
+
+/// A new database in the shared cluster; its URL.
+pub fn database() -> String {
+    static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    shared().database(&format!("test{number}"))
+}
+
+/// Whether the tests are to run on Postgres: `LOCKSTEP_TEST_DATABASE=postgres`.
+pub fn wanted() -> bool {
+    match std::env::var("LOCKSTEP_TEST_DATABASE").as_deref() {
+        Ok("postgres") => true,
+        Ok("sqlite" | "") | Err(_) => false,
+        Ok(other) => panic!("LOCKSTEP_TEST_DATABASE={other}: it is sqlite or postgres"),
+    }
+}

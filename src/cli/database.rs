@@ -1,0 +1,122 @@
+//! `lockstep migrate`, `backup` and `restore`: what is done to a database from outside the server.
+
+use super::{block_on, output, wrong};
+use lockstep_server::{
+    ServeConfig,
+    store::{
+        Location,
+        backup::{BackupError, Summary, backup, restore},
+    },
+};
+use std::path::{Path, PathBuf};
+
+/// Which database.
+#[derive(clap::Args)]
+pub(crate) struct Which {
+    /// The server's data directory
+    #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
+    data_dir: PathBuf,
+    /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
+    database: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Which {
+    fn location(&self) -> anyhow::Result<Location> {
+        let mut config = ServeConfig::new(&self.data_dir);
+        config.database.clone_from(&self.database);
+        Location::of(&config).map_err(|e| wrong(e.to_string()))
+    }
+}
+
+/// Bring a database's tables up to date (the server does so by itself when it starts)
+#[derive(clap::Args)]
+pub(crate) struct MigrateArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Copy all that a database holds into one file, beside a running server
+///
+/// Checkpoints are folders below the data directory's `jobs` that never change once they are there: copy these with
+/// any tool, at any time.
+#[derive(clap::Args)]
+pub(crate) struct BackupArgs {
+    /// Where to write it
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Bring a backup into a new, empty database, of either kind
+#[derive(clap::Args)]
+pub(crate) struct RestoreArgs {
+    /// What `lockstep backup` wrote
+    file: PathBuf,
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Opens the database, which migrates it, and closes it.
+///
+/// # Errors
+/// Exit status 2 when it cannot be opened or a server has it.
+pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
+    let location = args.which.location()?;
+    std::fs::create_dir_all(&args.which.data_dir)?;
+    block_on(async {
+        location.open().await.map_err(|e| wrong(e.to_string()))?.close().await;
+        if args.which.json {
+            return output::json(&serde_json::json!({ "database": location.to_string() }));
+        }
+        output::line(format_args!("{location} is up to date"))
+    })
+}
+
+/// Writes a backup.
+///
+/// # Errors
+/// Exit status 2 when there is no such database, 1 when it cannot be read or the file not be written.
+pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
+    let location = args.which.location()?;
+    let done = block_on(async { backup(&location, &args.output).await.map_err(told) })?;
+    report("backed up", &location, &args.output, &done, args.which.json)
+}
+
+/// Reads a backup into an empty database.
+///
+/// # Errors
+/// Exit status 2 when the file or the database is not as it must be, 1 when writing fails; then nothing was changed.
+pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
+    let location = args.which.location()?;
+    std::fs::create_dir_all(&args.which.data_dir)?;
+    let done = block_on(async { restore(&location, &args.file).await.map_err(told) })?;
+    report("restored", &location, &args.file, &done, args.which.json)
+}
+
+fn told(error: BackupError) -> anyhow::Error {
+    match error {
+        BackupError::Database(_) | BackupError::Io(_) => error.into(),
+        other => wrong(other.to_string()),
+    }
+}
+
+fn report(did: &str, location: &Location, file: &Path, done: &Summary, json: bool) -> anyhow::Result<()> {
+    if json {
+        let file = file.display().to_string();
+        return output::json(&serde_json::json!({
+            "database": location.to_string(), "file": file, "tables": done.tables, "size_bytes": done.size_bytes,
+        }));
+    }
+    let rows: u64 = done.tables.iter().map(|(_, rows)| rows).sum();
+    let jobs = done.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
+    output::line(format_args!(
+        "{did} {jobs} jobs ({rows} rows, {:.1} MB): {location}, {}",
+        done.size_bytes as f64 / 1e6,
+        file.display()
+    ))
+}

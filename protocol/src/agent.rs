@@ -22,6 +22,9 @@ pub struct Slot {
     pub name: String,
     /// GPU memory; 0 for a CPU slot.
     pub memory_bytes: u64,
+    /// Which GPU it is (`GPU-...`); absent for a CPU slot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
 }
 
 /// A machine as it introduces itself.

@@ -11,9 +11,9 @@ use crate::{
     store::{AttemptRow, Claim, JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::{AttemptRef, StartAttempt, ToAgent},
+    agent::{AttemptRef, Slot, StartAttempt, ToAgent},
     job::{Job, JobId, JobState},
-    spec::Device,
+    spec::{Device, JobSpec, Precision},
 };
 use std::{
     collections::{HashMap, HashSet},
@@ -251,17 +251,36 @@ struct Room {
 
 fn room(app: &App, agent: &Online, device: Device) -> Room {
     let in_use = app.dispatch.slots_in_use(&agent.row.id);
-    let of = |kind: &str| {
-        let slots = agent.row.slots.iter().filter(|s| s.device == kind).map(|s| s.index);
-        let all: Vec<u32> = slots.collect();
-        let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
-        Room { all, free }
+    let all = slots_for(&agent.row.slots, device);
+    let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
+    Room { all, free }
+}
+
+/// The slots of a machine that ranks of such a job may run in.
+pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
+    let of = |kind: &str| -> Vec<u32> {
+        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
     };
-    match device {
-        Device::Cpu => of("cpu"),
-        Device::Cuda => of("cuda"),
+    let (first, second) = match device {
+        Device::Cuda => ("cuda", None),
         // GPUs where there are any.
-        Device::Auto => Some(of("cuda")).filter(|r| !r.all.is_empty()).unwrap_or_else(|| of("cpu")),
+        Device::Auto => ("cuda", Some("cpu")),
+        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
+        Device::Cpu => ("cpu", Some("cuda")),
+    };
+    let found = of(first);
+    match second {
+        Some(second) if found.is_empty() => of(second),
+        _ => found,
+    }
+}
+
+/// The device that a job needs: half precision is for GPUs alone.
+pub(crate) fn device_for(spec: &JobSpec) -> Device {
+    let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
+    match spec.parallel.device {
+        Device::Auto if half => Device::Cuda,
+        device => device,
     }
 }
 
@@ -270,6 +289,7 @@ fn room(app: &App, agent: &Online, device: Device) -> Room {
 async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Result<()> {
     let job = &row.job;
     let ranks = job.ranks as usize;
+    let device = device_for(&job.spec);
     let serves = |o: &Online| o.leaving.is_none() && o.only_job.as_ref().is_none_or(|only| *only == job.id);
     let mut candidates: Vec<_> = app
         .agents
@@ -277,7 +297,7 @@ async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Resul
         .into_iter()
         .filter(serves)
         .map(|o| {
-            let room = room(app, &o, job.spec.parallel.device);
+            let room = room(app, &o, device);
             (o, room)
         })
         .collect();
@@ -287,13 +307,17 @@ async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Resul
     if let Some((agent, room)) = fits {
         return start(app, row, agent, &room.free[..ranks]).await;
     }
-    let slots = |n: usize| if n == 1 { "1 slot".to_owned() } else { format!("{n} slots") };
+    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
+    let slots = |n: usize| if n == 1 { format!("1 {unit}") } else { format!("{n} {unit}s") };
     let largest = candidates.iter().max_by_key(|(_, r)| (r.all.len(), r.free.len()));
     let why = match largest {
         None if app.agents.online().is_empty() => {
             "no agent is online; start one with `lockstep agent --server URL`".to_owned()
         }
         None => "no agent that is online takes this job".to_owned(),
+        Some((_, room)) if room.all.is_empty() => {
+            format!("needs {}, and no machine that is online has one", slots(ranks))
+        }
         Some((agent, room)) if room.all.len() < ranks => format!(
             "needs {} on one machine; the largest, {:?}, has {}",
             slots(ranks),

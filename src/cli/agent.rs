@@ -20,10 +20,10 @@ pub(crate) struct Args {
     /// The agent's own folder: who it is, what it holds. One agent a folder
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
-    /// Ranks this machine takes at once on its CPU [default: one a core]
+    /// Ranks this machine takes at once on its CPU [default: one a GPU, or one a core without GPUs]
     #[arg(long, value_name = "N")]
     cpu_slots: Option<u32>,
-    /// GPUs to use, such as 2,3
+    /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
     /// Serve this job alone, and exit with it
@@ -40,11 +40,6 @@ pub(crate) struct Args {
 /// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("info");
-    if let Some(gpus) = &args.gpus {
-        return Err(wrong(format!(
-            "--gpus {gpus}: this build has no CUDA engine yet; use --cpu-slots N to train on the CPU"
-        )));
-    }
     let token = match &args.token_file {
         Some(path) => Some(
             std::fs::read_to_string(path)
@@ -60,6 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         name: args.name,
         dir: args.data_dir,
         cpu_slots: args.cpu_slots,
+        gpus: args.gpus,
         only_job: args.job,
         program: None,
         follow_parent: args.follow_parent,

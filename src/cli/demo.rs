@@ -2,7 +2,9 @@
 
 use super::{
     api::Api,
-    init_tracing, output,
+    init_tracing,
+    local_agent::Slots,
+    output,
     serve::{Server, told_to_end},
     watch, wrong,
 };
@@ -71,7 +73,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     let dataset = unpack(data_dir)?;
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     cancel_leftovers(&api).await?;
-    server.start_agent(Some(cores.max(args.ranks)), true).await?;
+    server.start_agent(Slots::Cpu(cores.max(args.ranks)), true).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     output::line(format_args!(

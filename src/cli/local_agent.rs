@@ -32,6 +32,16 @@ pub(crate) struct LocalAgent {
     keeper: JoinHandle<()>,
 }
 
+/// The places for ranks that the local agent offers.
+#[derive(Debug, Clone)]
+pub(crate) enum Slots {
+    /// What there is: one a GPU, or one a core.
+    Found,
+    Cpu(u32),
+    /// As `--gpus` takes them.
+    Gpus(String),
+}
+
 /// What the local agent is started with.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
@@ -39,8 +49,7 @@ pub(crate) struct Settings {
     pub(crate) server: String,
     /// The agent's folder.
     pub(crate) dir: PathBuf,
-    /// Places for ranks; one a core when absent.
-    pub(crate) cpu_slots: Option<u32>,
+    pub(crate) slots: Slots,
     /// What it has to say goes into `agent.log` of its folder instead of standard error.
     pub(crate) quiet: bool,
 }
@@ -110,8 +119,14 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
         .stdout(Stdio::null())
         // Ctrl-C is for the server, which ends its agent in order.
         .process_group(0);
-    if let Some(slots) = settings.cpu_slots {
-        command.args(["--cpu-slots", &slots.to_string()]);
+    match &settings.slots {
+        Slots::Found => {}
+        Slots::Cpu(count) => {
+            command.args(["--cpu-slots", &count.to_string()]);
+        }
+        Slots::Gpus(list) => {
+            command.args(["--gpus", list]);
+        }
     }
     if settings.quiet {
         std::fs::create_dir_all(&settings.dir)?;

@@ -2,7 +2,7 @@
 
 use super::{
     init_tracing,
-    local_agent::{LocalAgent, Settings},
+    local_agent::{LocalAgent, Settings, Slots},
     output, wrong,
 };
 use lockstep_server::{ServeConfig, ServeError};
@@ -30,9 +30,12 @@ pub(crate) struct Args {
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
-    /// Ranks this machine takes at once on its CPU [default: one a core]
+    /// Ranks this machine takes at once on its CPU [default: one a GPU, or one a core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent")]
     cpu_slots: Option<u32>,
+    /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
+    #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
+    gpus: Option<String>,
 }
 
 /// Serves until Ctrl-C or SIGTERM.
@@ -44,14 +47,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
     config.database = args.database;
-    let cpu_slots = args.cpu_slots;
+    let slots = match (args.cpu_slots, args.gpus) {
+        (Some(count), _) => Slots::Cpu(count),
+        (None, Some(list)) => Slots::Gpus(list),
+        (None, None) => Slots::Found,
+    };
     let local_agent = !args.no_local_agent;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.url()))?;
         if local_agent {
-            server.start_agent(cpu_slots, false).await?;
+            server.start_agent(slots, false).await?;
         }
         let told = tokio::select! {
             told = told_to_end() => told,
@@ -140,9 +147,9 @@ impl Server {
     ///
     /// # Errors
     /// It cannot be started.
-    pub(crate) async fn start_agent(&mut self, cpu_slots: Option<u32>, quiet: bool) -> anyhow::Result<()> {
+    pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
         let dir = self.data_dir.join("agent");
-        let settings = Settings { server: self.url(), dir, cpu_slots, quiet };
+        let settings = Settings { server: self.url(), dir, slots, quiet };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

@@ -11,9 +11,17 @@ use lockstep_protocol::{
     JobSpec,
     agent::{AttemptRef, StartAttempt},
     job::JobId,
-    spec::{apply_set, from_json, toml_document},
+    spec::{Device, apply_set, from_json, toml_document},
 };
-use lockstep_worker::{checkpoint, rank::RankConfig, rendezvous::free_port};
+use lockstep_worker::{
+    checkpoint,
+    gpu::{
+        RankGpu, devices,
+        libraries::{self, Which},
+    },
+    rank::RankConfig,
+    rendezvous::free_port,
+};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -88,6 +96,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     write_spec(out, &start.spec)?;
     let threads = (local::cores() / start.world_size).max(1);
     let local_ranks = start.world_size;
+    let visible = gpus(&start.spec, local_ranks)?;
     let configs: Vec<_> = (0..local_ranks)
         .map(|rank| RankConfig {
             start: start.clone(),
@@ -95,7 +104,8 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
             slot: rank,
             local_ranks,
             threads,
-            gpu: None,
+            gpu: (!visible.is_empty())
+                .then(|| RankGpu { ordinal: rank.cast_signed(), visible: visible.clone() }),
             job_dir: out.into(),
         })
         .collect();
@@ -115,17 +125,75 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
     if place.rank == 0 {
         write_spec(out, &start.spec)?;
     }
+    let gpu = gpu_of(&start.spec, place)?;
     let config = RankConfig {
         start,
         rank: place.rank,
         slot: place.local_rank,
         local_ranks: place.local_ranks,
         threads: (local::cores() / place.local_ranks).max(1),
-        gpu: None,
+        gpu,
         job_dir: out.into(),
     };
     fs::create_dir_all(config.attempt_dir())?;
     local::run_here(&config)
+}
+
+/// The GPUs for this many ranks, or none: those that are visible, in their order.
+fn gpus(spec: &JobSpec, ranks: u32) -> anyhow::Result<Vec<String>> {
+    let device = spec.parallel.device;
+    if device == Device::Cpu {
+        return Ok(Vec::new());
+    }
+    let devices::Usable { gpus, hindrance } = devices::usable(None).map_err(wrong)?;
+    let uuids: Vec<_> = gpus.into_iter().map(|gpu| gpu.uuid).take(ranks as usize).collect();
+    if uuids.is_empty() {
+        return match (device, hindrance) {
+            (Device::Cuda, why) => {
+                let why = why.unwrap_or_else(|| {
+                    "there is no GPU on this machine; lockstep doctor says more, and \"auto\" or \"cpu\" \
+                     trains on the CPU"
+                        .into()
+                });
+                Err(wrong(format!("parallel.device = \"cuda\": {why}")))
+            }
+            (_, Some(why)) => {
+                output::warn(format_args!("training on the CPU: {why}"));
+                Ok(Vec::new())
+            }
+            (_, None) => Ok(Vec::new()),
+        };
+    }
+    if uuids.len() < ranks as usize {
+        return Err(wrong(format!(
+            "parallel.ranks = {ranks}, but there {} here: use at most as many ranks, or parallel.device = \"cpu\"",
+            if uuids.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", uuids.len()) }
+        )));
+    }
+    Ok(uuids)
+}
+
+/// The GPU of a rank that a launcher has started: by its number on this machine, unless it sees its own
+/// alone.
+fn gpu_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
+    if spec.parallel.device == Device::Cpu {
+        return Ok(None);
+    }
+    let visible = gpus(spec, 1).and_then(|one| match one.len() {
+        0 => Ok(one),
+        _ => Ok(devices::usable(None).map_err(wrong)?.gpus.into_iter().map(|gpu| gpu.uuid).collect()),
+    })?;
+    if visible.is_empty() {
+        return Ok(None);
+    }
+    let ordinal = if visible.len() == 1 { 0 } else { place.local_rank };
+    if ordinal as usize >= visible.len() {
+        let (by, count, ranks) = (place.by, visible.len(), place.local_ranks);
+        return Err(wrong(format!("{by} has started {ranks} ranks on a machine of {count} visible GPUs")));
+    }
+    // In this very process: it may have to start anew to find NVIDIA's libraries.
+    libraries::start_anew_if_needed(Which::needed(place.world_size));
+    Ok(Some(RankGpu { ordinal: ordinal.cast_signed(), visible }))
 }
 
 fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {

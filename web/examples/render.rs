@@ -196,6 +196,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     device: "cuda".into(),
                     name: "NVIDIA H200".into(),
                     memory_bytes: 150_754_820_096,
+                    uuid: None,
                 };
                 let holder = machines::Holder {
                     job_id: list[0].id.to_string(),

@@ -3,7 +3,14 @@
 //! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
-use crate::rank::RankConfig;
+use crate::{
+    gpu::{
+        DeviceChoice,
+        devices::VISIBLE,
+        libraries::{Libraries, links_dir},
+    },
+    rank::RankConfig,
+};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -72,7 +79,13 @@ impl RankProcess {
         let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
         let stdout = stderr.try_clone()?;
         let attempt = &config.start.attempt;
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        if let (DeviceChoice::Cuda { .. }, Some(gpu)) = (config.device(), &config.gpu) {
+            // What is missing, the rank itself says. Everything else is inherited, such as NCCL_*.
+            let libraries = Libraries::find().environment(&links_dir()?)?;
+            command.env(VISIBLE, gpu.visible.join(",")).envs(libraries);
+        }
+        let child = command
             .arg("rank")
             .arg(&config_path)
             .args(["--job", attempt.job.as_str()])
@@ -208,6 +221,7 @@ pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpu::RankGpu;
     use lockstep_protocol::{
         agent::{AttemptRef, StartAttempt},
         job::JobId,
@@ -272,6 +286,27 @@ mod tests {
         assert!(printed.contains("out") && printed.contains("err"), "{printed}");
         // Gone means gone for whoever comes later, too.
         assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
+    }
+
+    #[test]
+    fn a_rank_on_a_gpu_sees_those_of_its_attempt_and_finds_libraries() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = program(dir.path(), "echo \"$CUDA_VISIBLE_DEVICES|$LD_LIBRARY_PATH|$HOME\"");
+        let printed = |config: &RankConfig| {
+            let mut process = RankProcess::start(&script, config).unwrap();
+            assert_eq!(wait(&mut process), Exit::Status(0));
+            fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap()
+        };
+        let mut config = config(dir.path());
+        config.gpu = Some(RankGpu { ordinal: 0, visible: vec!["GPU-b".into(), "GPU-a".into()] });
+        let said = printed(&config);
+        assert!(said.starts_with("GPU-b,GPU-a|"), "{said}");
+        // The rest of the environment is the launcher's.
+        let home = std::env::var("HOME").unwrap_or_default();
+        assert!(said.trim_end().ends_with(&format!("|{home}")), "{said}");
+        // A job for CPUs on the same machine is none of the GPUs' business.
+        config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
+        assert!(!printed(&config).contains("GPU-b"));
     }
 
     #[test]

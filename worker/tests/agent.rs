@@ -92,6 +92,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         name: Some("test".into()),
         dir: dir.join("agent"),
         cpu_slots: Some(2),
+        gpus: None,
         only_job: Some(start.attempt.job.clone()),
         program: Some(program),
         follow_parent: false,

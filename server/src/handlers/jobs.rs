@@ -3,7 +3,7 @@
 use super::extract::{Body, Path, Query, job_id};
 use crate::{
     app::App,
-    dispatch,
+    dispatch::{self, device_for, slots_for},
     error::{Error, Problem, Result},
     lifecycle,
     store::{Created, JobFilter, NewJob},
@@ -209,23 +209,28 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
     if online.is_empty() {
         return None;
     }
-    let fits = |device: &str| match spec.parallel.device {
-        Device::Auto => true,
-        Device::Cpu => device == "cpu",
-        Device::Cuda => device == "cuda",
-    };
-    let most =
-        online.iter().map(|a| a.row.slots.iter().filter(|s| fits(&s.device)).count()).max().unwrap_or(0);
+    let device = device_for(spec);
+    let most = online.iter().map(|a| slots_for(&a.row.slots, device).len()).max().unwrap_or(0);
     if most >= spec.parallel.ranks as usize {
         return None;
     }
     if most == 0 {
-        let device = if spec.parallel.device == Device::Cuda { "cuda" } else { "cpu" };
-        let detail = format!("no machine online has a {device} slot; \"auto\" takes what there is");
-        return Some(SpecError { pointer: "/parallel/device".into(), detail });
+        let (pointer, detail) = match (device, spec.parallel.device) {
+            (Device::Cuda, Device::Auto) => (
+                "/train/precision",
+                "no machine online has a GPU, and CPU ranks compute in fp32; use fp32 or auto",
+            ),
+            (Device::Cuda, _) => (
+                "/parallel/device",
+                "no machine online has a GPU (a cuda slot); \"auto\" takes what there is",
+            ),
+            _ => ("/parallel/device", "no machine online has a slot"),
+        };
+        return Some(SpecError { pointer: pointer.into(), detail: detail.into() });
     }
+    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
     let detail = format!(
-        "{} ranks, but the largest machine online has {most} slot{}; use at most {most}, or join a machine with more",
+        "{} ranks, but the largest machine online has {most} {unit}{}; use at most {most}, or join a machine with more",
         spec.parallel.ranks,
         if most == 1 { "" } else { "s" }
     );

@@ -37,11 +37,34 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             version: "0".into(),
         },
         slots: (0..slots)
-            .map(|index| Slot { index, device: "cpu".into(), name: "a core".into(), memory_bytes: 0 })
+            .map(|index| Slot {
+                index,
+                device: "cpu".into(),
+                name: "a core".into(),
+                memory_bytes: 0,
+                uuid: None,
+            })
             .collect(),
         attempts,
         only_job: None,
     }
+}
+
+/// As [`hello`], from a machine with so many GPUs.
+pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
+    let mut said = hello(name, 0, Vec::new());
+    if let FromAgent::Hello { slots, .. } = &mut said {
+        *slots = (0..gpus)
+            .map(|index| Slot {
+                index,
+                device: "cuda".into(),
+                name: "NVIDIA H200".into(),
+                memory_bytes: 150_754_820_096,
+                uuid: Some(format!("GPU-{index}932f937-d72c-4106-c12f-20bd9faed9f6")),
+            })
+            .collect();
+    }
+    said
 }
 
 impl Agent {

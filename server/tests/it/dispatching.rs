@@ -1,7 +1,7 @@
 //! Slots, order, leases and restarts.
 
 use crate::{
-    agent::{Agent, hello, line, losses, running},
+    agent::{Agent, hello, hello_gpus, line, losses, running},
     house::House,
 };
 use lockstep_protocol::{
@@ -240,5 +240,65 @@ async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it
     assert_eq!(body["state"], "cancelled");
     let agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.1, [attempt]);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn jobs_go_where_their_device_is() {
+    let house = House::new().await;
+    let mut cpu = Agent::with_pictures(&house, 4).await;
+    let wants = |device: &'static str, precision: &'static str| {
+        move |spec: &mut Value| {
+            spec["parallel"] = json!({"ranks": 2, "device": device});
+            spec["train"]["precision"] = json!(precision);
+        }
+    };
+    // Nobody has a GPU: said at once, with what would do.
+    let refused = async |change: &dyn Fn(&mut Value), pointer: &str, hint: &str| {
+        let mut spec = crate::house::spec();
+        change(&mut spec);
+        let (status, body) = house.post("/jobs", &spec).await;
+        assert_eq!(status, 422, "{body}");
+        let error = &body["errors"][0];
+        assert_eq!(error["pointer"], pointer, "{body}");
+        assert!(error["detail"].as_str().unwrap().contains(hint), "{body}");
+    };
+    refused(&wants("cuda", "auto"), "/parallel/device", "no machine online has a GPU").await;
+    refused(&wants("auto", "bf16"), "/train/precision", "fp32").await;
+
+    let mut gpu = Agent::greet(&house, hello_gpus("gpus", 4)).await.unwrap();
+    let (_, list) = house.get("/agents").await;
+    let machine = list["agents"].as_array().unwrap().iter().find(|a| a["name"] == "gpus").unwrap();
+    let slot = &machine["slots"][2];
+    assert_eq!((&slot["device"], &slot["name"]), (&json!("cuda"), &json!("NVIDIA H200")));
+    assert!(slot["uuid"].as_str().unwrap().starts_with("GPU-2"), "{slot}");
+    assert_eq!(slot["memory_bytes"], json!(150_754_820_096u64));
+
+    house.submit(wants("cpu", "auto")).await;
+    cpu.started().await;
+    house.submit(wants("cuda", "fp16")).await;
+    gpu.started().await;
+    // Half precision is for GPUs, also where the device is left open.
+    house.submit(wants("auto", "bf16")).await;
+    gpu.started().await;
+    // All four are taken: the next one waits, and says for what.
+    let waiting = house.submit(wants("cuda", "auto")).await.id.to_string();
+    let mut stream = house.stream(&waiting, 0).await;
+    let frames = stream.until(|f| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for"))).await;
+    let reason = frames.last().unwrap()["reason"].as_str().unwrap();
+    assert_eq!(reason, "waits for 2 GPUs: 0 of 4 on \"gpus\" free");
+    refused(&|spec| spec["parallel"] = json!({"ranks": 8, "device": "cuda"}), "/parallel/ranks", "4 GPUs")
+        .await;
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
+    let house = House::new().await;
+    let _pictures = Agent::with_pictures(&house, 1).await;
+    let mut gpu = Agent::greet(&house, hello_gpus("gpus", 2)).await.unwrap();
+    house.submit(|spec| spec["parallel"] = json!({"ranks": 2, "device": "cpu"})).await;
+    let start = gpu.started().await;
+    assert_eq!(start.ranks, [(0, 0), (1, 1)]);
     house.stop().await;
 }

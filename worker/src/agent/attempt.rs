@@ -7,6 +7,7 @@ use super::{
     verdict::{Failure, RankEnd, cause},
 };
 use crate::{
+    gpu::RankGpu,
     launch::{Exit, RankProcess, rank_file},
     rank::RankConfig,
     report::{Records, Tail, TailError, events_path},
@@ -14,6 +15,7 @@ use crate::{
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, LogLine};
 use rustix::process::Signal;
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::{
@@ -60,6 +62,8 @@ pub(super) struct Surroundings {
     pub(super) lease: Arc<Lease>,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
+    /// The UUIDs of this machine's GPUs, by slot.
+    pub(super) gpus: Arc<BTreeMap<u32, String>>,
 }
 
 impl Attempt {
@@ -236,8 +240,7 @@ impl Supervisor {
             Self { held, dir, ranks: Vec::new(), verdict: None, ending: None, trouble_since: None };
         match beginning {
             Beginning::Launch { refusal } => {
-                let launched =
-                    refusal.map_or_else(|| this.launch(&around.program), |r| Err(io::Error::other(r)));
+                let launched = refusal.map_or_else(|| this.launch(around), |r| Err(io::Error::other(r)));
                 if let Err(error) = launched {
                     let reason = format!("the ranks could not be started: {error}");
                     this.end(Some(Ending::Failed { reason, retriable: false }));
@@ -252,21 +255,26 @@ impl Supervisor {
         this
     }
 
-    fn launch(&mut self, program: &Path) -> io::Result<()> {
+    fn launch(&mut self, around: &Surroundings) -> io::Result<()> {
         let start = &self.held.start;
         let local_ranks = u32::try_from(start.ranks.len()).unwrap_or(u32::MAX);
         let threads = (machine::cores() / local_ranks.max(1)).max(1);
-        for &(rank, slot) in &start.ranks {
+        // In rank order, for all ranks to see.
+        let visible: Vec<String> =
+            start.ranks.iter().filter_map(|(_, slot)| around.gpus.get(slot).cloned()).collect();
+        for (ordinal, &(rank, slot)) in (0..).zip(&start.ranks) {
+            let gpu = (visible.len() == start.ranks.len() && !visible.is_empty())
+                .then(|| RankGpu { ordinal, visible: visible.clone() });
             let config = RankConfig {
                 start: start.clone(),
                 rank,
                 slot,
                 local_ranks,
                 threads,
-                gpu: None,
+                gpu,
                 job_dir: self.held.job_dir.clone(),
             };
-            let process = RankProcess::start(program, &config)?;
+            let process = RankProcess::start(&around.program, &config)?;
             self.ranks.push(Watched::new(process, &self.dir));
         }
         Ok(())
@@ -466,7 +474,12 @@ mod tests {
         };
         let held = Held { start, job_dir: dir.path().join("job") };
         fs::create_dir_all(held.attempt_dir()).unwrap();
-        let around = Surroundings { program, lease: Arc::new(Lease::new()), bell: Arc::new(Notify::new()) };
+        let around = Surroundings {
+            program,
+            lease: Arc::new(Lease::new()),
+            bell: Arc::new(Notify::new()),
+            gpus: Arc::default(),
+        };
         Place { dir, held, around }
     }
 

@@ -1,5 +1,6 @@
 //! What this machine is and where on it ranks can run.
 
+use crate::gpu::devices::Gpu;
 use lockstep_protocol::agent::{Machine, Slot};
 use std::{fs, path::Path};
 
@@ -37,7 +38,20 @@ pub fn cpu_slots(count: u32) -> Vec<Slot> {
     };
     let name = format!("{share} of {}", cpu_name());
     (0..count)
-        .map(|index| Slot { index, device: "cpu".into(), name: name.clone(), memory_bytes: 0 })
+        .map(|index| Slot { index, device: "cpu".into(), name: name.clone(), memory_bytes: 0, uuid: None })
+        .collect()
+}
+
+/// A place a GPU, numbered as `nvidia-smi` numbers them.
+pub fn gpu_slots(gpus: &[Gpu]) -> Vec<Slot> {
+    gpus.iter()
+        .map(|gpu| Slot {
+            index: gpu.index,
+            device: "cuda".into(),
+            name: gpu.name.clone(),
+            memory_bytes: gpu.memory_bytes,
+            uuid: Some(gpu.uuid.clone()),
+        })
         .collect()
 }
 

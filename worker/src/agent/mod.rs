@@ -10,7 +10,7 @@ mod outbox;
 mod session;
 mod verdict;
 
-use crate::launch;
+use crate::{gpu::devices, launch};
 use attempt::{Attempt, Order, Surroundings};
 use home::{Held, Home, HomeError};
 use lease::Lease;
@@ -47,8 +47,11 @@ pub struct Options {
     pub name: Option<String>,
     /// The agent's own folder.
     pub dir: PathBuf,
-    /// Places for ranks on the CPU; as many as there are cores when absent.
+    /// Places for ranks on the CPU, whatever GPUs there are. When absent, a place a GPU; and where there
+    /// is none, as many as there are cores.
     pub cpu_slots: Option<u32>,
+    /// Of the visible GPUs, those to use: numbers or UUIDs, separated by commas.
+    pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
     /// The program that ranks are, started with `rank FILE ...`; this very binary when absent.
@@ -98,20 +101,18 @@ impl AgentError {
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
-    let slot_count = options.cpu_slots.unwrap_or_else(machine::cores);
-    if !(1..=1024).contains(&slot_count) {
-        return Err(AgentError::Wrong(format!("--cpu-slots {slot_count}: from 1 to 1024")));
-    }
+    let slots = slots(&options).map_err(AgentError::Wrong)?;
     let home = Home::open(&options.dir)?;
     let around = Surroundings {
         program: options.program.clone().map_or_else(launch::own_program, Ok)?,
         lease: Arc::new(Lease::new()),
         bell: Arc::new(Notify::new()),
+        gpus: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     let adopted: Vec<_> = home.held();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(machine::hostname),
-        slots: machine::cpu_slots(slot_count),
+        slots,
         only_job: options.only_job.clone(),
         home,
         around,
@@ -126,6 +127,37 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         agent.take(Attempt::adopt(held, agent.around.clone()));
     }
     agent.serve(&options.server, &request).await
+}
+
+/// Where ranks can run here.
+fn slots(options: &Options) -> Result<Vec<Slot>, String> {
+    if options.cpu_slots.is_none() {
+        let list = options.gpus.as_deref();
+        let devices::Usable { gpus, hindrance } = devices::usable(list).map_err(|why| match list {
+            Some(list) => format!("--gpus {list}: {why}"),
+            None => why,
+        })?;
+        match (gpus.is_empty(), list, hindrance) {
+            (false, ..) => {
+                let names: Vec<_> = gpus.iter().map(|gpu| format!("{} ({})", gpu.index, gpu.name)).collect();
+                tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
+                return Ok(machine::gpu_slots(&gpus));
+            }
+            (true, Some(list), why) => {
+                let why = why.unwrap_or_else(|| "there is no GPU that a rank can use".into());
+                return Err(format!("--gpus {list}: {why}"));
+            }
+            (true, None, Some(why)) => {
+                tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
+            }
+            (true, None, None) => {}
+        }
+    }
+    let count = options.cpu_slots.unwrap_or_else(machine::cores);
+    if !(1..=1024).contains(&count) {
+        return Err(format!("--cpu-slots {count}: from 1 to 1024"));
+    }
+    Ok(machine::cpu_slots(count))
 }
 
 /// What the agent is made of, whether connected or not.

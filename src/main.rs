@@ -29,6 +29,9 @@ enum Command {
     Cancel(cli::cancel::Args),
     Download(cli::download::Args),
     Delete(cli::delete::Args),
+    Predict(cli::predict::Args),
+    #[command(hide = true)]
+    Look(cli::look::Args),
     Dataset(cli::dataset::Args),
     Migrate(cli::database::MigrateArgs),
     Backup(cli::database::BackupArgs),
@@ -56,6 +59,8 @@ fn main() -> ExitCode {
         Command::Cancel(args) => cli::cancel::run(args),
         Command::Download(args) => cli::download::run(args),
         Command::Delete(args) => cli::delete::run(args),
+        Command::Predict(args) => cli::predict::run(args),
+        Command::Look(args) => cli::look::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),

@@ -5,7 +5,13 @@
 //! the file) reads on from the number that the server has acknowledged. So nothing is lost or told
 //! twice whichever of the three dies: the files are the spool.
 
-use crate::{dataset::DatasetInfo, job::JobId, metric::MetricColumn, spec::JobSpec};
+use crate::{
+    dataset::DatasetInfo,
+    job::JobId,
+    look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
+    metric::MetricColumn,
+    spec::JobSpec,
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -267,7 +273,20 @@ pub struct StartAttempt {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Question {
-    InspectDataset { path: String },
+    InspectDataset {
+        path: String,
+    },
+    /// Pictures of the dataset at `path`.
+    Samples {
+        path: String,
+        pick: Pick,
+    },
+    Evaluate(EvaluateModel),
+    /// `model`: a checkpoint's folder, or a safetensors file.
+    Predict {
+        model: String,
+        pictures: Vec<NamedPicture>,
+    },
 }
 
 /// The answers, in kind.
@@ -275,4 +294,7 @@ pub enum Question {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Answer {
     Dataset { path: String, info: DatasetInfo },
+    Samples(Samples),
+    Evaluation(Box<ModelEvaluation>),
+    Predictions { predictions: Vec<Prediction> },
 }

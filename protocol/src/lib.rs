@@ -4,6 +4,7 @@
 pub mod agent;
 pub mod dataset;
 pub mod job;
+pub mod look;
 pub mod metric;
 pub mod spec;
 pub mod stream;

@@ -7,7 +7,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -39,6 +39,19 @@ pub(crate) enum AskError {
     Refused(String),
 }
 
+impl AskError {
+    /// For people.
+    pub(crate) fn in_words(self) -> String {
+        match self {
+            Self::NobodyOnline => {
+                "no agent is online to look at files; start one with `lockstep agent --server URL`".into()
+            }
+            Self::NoAnswer => "the agent went away or did not answer in time; try again".into(),
+            Self::Refused(detail) => detail,
+        }
+    }
+}
+
 type Asker = oneshot::Sender<Result<Answer, String>>;
 
 /// Agents by id.
@@ -48,6 +61,8 @@ pub(crate) struct Agents {
     /// By request: the connection that was asked, and who waits.
     asked: Mutex<HashMap<u64, (u64, Asker)>>,
     next: AtomicU64,
+    /// Ids of those that are to take no new work, connected or not.
+    draining: Mutex<HashSet<String>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -94,6 +109,16 @@ impl Agents {
                 agent.leaving = Some(reason.to_owned());
             }
         }
+    }
+
+    /// Replaces the list of those that are to take no new work.
+    pub(crate) fn set_draining(&self, agents: impl IntoIterator<Item = String>) {
+        *lock(&self.draining) = agents.into_iter().collect();
+    }
+
+    /// Whether an agent is to take no new work.
+    pub(crate) fn is_draining(&self, id: &str) -> bool {
+        lock(&self.draining).contains(id)
     }
 
     /// Those connected now, by name.

@@ -5,6 +5,7 @@ use crate::{
     agents::Agents,
     config::{ServeConfig, ServeError},
     dispatch::{self, Dispatch},
+    handlers::evaluation::Evaluations,
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
@@ -37,6 +38,7 @@ pub struct Parts {
     pub(crate) dispatch: Dispatch,
     pub(crate) ingest: Ingest,
     pub(crate) sealer: Sealer,
+    pub(crate) evaluations: Evaluations,
     /// Done when the server stops: websockets close, tasks end.
     pub stopping: CancellationToken,
     /// Websockets and the server's own tasks.
@@ -81,12 +83,17 @@ impl App {
             agents: Agents::default(),
             ingest,
             sealer: Sealer::default(),
+            evaluations: Evaluations::default(),
             stopping: CancellationToken::new(),
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
         }));
-        dispatch::restore(&app).await.map_err(|error| ServeError::Database {
+        let restored = async {
+            app.agents.set_draining(app.store.draining().await?);
+            dispatch::restore(&app).await
+        };
+        restored.await.map_err(|error| ServeError::Database {
             path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
             detail: error.to_string(),
         })?;

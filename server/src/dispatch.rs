@@ -290,7 +290,11 @@ async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Resul
     let job = &row.job;
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
-    let serves = |o: &Online| o.leaving.is_none() && o.only_job.as_ref().is_none_or(|only| *only == job.id);
+    let serves = |o: &Online| {
+        o.leaving.is_none()
+            && !app.agents.is_draining(&o.row.id)
+            && o.only_job.as_ref().is_none_or(|only| *only == job.id)
+    };
     let mut candidates: Vec<_> = app
         .agents
         .online()

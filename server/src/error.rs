@@ -134,16 +134,21 @@ impl From<StoreError> for Error {
     }
 }
 
+impl AskError {
+    /// As an error of a request that names no path.
+    pub(crate) fn without_pointer(self) -> Error {
+        match self {
+            AskError::Refused(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
+            other => Error::Unavailable(other.in_words()),
+        }
+    }
+}
+
 impl From<AskError> for Error {
     fn from(error: AskError) -> Self {
         match error {
-            AskError::NobodyOnline => Error::Unavailable(
-                "no agent is online to look at files; start one with `lockstep agent --server URL`".into(),
-            ),
             AskError::Refused(detail) => Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]),
-            AskError::NoAnswer => {
-                Error::Unavailable("the agent went away or did not answer in time; try again".into())
-            }
+            other => Error::Unavailable(other.in_words()),
         }
     }
 }

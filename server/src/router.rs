@@ -6,7 +6,8 @@ use crate::{
     error::Error,
     guard,
     handlers::{
-        agent_socket, agents, assets, checkpoints, datasets, health, jobs, logs, metrics, pages, stream,
+        agent_socket, agents, annotations, assets, checkpoints, datasets, evaluation, health, jobs, logs,
+        metrics, pages, pictures, predict, stream,
     },
 };
 use axum::{
@@ -46,7 +47,9 @@ fn api() -> OpenApiRouter<App> {
     let v1 = OpenApiRouter::new()
         .routes(routes!(jobs::list, jobs::create))
         .routes(routes!(jobs::validate))
-        .routes(routes!(jobs::show, jobs::delete))
+        .routes(routes!(jobs::show, jobs::delete, annotations::change))
+        .routes(routes!(annotations::size))
+        .routes(routes!(annotations::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
         .routes(routes!(metrics::find))
@@ -55,9 +58,20 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(checkpoints::list))
         .routes(routes!(checkpoints::show))
         .routes(routes!(checkpoints::file))
+        .routes(routes!(evaluation::evaluation))
+        .routes(routes!(pictures::of_job))
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(predict::predict))
+                .layer(DefaultBodyLimit::max(predict::BYTES)),
+        )
         .routes(routes!(datasets::list, datasets::create))
+        .routes(routes!(datasets::inspect))
+        .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(agents::list))
+        .routes(routes!(agents::drain))
+        .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))
         .routes(routes!(stream::job_stream))
         .routes(routes!(stream::list_stream))
@@ -89,6 +103,7 @@ pub fn build_router(app: App) -> Router {
         .route("/jobs", get(pages::jobs))
         .route("/jobs/new", get(pages::new_job).post(pages::submit_job))
         .route("/jobs/{id}", get(pages::job))
+        .route("/compare", get(pages::compare))
         .route("/datasets", get(pages::datasets).post(pages::add_dataset))
         .route("/machines", get(pages::machines))
         .route("/static/{*path}", get(assets::asset))

@@ -132,6 +132,21 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
+    /// Sends bytes as they are and reads the answer.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn send_bytes<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        bytes: Vec<u8>,
+    ) -> anyhow::Result<T> {
+        let request = self.client.post(format!("{}/api/v1{path}", self.base));
+        let request = request.header("content-type", "application/octet-stream").body(bytes);
+        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
+        if answer.status().is_success() { self.read(answer).await } else { Err(problem(answer).await) }
+    }
+
     async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
         let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
         // An answer without a body reads as null.

@@ -37,8 +37,8 @@ pub(crate) struct Args {
 
 /// A checkpoint in the server's list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Listed {
-    id: String,
+pub(crate) struct Listed {
+    pub(crate) id: String,
     #[serde(flatten)]
     info: CheckpointInfo,
 }
@@ -78,7 +78,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
+pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
     let answer: Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
     let all: Vec<Listed> = list(&answer, "checkpoints")?;
     let newest = || all.iter().max_by_key(|c| c.info.step);

@@ -180,6 +180,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         id: name.into(),
         name: name.into(),
         online,
+        draining: false,
         last_seen_at: now - SignedDuration::from_secs(95),
         machine: Machine {
             hostname: format!("{name}.example"),

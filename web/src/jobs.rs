@@ -105,10 +105,14 @@ impl JobRow {
             state: job.state.to_string(),
             name: job.name.clone(),
             about: format!(
-                "{} · {} · {}",
+                "{} · {} · {}{}",
                 job.spec.model.arch.name(),
                 job.spec.data.dataset,
-                plural(job.ranks.into(), "rank")
+                plural(job.ranks.into(), "rank"),
+                match job.spec.priority {
+                    0 => String::new(),
+                    n => format!(" · priority {n}"),
+                }
             ),
             reason: job.reason.clone().unwrap_or_default(),
             step: job.step.min(job.total_steps),

@@ -9,6 +9,8 @@ use serde::Serialize;
 pub enum Nav {
     /// The list, the form and each job.
     Jobs,
+    /// `/compare`.
+    Compare,
     /// `/datasets`.
     Datasets,
     /// `/machines`.
@@ -19,9 +21,10 @@ pub enum Nav {
 
 impl Nav {
     /// Address, label and whether it is the current page, in the order shown.
-    pub fn entries(self) -> [(&'static str, &'static str, bool); 3] {
+    pub fn entries(self) -> [(&'static str, &'static str, bool); 4] {
         [
             ("/jobs", "Jobs", self == Nav::Jobs),
+            ("/compare", "Compare", self == Nav::Compare),
             ("/datasets", "Datasets", self == Nav::Datasets),
             ("/machines", "Machines", self == Nav::Machines),
         ]

@@ -6,6 +6,7 @@
 //! | `GET /jobs` (and `/`) | [`jobs::JobsPage`] | `/api/v1/stream` |
 //! | `GET /jobs/new`, `POST /jobs/new` | [`submit::SubmitPage`] | `/api/v1/jobs/validate` |
 //! | `GET /jobs/{id}` | [`job::JobPage`] | `/api/v1/jobs/{id}/stream` |
+//! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
 //! | anything that failed | [`layout::MessagePage`] | |
@@ -13,6 +14,7 @@
 //! The pages need no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.
 
+pub mod compare;
 pub mod datasets;
 pub mod job;
 pub mod jobs;

@@ -28,6 +28,8 @@ pub struct AgentCard {
     pub name: String,
     /// Its socket is open.
     pub online: bool,
+    /// It is to take no new work.
+    pub draining: bool,
     /// Its newest heartbeat.
     pub last_seen_at: Timestamp,
     /// As it introduced itself.

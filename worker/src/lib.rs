@@ -9,6 +9,7 @@ pub mod doctor;
 pub mod engine;
 pub mod gpu;
 pub mod launch;
+pub mod look;
 pub mod made_up;
 pub mod net;
 pub mod rank;

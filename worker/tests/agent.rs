@@ -213,7 +213,9 @@ async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refusals_and_questions() {
     let dir = tempfile::tempdir().unwrap();
-    let (_, options) = job(dir.path(), "exit 0");
+    // Questions are answered by the same program, told to `look`.
+    let script = r#"[ "$1" = look ] && { read question; echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
+    let (_, options) = job(dir.path(), script);
     let (listener, agent) = run(options).await;
     let mut line = Line::accept(&listener).await;
     line.welcome(vec![], vec![]).await;

@@ -1,7 +1,11 @@
 //! Machines and their slots.
 
-use crate::{app::App, error::Result};
-use axum::{Json, extract::State};
+use super::extract::Path;
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+};
+use axum::{Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, Slot};
 use serde::Serialize;
@@ -19,6 +23,8 @@ pub(crate) struct Agent {
     pub(super) id: String,
     pub(super) name: String,
     pub(super) online: bool,
+    /// It is to take no new work.
+    pub(super) draining: bool,
     #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
     pub(super) machine: Machine,
@@ -42,6 +48,32 @@ pub(crate) async fn list(State(app): State<App>) -> Result<Json<AgentList>> {
     Ok(Json(AgentList { agents: all(&app).await? }))
 }
 
+/// Let a machine take no new work
+///
+/// What runs there goes on.
+#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn drain(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+    set_draining(&app, &id, true).await
+}
+
+/// Let a machine take work again
+#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn undrain(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+    set_draining(&app, &id, false).await
+}
+
+async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode> {
+    if !app.store.agents().await?.iter().any(|a| a.id == id) {
+        return Err(Error::NotFound("no machine has this id".into()));
+    }
+    app.store.set_draining(id, draining).await?;
+    app.agents.set_draining(app.store.draining().await?);
+    app.dispatch.poke();
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// Every machine that is known, with what is known of it now.
 ///
 /// # Errors
@@ -58,10 +90,12 @@ pub(super) async fn all(app: &App) -> Result<Vec<Agent>> {
             None => SlotUse { job: None, rank: None, slot },
         });
         let slots = slots.collect();
+        let draining = app.agents.is_draining(&row.id);
         Agent {
             id: row.id,
             name: row.name,
             online: now.is_some(),
+            draining,
             last_seen_at: row.last_seen_at,
             machine: row.machine,
             slots,

@@ -118,18 +118,37 @@ pub(crate) async fn file(
     Ok(response)
 }
 
-async fn find(app: &App, id: &str) -> Result<CheckpointRow> {
+pub(super) async fn find(app: &App, id: &str) -> Result<CheckpointRow> {
     app.store.checkpoint(id).await?.ok_or_else(|| Error::NotFound("no checkpoint has this id".into()))
 }
 
-fn removed() -> Error {
+/// The checkpoint of a job that a person names: `best`, `latest`, its id, or its number of steps.
+///
+/// # Errors
+/// There is none, or none like that.
+pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<CheckpointRow> {
+    if rows.is_empty() {
+        return Err(Error::NotFound("this job has no checkpoint yet".into()));
+    }
+    // Newest first; a job without validation has no best one.
+    let found = match wanted {
+        "latest" => rows.first(),
+        "best" => rows.iter().find(|r| r.info.best).or(rows.first()),
+        id => rows.iter().find(|r| r.id == id || r.info.step.to_string() == id),
+    };
+    found.cloned().ok_or_else(|| {
+        Error::NotFound(format!("this job has no checkpoint {wanted:?}: give best, latest, an id or a step"))
+    })
+}
+
+pub(super) fn removed() -> Error {
     Error::NotFound(
         "this checkpoint's files are gone: it was removed to keep the newest ones, or by hand".into(),
     )
 }
 
 /// From what the database holds of it, never from a request.
-fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
+pub(super) fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
     app.job_dir(&row.job).join("checkpoints").join(format!("{}-{}", row.info.epoch, row.info.step))
 }
 

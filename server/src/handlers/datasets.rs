@@ -13,7 +13,7 @@ use axum::{
 };
 use lockstep_protocol::{
     agent::{Answer, Question},
-    dataset::Dataset,
+    dataset::{Dataset, DatasetInfo},
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
@@ -74,10 +74,8 @@ pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
     {
         mistake("/name", "must have 1 to 100 letters, digits, '-', '_' or '.', and not start with a dot");
     }
-    if !new.path.starts_with('/') {
-        mistake("/path", "must be an absolute path, such as /data/cifar10, on the machines that train on it");
-    } else if new.path.len() > MAX_PATH_BYTES || new.path.contains('\0') {
-        mistake("/path", "is no path");
+    if let Some(detail) = path_mistake(&new.path) {
+        mistake("/path", detail);
     }
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
@@ -91,11 +89,55 @@ pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
             None,
         ));
     }
-    let Answer::Dataset { path, info } =
-        app.agents.ask(Question::InspectDataset { path: new.path }, INSPECTION).await?;
+    let (path, info) = look(app, new.path).await?;
     let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
     app.store.add_dataset(&dataset).await?;
     Ok(dataset)
+}
+
+async fn look(app: &App, path: String) -> Result<(String, DatasetInfo)> {
+    match app.agents.ask(Question::InspectDataset { path }, INSPECTION).await? {
+        Answer::Dataset { path, info } => Ok((path, info)),
+        _ => Err(Error::Internal("an agent answered something else than a dataset".into())),
+    }
+}
+
+/// A folder to look at.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Folder {
+    /// Absolute, on the machines that train on it.
+    path: String,
+}
+
+/// What looking at a folder found.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Looked {
+    /// Without links.
+    path: String,
+    info: DatasetInfo,
+}
+
+/// Look at a folder without registering it
+#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", request_body = Folder,
+    responses((status = 200, body = Looked), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn inspect(State(app): State<App>, Body(folder, _): Body<Folder>) -> Result<Json<Looked>> {
+    let mistake = path_mistake(&folder.path);
+    if let Some(detail) = mistake {
+        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
+    }
+    let (path, info) = look(&app, folder.path).await?;
+    Ok(Json(Looked { path, info }))
+}
+
+fn path_mistake(path: &str) -> Option<&'static str> {
+    if !path.starts_with('/') {
+        Some("must be an absolute path, such as /data/cifar10, on the machines that train on it")
+    } else if path.len() > MAX_PATH_BYTES || path.contains('\0') {
+        Some("is no path")
+    } else {
+        None
+    }
 }
 
 /// List datasets

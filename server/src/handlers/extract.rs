@@ -6,8 +6,9 @@ use axum::{
     http::{StatusCode, header},
 };
 use bytes::Bytes;
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, spec};
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 /// Query parameters.
 #[derive(Debug, FromRequestParts)]
@@ -46,6 +47,30 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         let value = serde_json::from_slice(&bytes)
             .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
         Ok(Self(value, bytes))
+    }
+}
+
+/// A job's specification as JSON or as TOML (`application/toml`), and the bytes that it was.
+#[derive(Debug)]
+pub(crate) struct Document(pub Value, pub Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for Document {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self> {
+        let kind =
+            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+        // Like JSON's, a type that a browser cannot send across origins without asking first.
+        if kind.split(';').next().map(str::trim) != Some("application/toml") {
+            let Body(document, bytes) = Body::from_request(request, state).await?;
+            return Ok(Self(document, bytes));
+        }
+        let bytes =
+            Bytes::from_request(request, state).await.map_err(|e| Error::BadRequest(e.body_text()))?;
+        let text =
+            std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
+        let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;
+        Ok(Self(document, bytes))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Jobs: submit, list, show, cancel, retry, delete.
 
-use super::extract::{Body, Path, Query, job_id};
+use super::extract::{Document, Path, Query, job_id};
 use crate::{
     app::App,
     dispatch::{self, device_for, slots_for},
@@ -88,7 +88,7 @@ pub(crate) struct Plan {
 
 /// Submit a job
 ///
-/// Every mistake is answered at once. With an `Idempotency-Key`, the same request sent again answers with
+/// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
 /// the job that it made.
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body = JobSpec,
     params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
@@ -97,7 +97,7 @@ pub(crate) struct Plan {
 pub(crate) async fn create(
     State(app): State<App>,
     headers: HeaderMap,
-    Body(document, bytes): Body<Value>,
+    Document(document, bytes): Document,
 ) -> Result<Response> {
     let key = idempotency_key(&headers, &bytes)?;
     let (status, job) = submit(&app, &document, key).await?;
@@ -156,7 +156,7 @@ fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Option<(String, 
 /// Check a specification without submitting it
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body = JobSpec,
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
-pub(crate) async fn validate(State(app): State<App>, Body(document, _): Body<Value>) -> Result<Json<Plan>> {
+pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
     let (spec, dataset) = check(&app, &document).await.map_err(Error::Invalid)?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {

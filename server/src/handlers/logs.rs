@@ -20,11 +20,17 @@ use lockstep_protocol::{
     stream::{Event, EventBody},
 };
 use serde::{Deserialize, Serialize};
-use std::fmt::Write as _;
+use std::{
+    fmt::Write as _,
+    time::{Duration, Instant},
+};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_EVENTS: u32 = 1000;
 const MAX_EVENTS: u32 = 10_000;
+/// Events read at a time while searching, and for how long.
+const SEARCHED: u32 = 5000;
+const SEARCH: Duration = Duration::from_secs(1);
 
 /// Which lines.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -35,11 +41,15 @@ pub(crate) struct LogsQuery {
     /// `next` of the answer before.
     #[serde(default)]
     after: u64,
+    /// Only what came before this event.
+    before: Option<u64>,
     /// Events to read, each of one line or a few; 1000 when absent, 10000 at most.
     limit: Option<u32>,
     /// The newest so many lines, instead.
     tail: Option<u32>,
-    /// Only lines that contain this.
+    /// `text` for the file of all lines that match, whatever `Accept` says: for links.
+    format: Option<String>,
+    /// Only lines that contain this, in capitals or not. A long log is searched for a second at a time: `next` goes on.
     q: Option<String>,
 }
 
@@ -75,26 +85,66 @@ pub(crate) async fn query(
 ) -> Result<Response> {
     let job = jobs::find(&app, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
-    if accepts.starts_with("text/plain") {
+    if accepts.starts_with("text/plain") || query.format.as_deref() == Some("text") {
         return Ok(plain(app, job.id, query));
     }
     let limit = query.tail.or(query.limit).unwrap_or(DEFAULT_EVENTS).clamp(1, MAX_EVENTS);
     let newest = query.tail.is_some();
-    let filter = LogFilter { rank: query.rank, attempt: query.attempt, after: query.after, limit, newest };
+    let filter = LogFilter {
+        rank: query.rank,
+        attempt: query.attempt,
+        after: query.after,
+        before: query.before,
+        limit,
+        newest,
+    };
+    if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
+        return Ok(Json(search(&app, &job_id(&id)?, filter, q).await?).into_response());
+    }
     let events = app.store.logs(&job_id(&id)?, &filter).await?;
     let next = (!newest && events.len() == limit as usize).then(|| events.last().map(|e| e.seq)).flatten();
     let mut lines = lines(events, query.q.as_deref());
     if newest {
-        lines.drain(..lines.len().saturating_sub(limit as usize));
+        // Whole events: whoever reads on before the first line's event has all of it.
+        let first = lines.get(lines.len().saturating_sub(limit as usize)).map_or(0, |l| l.seq);
+        lines.retain(|l| l.seq >= first);
     }
     Ok(Json(Logs { lines, next }).into_response())
 }
 
+/// Reads on until `limit` lines are found, the log ends, or a second has passed.
+async fn search(app: &App, job: &lockstep_protocol::JobId, filter: LogFilter, q: &str) -> Result<Logs> {
+    let start = Instant::now();
+    let wanted = filter.limit as usize;
+    let mut filter = LogFilter { limit: SEARCHED, ..filter };
+    let mut found = Vec::new();
+    loop {
+        let events = app.store.logs(job, &filter).await?;
+        let ends = (events.first().map(|e| e.seq), events.last().map(|e| e.seq));
+        let more = events.len() == SEARCHED as usize;
+        let part = lines(events, Some(q));
+        let next = if filter.newest { ends.0 } else { ends.1 }.filter(|_| more);
+        if filter.newest {
+            found.splice(0..0, part);
+            filter.before = next;
+        } else {
+            found.extend(part);
+            filter.after = next.unwrap_or(filter.after);
+        }
+        if next.is_none() || found.len() >= wanted || start.elapsed() > SEARCH {
+            return Ok(Logs { lines: found, next });
+        }
+    }
+}
+
 fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
+    let containing = containing.map(str::to_lowercase);
     let mut found = Vec::new();
     for Event { seq, body, .. } in events {
         if let EventBody::Log { attempt, rank, lines } = body {
-            let wanted = lines.into_iter().filter(|l| containing.is_none_or(|q| l.text.contains(q)));
+            let wanted = lines
+                .into_iter()
+                .filter(|l| containing.as_ref().is_none_or(|q| l.text.to_lowercase().contains(q)));
             found.extend(wanted.map(|line| Line { seq, attempt, rank, line }));
         }
     }
@@ -103,12 +153,15 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
 
 /// A line each: time, rank, text; with one rank chosen only the text, as in its log file.
 fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response {
+    let rank = query.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
+    let name = format!("attachment; filename=\"{job}{rank}.log\"");
     let parts = stream::try_unfold(Some(query.after), move |after| {
         let (app, job) = (app.clone(), job.clone());
         let filter = LogFilter {
             rank: query.rank,
             attempt: query.attempt,
             after: after.unwrap_or(0),
+            before: query.before,
             limit: DEFAULT_EVENTS,
             newest: false,
         };
@@ -130,5 +183,9 @@ fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response 
             Ok::<_, std::io::Error>(Some((text, next)))
         }
     });
-    ([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], Body::from_stream(parts)).into_response()
+    (
+        [(header::CONTENT_TYPE, "text/plain; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
+        Body::from_stream(parts),
+    )
+        .into_response()
 }

@@ -17,7 +17,9 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{Html, IntoResponse, Redirect, Response},
 };
-use lockstep_web::{datasets as dataset_views, job as job_views, jobs as jobs_views, machines, submit};
+use lockstep_web::{
+    compare, datasets as dataset_views, job as job_views, jobs as jobs_views, machines, submit,
+};
 use serde::Deserialize;
 
 type Page = Result<Response, PageError>;
@@ -167,7 +169,7 @@ pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Pa
 }
 
 /// What deleting a folder frees; `None` when it cannot be read.
-fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
+pub(super) fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
     let mut total = 0;
     for entry in std::fs::read_dir(folder).ok()? {
         let entry = entry.ok()?;
@@ -179,6 +181,11 @@ fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
         };
     }
     Some(total)
+}
+
+/// `GET /compare`: which jobs stands in the address; the script reads them.
+pub(crate) async fn compare() -> Page {
+    html(compare::ComparePage.render())
 }
 
 /// `GET /datasets`
@@ -241,6 +248,7 @@ pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page
             id: agent.id,
             name: agent.name,
             online: agent.online,
+            draining: agent.draining,
             last_seen_at: agent.last_seen_at,
             machine: agent.machine,
             slots,

@@ -13,8 +13,8 @@ mod values;
 pub use location::Location;
 
 pub use rows::{
-    AgentRow, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested, JobFilter,
-    JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Place, Report,
+    AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested,
+    JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Place, Report,
 };
 
 use crate::{config::ServeError, lifecycle::Refused};
@@ -27,6 +27,7 @@ use lockstep_protocol::{
     stream::{Event, EventBody},
 };
 use sqlx::migrate::{MigrateError, Migrator};
+use std::collections::BTreeMap;
 
 /// What goes wrong in a store.
 #[derive(Debug, thiserror::Error)]
@@ -159,6 +160,17 @@ pub trait Store: Send + Sync + 'static {
     async fn put_agent(&self, agent: &AgentRow) -> Result<()>;
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
+
+    /// Notes and tags of every job that has any.
+    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
+    /// Replaces a job's note and tags.
+    async fn annotate(&self, job: &JobId, annotation: &Annotation) -> Result<()>;
+    /// Changes a job's priority, in its specification too.
+    async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
+    /// Ids of agents that are to take no new work.
+    async fn draining(&self) -> Result<Vec<String>>;
+    /// Whether an agent is to take no new work.
+    async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
     /// Numbers for `/metrics`.
     async fn counts(&self) -> Result<Counts>;

@@ -8,6 +8,7 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// A job about to be stored.
 #[derive(Debug, Clone)]
@@ -222,6 +223,8 @@ pub struct LogFilter {
     pub attempt: Option<u32>,
     /// With `seq > after`.
     pub after: u64,
+    /// With `seq < before`.
+    pub before: Option<u64>,
     /// At most so many events.
     pub limit: u32,
     /// The newest ones instead of the first ones (still in order).
@@ -241,6 +244,15 @@ pub struct CheckpointRow {
     pub info: CheckpointInfo,
     /// When it was reported.
     pub created_at: Timestamp,
+}
+
+/// What people wrote on a job.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Annotation {
+    /// Free text; may be empty.
+    pub note: String,
+    /// Sorted, each once.
+    pub tags: Vec<String>,
 }
 
 /// A machine that has introduced itself.

@@ -6,14 +6,11 @@ use super::{
     machine,
     outbox::Outbox,
 };
-use crate::data;
+use crate::look;
 use futures_util::{SinkExt, StreamExt};
-use lockstep_protocol::agent::{
-    Acknowledged, Answer, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent,
-};
+use lockstep_protocol::agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent};
 use std::{
     collections::{HashMap, HashSet},
-    path::Path,
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, task::JoinSet, time};
@@ -291,7 +288,7 @@ impl Connected {
                     self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                 }
             }
-            ToAgent::Ask { request, question } => self.ask(request, question),
+            ToAgent::Ask { request, question } => self.ask(agent, request, question),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
             ToAgent::Welcome { .. } => {}
         }
@@ -304,13 +301,11 @@ impl Connected {
         }
     }
 
-    /// Questions are answered beside everything else: looking at a large folder takes its time.
-    fn ask(&mut self, request: u64, question: Question) {
-        self.answers.spawn_blocking(move || {
-            let answer = match question {
-                Question::InspectDataset { path } => inspect(&path),
-            };
-            FromAgent::Answer { request, answer }
+    /// Questions are answered beside everything else, by a process each: looking takes its time and memory.
+    fn ask(&mut self, agent: &Agent, request: u64, question: Question) {
+        let program = agent.around.program.clone();
+        self.answers.spawn(async move {
+            FromAgent::Answer { request, answer: look::ask(&program, &question).await }
         });
     }
 
@@ -320,12 +315,6 @@ impl Connected {
             Err(_) => Err(Outcome::lost("the server does not read")),
         }
     }
-}
-
-fn inspect(path: &str) -> Result<Answer, String> {
-    let resolved = Path::new(path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
-    let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
-    Ok(Answer::Dataset { path: resolved.to_string_lossy().into_owned(), info })
 }
 
 fn seconds(secs: f64) -> Duration {

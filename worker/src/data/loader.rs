@@ -281,6 +281,36 @@ impl DataSource {
         })
     }
 
+    /// One picture as this job sees it, at the network's size: augmented as in `epoch` (from 0), or not at all. The
+    /// way to the network is taken and its normalisation undone, so what is shown is what is trained on.
+    ///
+    /// # Errors
+    /// A place that the split does not have, or a file that is gone.
+    pub fn picture(
+        &self,
+        validation: bool,
+        place: u64,
+        epoch: Option<u32>,
+    ) -> Result<(u32, Picture), DataError> {
+        let part = if validation { &self.validation } else { &self.train };
+        let chosen = u32::try_from(place).ok().filter(|p| (*p as usize) < part.labels.len());
+        let Some(chosen) = chosen else {
+            return Err(DataError::Invalid(format!(
+                "there is no picture {place}: there are {}",
+                part.labels.len()
+            )));
+        };
+        let batch = make_batch(part, &self.recipe, &[chosen], epoch)?;
+        let channels = self.shape.channels;
+        let byte = |(i, v): (usize, &f32)| {
+            let channel = i % channels;
+            ((v * self.shape.std[channel] + self.shape.mean[channel]) * 255.0).round().clamp(0.0, 255.0) as u8
+        };
+        let pixels = batch.images.iter().enumerate().map(byte).collect();
+        let side = self.shape.image_size as u32;
+        Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
+    }
+
     /// The part of the validation split that is `rank`'s, in batches: every sample on exactly one rank.
     pub fn validation(
         &self,

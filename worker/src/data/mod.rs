@@ -9,10 +9,12 @@ pub mod loader;
 mod picture;
 mod random;
 mod shard;
+mod stored;
 
 pub use inspect::inspect;
 pub use picture::Picture;
 pub use random::Random;
+pub use stored::{Stored, stored};
 
 use lockstep_protocol::dataset::BrokenFile;
 use std::{

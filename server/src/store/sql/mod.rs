@@ -5,6 +5,7 @@
 //! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
 //! needs a page of bounds on every function.
 
+mod by_hand;
 mod chunks;
 pub(in crate::store) mod copy;
 mod ingest;
@@ -14,8 +15,9 @@ mod things;
 
 use super::dialect::{BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, Db, DbRow};
 use crate::store::{
-    AgentRow, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, EventRow,
-    Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report, Result, Store,
+    AgentRow, Annotation, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
+    EventRow, Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report,
+    Result, Store,
 };
 use async_trait::async_trait;
 use lockstep_protocol::{
@@ -26,7 +28,7 @@ use lockstep_protocol::{
     stream::Event,
 };
 use sqlx::{Pool, Transaction};
-use std::{fs::File, sync::Arc};
+use std::{collections::BTreeMap, fs::File, sync::Arc};
 
 /// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
 /// of others reads beside it.
@@ -142,6 +144,21 @@ impl Store for SqlStore {
     }
     async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list_agents().await
+    }
+    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
+        self.read_annotations().await
+    }
+    async fn annotate(&self, job: &JobId, annotation: &Annotation) -> Result<()> {
+        self.write_annotation(job, annotation).await
+    }
+    async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
+        self.write_priority(job, priority).await
+    }
+    async fn draining(&self) -> Result<Vec<String>> {
+        self.read_draining().await
+    }
+    async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
+        self.write_draining(agent, draining).await
     }
     async fn counts(&self) -> Result<Counts> {
         self.count().await

@@ -100,10 +100,10 @@ impl SqlStore {
     pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
         let query = if filter.newest {
             "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
-             AND ($3 IS NULL OR attempt = $3) AND seq > $4 ORDER BY seq DESC LIMIT $5"
+             AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND ($6 IS NULL OR seq < $6) ORDER BY seq DESC LIMIT $5"
         } else {
             "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
-             AND ($3 IS NULL OR attempt = $3) AND seq > $4 ORDER BY seq LIMIT $5"
+             AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND ($6 IS NULL OR seq < $6) ORDER BY seq LIMIT $5"
         };
         let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(query)
             .bind(job.as_str())
@@ -111,6 +111,7 @@ impl SqlStore {
             .bind(filter.attempt.map(i64::from))
             .bind(int(filter.after))
             .bind(i64::from(filter.limit))
+            .bind(filter.before.map(int))
             .fetch_all(&self.reader)
             .await?;
         if filter.newest {

@@ -1,0 +1,132 @@
+//! Looking at a model and at data: what the server, which runs no engine and opens no dataset, asks of an agent,
+//! and what it is told.
+
+use crate::spec::{DataSpec, JobSpec};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Which pictures of a dataset.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "which", rename_all = "snake_case")]
+pub enum Pick {
+    /// As they lie there, in order.
+    Stored {
+        split: String,
+        /// Of this class alone.
+        class: Option<String>,
+        offset: u64,
+        limit: u32,
+    },
+    /// As a job sees them: places of its training or its validation pictures.
+    Seen {
+        data: Box<DataSpec>,
+        seed: u64,
+        validation: bool,
+        places: Vec<u64>,
+        /// Augmented as in each of these epochs, from 0; not augmented when there are none.
+        epochs: Vec<u32>,
+    },
+}
+
+/// A picture to show.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Sample {
+    /// Its place in its split.
+    pub index: u64,
+    /// Class, counted from 0.
+    pub label: u32,
+    /// Epoch whose augmentation it shows; absent when it shows none.
+    pub epoch: Option<u32>,
+    /// The file that it is, where it is one.
+    pub file: Option<String>,
+    /// PNG, base64.
+    pub png: String,
+}
+
+/// Pictures of a dataset.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Samples {
+    /// So many match.
+    pub total: u64,
+    pub classes: Vec<String>,
+    pub samples: Vec<Sample>,
+}
+
+/// How a class fares.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ClassScore {
+    pub name: String,
+    /// Validation pictures of this class.
+    pub samples: u64,
+    /// Share of the pictures taken for it that are of it, 0 to 1; 0 when none was.
+    pub precision: f64,
+    /// Share of its pictures that were taken for it.
+    pub recall: f64,
+    /// Harmonic mean of the two.
+    pub f1: f64,
+}
+
+/// A model on a job's validation pictures, each counted once.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ModelEvaluation {
+    pub samples: u64,
+    /// 0 to 1.
+    pub accuracy: f64,
+    /// Mean cross-entropy.
+    pub loss: f64,
+    pub secs: f64,
+    pub classes: Vec<ClassScore>,
+    /// `confusion[a][b]`: pictures of class `a` taken for class `b`.
+    pub confusion: Vec<Vec<u64>>,
+    /// Places of wrongly predicted pictures in their split, most confident first; at most 5000.
+    pub mistakes: Vec<Mistake>,
+    /// Some rightly predicted ones of each class, for the cells of the diagonal.
+    pub right: Vec<Mistake>,
+}
+
+/// A picture and what it was taken for.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Mistake {
+    pub index: u64,
+    pub label: u32,
+    pub predicted: u32,
+    /// Probability that the model gave to what it said, 0 to 1.
+    pub confidence: f32,
+}
+
+/// A picture to classify.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NamedPicture {
+    pub name: String,
+    /// JPEG or PNG, base64.
+    pub content: String,
+}
+
+/// What a model says of a picture.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Prediction {
+    /// As it was sent.
+    pub name: String,
+    /// Every class, most probable first; empty when the picture cannot be read.
+    pub classes: Vec<Probability>,
+    /// Why it cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// How probable a class is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Probability {
+    pub class: String,
+    /// 0 to 1; they sum to 1.
+    pub probability: f32,
+}
+
+/// A question about a model; files are named by their paths on the machine that is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvaluateModel {
+    /// A checkpoint's folder, or a safetensors file.
+    pub model: String,
+    pub dataset: String,
+    pub spec: Box<JobSpec>,
+}

@@ -1,0 +1,110 @@
+//! What people write on jobs: notes, tags and priorities; and how much deleting one frees.
+
+use super::{
+    extract::{Body, Path, job_id},
+    jobs, pages,
+};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+    store::Annotation,
+};
+use axum::{Json, extract::State};
+use lockstep_protocol::spec::SpecError;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use utoipa::ToSchema;
+
+const NOTE_BYTES: usize = 20_000;
+const TAGS: usize = 20;
+const TAG_CHARS: usize = 40;
+
+/// Notes and tags of all jobs that have any, by job.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Annotations {
+    #[schema(value_type = Object)]
+    jobs: BTreeMap<String, Annotation>,
+}
+
+/// What is to change; what is absent stays.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Change {
+    note: Option<String>,
+    tags: Option<Vec<String>>,
+    /// -1000 to 1000; of use while the job waits.
+    priority: Option<i32>,
+}
+
+/// Notes and tags
+#[utoipa::path(get, path = "/annotations", tag = "jobs", responses((status = 200, body = Annotations)))]
+pub(crate) async fn list(State(app): State<App>) -> Result<Json<Annotations>> {
+    let all = app.store.annotations().await?;
+    Ok(Json(Annotations { jobs: all.into_iter().map(|(id, a)| (id.to_string(), a)).collect() }))
+}
+
+/// Change a job's note, tags or priority
+#[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), request_body = Change,
+    responses((status = 200, body = Annotation), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn change(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(change, _): Body<Change>,
+) -> Result<Json<Annotation>> {
+    let job = jobs::find(&app, &id).await?;
+    let mut errors = Vec::new();
+    let mut mistake = |pointer: &str, detail: String| {
+        errors.push(SpecError { pointer: pointer.into(), detail });
+    };
+    if change.note.as_ref().is_some_and(|n| n.len() > NOTE_BYTES) {
+        mistake("/note", format!("has more than {NOTE_BYTES} bytes"));
+    }
+    let tags = change.tags.map(|tags| {
+        let mut tags: Vec<String> =
+            tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
+        tags.sort();
+        tags.dedup();
+        tags
+    });
+    if let Some(tags) = &tags
+        && (tags.len() > TAGS
+            || tags.iter().any(|t| t.chars().count() > TAG_CHARS || t.contains([',', '\n'])))
+    {
+        mistake("/tags", format!("at most {TAGS} tags of {TAG_CHARS} characters, without commas"));
+    }
+    if change.priority.is_some_and(|p| !(-1000..=1000).contains(&p)) {
+        mistake("/priority", "must be from -1000 to 1000".into());
+    }
+    if !errors.is_empty() {
+        return Err(Error::Invalid(errors));
+    }
+    let id = job_id(&id)?;
+    let mut annotation = app.store.annotations().await?.remove(&id).unwrap_or_default();
+    if change.note.is_some() || tags.is_some() {
+        annotation.note = change.note.unwrap_or(annotation.note);
+        annotation.tags = tags.unwrap_or(annotation.tags);
+        app.store.annotate(&id, &annotation).await?;
+    }
+    if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
+        app.store.set_priority(&id, priority).await?;
+        app.dispatch.poke();
+    }
+    Ok(Json(annotation))
+}
+
+/// How much a job takes on disk.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Size {
+    /// Its folder: checkpoints, logs, evaluations. What the database holds comes on top.
+    size_bytes: u64,
+}
+
+/// What deleting a job frees
+#[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 200, body = Size), (status = 404, body = Problem)))]
+pub(crate) async fn size(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Size>> {
+    let job = jobs::find(&app, &id).await?;
+    let folder = app.job_dir(&job.id);
+    let size = tokio::task::spawn_blocking(move || pages::folder_bytes(&folder)).await;
+    Ok(Json(Size { size_bytes: size.ok().flatten().unwrap_or(0) }))
+}

@@ -1,0 +1,147 @@
+//! A checkpoint on its job's validation pictures. An agent computes it once; the answer lies beside the job's
+//! checkpoints and goes with the job.
+
+use super::{
+    checkpoints,
+    extract::{Path, Query, job_id},
+    jobs,
+};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+    store::CheckpointRow,
+};
+use axum::{
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    look::{EvaluateModel, ModelEvaluation},
+};
+use serde::Deserialize;
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::sync::watch;
+use utoipa::IntoParams;
+
+/// A large validation split on a busy machine's CPU.
+const PATIENCE: Duration = Duration::from_secs(3600);
+/// A request waits so long; then it is answered 202 and asked again.
+const WAIT: Duration = Duration::from_secs(20);
+
+/// Done or failed, in words; none while it runs.
+type Outcome = Option<std::result::Result<(), String>>;
+
+/// Evaluations under way, by checkpoint.
+#[derive(Debug, Default)]
+pub(crate) struct Evaluations(Mutex<HashMap<String, watch::Receiver<Outcome>>>);
+
+/// Which checkpoint.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct Which {
+    /// Its id, `best` or `latest`; the best when absent.
+    checkpoint: Option<String>,
+}
+
+/// Evaluate a checkpoint
+///
+/// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures.
+/// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
+#[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
+    responses((status = 200, body = ModelEvaluation), (status = 202, description = "Under way"), (status = 404, body = Problem),
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online")))]
+pub(crate) async fn evaluation(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Query(which): Query<Which>,
+) -> Result<Response> {
+    jobs::find(&app, &id).await?;
+    let rows = app.store.checkpoints(&job_id(&id)?).await?;
+    let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
+    let file =
+        app.job_dir(&row.job).join("evaluations").join(format!("{}-{}.json", row.info.epoch, row.info.step));
+    if let Ok(known) = tokio::fs::read(&file).await {
+        return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
+    }
+    let mut running = start(&app, &row, file.clone()).await?;
+    let done = async { running.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    let outcome = match tokio::time::timeout(WAIT, done).await {
+        Err(_) => {
+            let words =
+                format!("checkpoint {}-{} is being evaluated; ask again", row.info.epoch, row.info.step);
+            return Ok(
+                (StatusCode::ACCEPTED, axum::Json(serde_json::json!({ "detail": words }))).into_response()
+            );
+        }
+        Ok(Ok(outcome)) => outcome,
+        Ok(Err(_)) => Some(Err("the server is stopping; ask again".into())),
+    };
+    match outcome {
+        Some(Err(detail)) => Err(Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)),
+        _ => {
+            Ok(([(header::CONTENT_TYPE, "application/json")], tokio::fs::read(&file).await?).into_response())
+        }
+    }
+}
+
+/// Joins an evaluation under way, or begins one.
+async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<watch::Receiver<Outcome>> {
+    let model = checkpoints::folder(app, row);
+    if !model.exists() {
+        return Err(checkpoints::removed());
+    }
+    let spec = app.store.job(&row.job).await?.map(|j| j.job.spec);
+    let spec = spec.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let dataset = app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {
+        let detail = format!("the dataset {:?} is no longer registered", spec.data.dataset);
+        Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+    })?;
+    let question = Question::Evaluate(EvaluateModel {
+        model: model.to_string_lossy().into_owned(),
+        dataset: dataset.path,
+        spec: Box::new(spec),
+    });
+    let (tell, told) = watch::channel(None);
+    {
+        let mut running = app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = running.get(&row.id) {
+            return Ok(known.clone());
+        }
+        running.insert(row.id.clone(), told.clone());
+    }
+    let (app, id) = (app.clone(), row.id.clone());
+    tokio::spawn(async move {
+        let work = async {
+            match app.agents.ask(question, PATIENCE).await {
+                Ok(Answer::Evaluation(found)) => keep(&file, &found).await.map_err(|e| e.to_string()),
+                Ok(_) => Err("the agent answered something else".to_owned()),
+                Err(error) => Err(error.in_words()),
+            }
+        };
+        let outcome = tokio::select! {
+            outcome = work => outcome,
+            () = app.stopping.cancelled() => Err("the server is stopping; ask again".into()),
+        };
+        app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        let _ = tell.send(Some(outcome));
+    });
+    Ok(told)
+}
+
+/// Appears whole or not at all.
+async fn keep(file: &std::path::Path, found: &ModelEvaluation) -> std::io::Result<()> {
+    let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
+    if let Some(folder) = file.parent() {
+        tokio::fs::create_dir_all(folder).await?;
+    }
+    let partial = file.with_extension("part");
+    tokio::fs::write(&partial, words).await?;
+    tokio::fs::rename(&partial, file).await
+}

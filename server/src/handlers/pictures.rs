@@ -1,0 +1,114 @@
+//! Pictures of datasets, as they lie there and as jobs see them. An agent reads them.
+
+use super::{
+    extract::{Path, Query},
+    jobs,
+};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+};
+use axum::{Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    look::{Pick, Samples},
+};
+use serde::Deserialize;
+use std::time::Duration;
+use utoipa::IntoParams;
+
+const DEFAULT: u32 = 60;
+const MOST: u32 = 200;
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Augmented versions of one picture.
+const VERSIONS: u32 = 5;
+
+/// Which pictures.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct SamplesQuery {
+    /// `train` when absent.
+    split: Option<String>,
+    /// A class's name; all when absent.
+    class: Option<String>,
+    /// Pictures to leave out at the start.
+    #[serde(default)]
+    offset: u64,
+    /// 60 when absent, 200 at most.
+    limit: Option<u32>,
+    /// A job's id: training pictures as that job's augmentation makes them in each of five epochs.
+    augmented: Option<String>,
+}
+
+/// Pictures of a dataset
+#[utoipa::path(get, path = "/datasets/{name}/samples", tag = "datasets", params(("name" = String, Path), SamplesQuery),
+    responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn of_dataset(
+    State(app): State<App>,
+    Path(name): Path<String>,
+    Query(query): Query<SamplesQuery>,
+) -> Result<Json<Samples>> {
+    let dataset = app.store.dataset(&name).await?;
+    let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
+    let split = query.split.unwrap_or_else(|| "train".into());
+    let limit = query.limit.unwrap_or(DEFAULT).clamp(1, MOST);
+    let pick = match &query.augmented {
+        None => Pick::Stored { split, class: query.class, offset: query.offset, limit },
+        Some(id) => {
+            let spec = jobs::find(&app, id).await?.spec;
+            Pick::Seen {
+                data: Box::new(spec.data),
+                seed: spec.train.seed,
+                validation: false,
+                places: (query.offset..query.offset + u64::from(limit.div_ceil(VERSIONS))).collect(),
+                epochs: (0..VERSIONS).collect(),
+            }
+        }
+    };
+    ask(&app, dataset.path, pick).await
+}
+
+/// Which of a job's pictures.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct PlacesQuery {
+    /// Places in the split, with commas between: `index` of a mistake in an evaluation.
+    places: String,
+    /// Of the training pictures instead of the validation ones.
+    #[serde(default)]
+    train: bool,
+}
+
+/// Pictures as a job sees them
+#[utoipa::path(get, path = "/jobs/{id}/pictures", tag = "checkpoints", params(("id" = String, Path), PlacesQuery),
+    responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn of_job(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Query(query): Query<PlacesQuery>,
+) -> Result<Json<Samples>> {
+    let spec = jobs::find(&app, &id).await?.spec;
+    let dataset = app.store.dataset(&spec.data.dataset).await?;
+    let dataset =
+        dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
+    let places: std::result::Result<Vec<u64>, _> =
+        query.places.split(',').filter(|p| !p.is_empty()).take(MOST as usize).map(str::parse).collect();
+    let places =
+        places.map_err(|_| Error::BadRequest("places are numbers with commas between them".into()))?;
+    let pick = Pick::Seen {
+        data: Box::new(spec.data),
+        seed: spec.train.seed,
+        validation: !query.train,
+        places,
+        epochs: Vec::new(),
+    };
+    ask(&app, dataset.path, pick).await
+}
+
+async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
+    match app.agents.ask(Question::Samples { path, pick }, PATIENCE).await {
+        Ok(Answer::Samples(samples)) => Ok(Json(samples)),
+        Ok(_) => Err(Error::Refused(StatusCode::BAD_GATEWAY, "the agent answered something else".into())),
+        Err(error) => Err(error.without_pointer()),
+    }
+}

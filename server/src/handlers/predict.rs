@@ -1,0 +1,93 @@
+//! What a checkpoint says of pictures that somebody brings. An agent computes it.
+
+use super::{checkpoints, extract::Path};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+};
+use axum::{
+    Json,
+    extract::{FromRequest, Multipart, Request, State},
+    http::{StatusCode, header},
+};
+use base64::Engine as _;
+use bytes::Bytes;
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    look::{NamedPicture, Prediction},
+};
+use serde::Serialize;
+use std::time::Duration;
+use utoipa::ToSchema;
+
+/// Pictures of one request, and their bytes together.
+const PICTURES: usize = 100;
+pub(crate) const BYTES: usize = 24 << 20;
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What the model says, in the order of the pictures.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Predictions {
+    predictions: Vec<Prediction>,
+}
+
+/// Classify pictures
+///
+/// One JPEG or PNG as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
+/// that cannot be read says so in its own answer.
+#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path)),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 200, body = Predictions), (status = 404, body = Problem), (status = 413, body = Problem), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online")))]
+pub(crate) async fn predict(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Predictions>> {
+    let row = checkpoints::find(&app, &id).await?;
+    let folder = checkpoints::folder(&app, &row);
+    if !folder.exists() {
+        return Err(checkpoints::removed());
+    }
+    let pictures = pictures(request).await?;
+    let question = Question::Predict { model: folder.to_string_lossy().into_owned(), pictures };
+    match app.agents.ask(question, PATIENCE).await {
+        Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
+        Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
+        Err(error) => Err(error.without_pointer()),
+    }
+}
+
+async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
+    let too_large = || {
+        let detail = format!("pictures of at most {} MiB together, please", BYTES >> 20);
+        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
+    };
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    if !kind.starts_with("multipart/form-data") {
+        let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
+        if bytes.is_empty() {
+            return Err(Error::BadRequest("the body must be a JPEG or PNG picture".into()));
+        }
+        return Ok(vec![named(String::new(), &bytes)]);
+    }
+    let mut form =
+        Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
+    let mut pictures = Vec::new();
+    while let Some(field) = form.next_field().await.map_err(|e| Error::BadRequest(e.body_text()))? {
+        let name = field.file_name().unwrap_or_default().chars().take(200).collect();
+        let bytes = field.bytes().await.map_err(|_| too_large())?;
+        pictures.push(named(name, &bytes));
+        if pictures.len() > PICTURES {
+            return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));
+        }
+    }
+    if pictures.is_empty() {
+        return Err(Error::BadRequest("the form holds no picture".into()));
+    }
+    Ok(pictures)
+}
+
+fn named(name: String, bytes: &Bytes) -> NamedPicture {
+    NamedPicture { name, content: base64::engine::general_purpose::STANDARD.encode(bytes) }
+}

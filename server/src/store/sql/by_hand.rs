@@ -1,0 +1,68 @@
+//! What people set by hand: notes, tags, priorities, and machines that take no new work.
+
+use super::SqlStore;
+use crate::store::{
+    Annotation, Result, StoreError,
+    values::{from_json, json, plain},
+};
+use lockstep_protocol::{job::JobId, spec::JobSpec};
+use std::collections::BTreeMap;
+
+impl SqlStore {
+    pub(super) async fn read_annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
+        let rows: Vec<(String, String, String)> =
+            sqlx::query_as("SELECT job_id, note, tags FROM annotations").fetch_all(&self.reader).await?;
+        rows.into_iter()
+            .map(|(id, note, tags)| {
+                let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+                Ok((id, Annotation { note, tags: from_json(&tags)? }))
+            })
+            .collect()
+    }
+
+    pub(super) async fn write_annotation(&self, job: &JobId, annotation: &Annotation) -> Result<()> {
+        sqlx::query(
+            "INSERT INTO annotations (job_id, note, tags) VALUES ($1, $2, $3) \
+             ON CONFLICT (job_id) DO UPDATE SET note = excluded.note, tags = excluded.tags",
+        )
+        .bind(job.as_str())
+        .bind(plain(&annotation.note))
+        .bind(json(&annotation.tags)?)
+        .execute(&self.writer)
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn write_priority(&self, job: &JobId, priority: i32) -> Result<()> {
+        let mut db = self.begin().await?;
+        let spec: Option<String> = sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1")
+            .bind(job.as_str())
+            .fetch_optional(&mut *db)
+            .await?;
+        let mut spec: JobSpec = from_json(&spec.ok_or(StoreError::NotFound("job"))?)?;
+        spec.priority = priority;
+        sqlx::query("UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3")
+            .bind(i64::from(priority))
+            .bind(json(&spec)?)
+            .bind(job.as_str())
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn read_draining(&self) -> Result<Vec<String>> {
+        Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
+            .fetch_all(&self.reader)
+            .await?)
+    }
+
+    pub(super) async fn write_draining(&self, agent: &str, draining: bool) -> Result<()> {
+        let query = if draining {
+            "INSERT INTO draining (agent_id) VALUES ($1) ON CONFLICT (agent_id) DO NOTHING"
+        } else {
+            "DELETE FROM draining WHERE agent_id = $1"
+        };
+        sqlx::query(query).bind(plain(agent)).execute(&self.writer).await?;
+        Ok(())
+    }
+}

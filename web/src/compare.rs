@@ -1,0 +1,23 @@
+//! Jobs side by side. Which ones stands in the address, and the script reads them: the page itself is empty.
+
+use crate::layout::Nav;
+use askama::Template;
+
+/// `GET /compare`.
+#[derive(Debug, Clone, Copy, Template)]
+#[template(path = "compare.html")]
+pub struct ComparePage;
+
+impl ComparePage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Nav {
+        Nav::Compare
+    }
+}

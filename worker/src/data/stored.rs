@@ -1,0 +1,67 @@
+//! Pictures as they lie in a dataset, without a job.
+
+use super::{Catalog, DataError, Picture, Samples};
+use std::path::Path;
+
+/// Some pictures of a split.
+#[derive(Debug)]
+pub struct Stored {
+    /// So many match.
+    pub total: u64,
+    /// Names, in the order of the labels.
+    pub classes: Vec<String>,
+    /// Place in the split, class, file where it is one, and the picture itself. Broken files are left out.
+    pub pictures: Vec<(u64, u32, Option<String>, Picture)>,
+}
+
+/// Reads `limit` pictures of a split, or of one of its classes, after the first `offset`.
+///
+/// # Errors
+/// No such split or class, or no dataset at all.
+pub fn stored(
+    path: &Path,
+    split: &str,
+    class: Option<&str>,
+    offset: u64,
+    limit: usize,
+) -> Result<Stored, DataError> {
+    let catalog = Catalog::open(path)?;
+    let Some(found) = catalog.split(split) else {
+        let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
+        return Err(DataError::Invalid(format!(
+            "there is no split {split:?}; there are {}",
+            names.join(", ")
+        )));
+    };
+    let label = match class {
+        None => None,
+        Some(name) => Some(catalog.classes.iter().position(|c| c == name).ok_or_else(|| {
+            DataError::Invalid(format!(
+                "there is no class {name:?}; there are {}",
+                catalog.classes.join(", ")
+            ))
+        })? as u32),
+    };
+    let matching: Vec<usize> =
+        (0..found.labels.len()).filter(|i| label.is_none_or(|l| found.labels[*i] == l)).collect();
+    let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+    let pictures = matching
+        .iter()
+        .skip(offset)
+        .take(limit)
+        .filter_map(|&i| {
+            let (file, picture) = match &found.samples {
+                Samples::Memory { pixels, height, width, channels } => {
+                    let size = (height * width * channels) as usize;
+                    let pixels = pixels.get(i * size..(i + 1) * size)?.to_vec();
+                    (None, Picture { width: *width, height: *height, channels: *channels, pixels })
+                }
+                Samples::Files(files) => {
+                    (Some(files[i].display().to_string()), Picture::read(&files[i]).ok()?)
+                }
+            };
+            Some((i as u64, found.labels[i], file, picture))
+        })
+        .collect();
+    Ok(Stored { total: matching.len() as u64, classes: catalog.classes.clone(), pictures })
+}

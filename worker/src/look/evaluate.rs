@@ -1,0 +1,103 @@
+//! A checkpoint on its job's validation pictures: who is taken for whom.
+
+use super::model::{BATCH, Model};
+use crate::data::loader::DataSource;
+use lockstep_protocol::look::{ClassScore, EvaluateModel, Mistake, ModelEvaluation};
+use std::{path::Path, time::Instant};
+
+/// Mistakes that are named; all are counted.
+const MISTAKES: usize = 5000;
+/// Right predictions of each class that are named.
+const RIGHT: usize = 24;
+
+pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, String> {
+    let start = Instant::now();
+    let spec = &question.spec;
+    let data = DataSource::open(Path::new(&question.dataset), &spec.data, spec.train.seed)
+        .map_err(|e| e.to_string())?;
+    let mut model = Model::open(Path::new(&question.model))?;
+    if model.classes != data.shape.classes {
+        return Err(format!(
+            "the model knows other classes than {}: the dataset has changed since it was trained",
+            spec.data.dataset
+        ));
+    }
+    if data.shape.validation_samples == 0 {
+        return Err("this job has no validation pictures: data.validation = \"none\"".into());
+    }
+    let classes = model.classes.len();
+    let mut confusion = vec![vec![0u64; classes]; classes];
+    let (mut mistakes, mut right) = (Vec::new(), vec![Vec::new(); classes]);
+    let mut loss = 0.0f64;
+    for batch in data.validation(0, 1, BATCH, 1) {
+        let batch = batch.map_err(|e| e.to_string())?;
+        let all = model.probabilities(&batch)?;
+        for ((probabilities, label), index) in all.iter().zip(&batch.labels).zip(&batch.indices) {
+            // Of equals the first, as PyTorch's argmax has it.
+            let predicted = (0..classes)
+                .rev()
+                .max_by(|a, b| probabilities[*a].total_cmp(&probabilities[*b]))
+                .unwrap_or(0);
+            let truth = *label as usize;
+            confusion[truth][predicted] += 1;
+            loss -= f64::from(probabilities[truth]).max(1e-45).ln();
+            let one = Mistake {
+                index: *index,
+                label: *label,
+                predicted: predicted as u32,
+                confidence: probabilities[predicted],
+            };
+            if predicted != truth {
+                mistakes.push(one);
+            } else if right[truth].len() < RIGHT {
+                right[truth].push(one);
+            }
+        }
+    }
+    mistakes.sort_by(|a, b| b.confidence.total_cmp(&a.confidence).then(a.index.cmp(&b.index)));
+    mistakes.truncate(MISTAKES);
+    let samples: u64 = confusion.iter().flatten().sum();
+    let correct: u64 = (0..classes).map(|c| confusion[c][c]).sum();
+    Ok(ModelEvaluation {
+        samples,
+        accuracy: correct as f64 / samples.max(1) as f64,
+        loss: loss / samples.max(1) as f64,
+        secs: start.elapsed().as_secs_f64(),
+        classes: scores(&model.classes, &confusion),
+        confusion,
+        mistakes,
+        right: right.into_iter().flatten().collect(),
+    })
+}
+
+fn scores(names: &[String], confusion: &[Vec<u64>]) -> Vec<ClassScore> {
+    let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+    names
+        .iter()
+        .enumerate()
+        .map(|(c, name)| {
+            let samples = confusion[c].iter().sum();
+            let precision = share(confusion[c][c], confusion.iter().map(|row| row[c]).sum());
+            let recall = share(confusion[c][c], samples);
+            let both = precision + recall;
+            let f1 = if both == 0.0 { 0.0 } else { 2.0 * precision * recall / both };
+            ClassScore { name: name.clone(), samples, precision, recall, f1 }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scores_follow_from_who_is_taken_for_whom() {
+        // 8 of 10 cats found, 1 dog taken for a cat; nobody was taken for a bird.
+        let names = ["cat", "dog", "bird"].map(String::from);
+        let found = scores(&names, &[vec![8, 2, 0], vec![1, 9, 0], vec![0, 4, 0]]);
+        assert_eq!((found[0].samples, found[0].recall), (10, 0.8));
+        assert!((found[0].precision - 8.0 / 9.0).abs() < 1e-12);
+        assert!((found[0].f1 - 16.0 / 19.0).abs() < 1e-12);
+        assert_eq!((found[2].precision, found[2].recall, found[2].f1), (0.0, 0.0, 0.0));
+    }
+}

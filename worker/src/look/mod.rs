@@ -1,0 +1,94 @@
+//! Looking at models and data for people: an agent answers each of these questions with a process of its own
+//! (`lockstep look`), so that whatever a picture or a model does to it, the agent and its ranks go on, and what it
+//! held in memory is gone when it has answered. Models run on the CPU engine: GPUs are for training.
+
+mod evaluate;
+mod model;
+mod predict;
+mod samples;
+
+pub use predict::predict;
+
+use crate::data;
+use lockstep_protocol::agent::{Answer, Question};
+use std::{
+    io::{Read, Write},
+    path::Path,
+    process::Stdio,
+};
+use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
+
+/// Questions answered at the same time; others wait.
+static ROOM: Semaphore = Semaphore::const_new(2);
+/// Training comes first: what people look at waits for idle cores.
+const NICENESS: i32 = 10;
+
+/// Has a process of its own answer. It ends when this is dropped.
+///
+/// # Errors
+/// A sentence: what is wrong with the question, or with the process.
+pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
+    let _turn = ROOM.acquire().await.map_err(|e| e.to_string())?;
+    let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
+    let failed = |what: &str, e: std::io::Error| format!("the process that looks at files {what}: {e}");
+    let mut child = Command::new(program)
+        .arg("look")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|e| failed("cannot be started", e))?;
+    if let Some(mut to) = child.stdin.take() {
+        // One that ended before it read everything says why below.
+        let _ = to.write_all(&words).await;
+    }
+    let done = child.wait_with_output().await.map_err(|e| failed("is lost", e))?;
+    match serde_json::from_slice(&done.stdout) {
+        Ok(answer) => answer,
+        Err(_) => {
+            let said = String::from_utf8_lossy(&done.stderr);
+            let last = said.lines().next_back().unwrap_or_default();
+            Err(format!("the process that looks at files ended with {}: {last}", done.status))
+        }
+    }
+}
+
+/// The process itself: a question on standard input, the answer on standard output, both JSON.
+///
+/// # Errors
+/// Those pipes.
+pub fn run() -> std::io::Result<()> {
+    // Without the right to, it is as urgent as the rest.
+    let _ = rustix::process::nice(NICENESS);
+    let mut words = Vec::new();
+    std::io::stdin().read_to_end(&mut words)?;
+    let answer =
+        serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}")).and_then(answer);
+    let words = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
+    std::io::stdout().write_all(&words)
+}
+
+/// Answers a question here and now.
+///
+/// # Errors
+/// A sentence: what is wrong with the question or with the files.
+pub fn answer(question: Question) -> Result<Answer, String> {
+    match question {
+        Question::InspectDataset { path } => {
+            let resolved = Path::new(&path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
+            let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
+            Ok(Answer::Dataset { path: resolved.to_string_lossy().into_owned(), info })
+        }
+        Question::Samples { path, pick } => {
+            samples::pick(Path::new(&path), pick).map(Answer::Samples).map_err(|e| e.to_string())
+        }
+        Question::Evaluate(question) => {
+            evaluate::evaluate(&question).map(|found| Answer::Evaluation(Box::new(found)))
+        }
+        Question::Predict { model, pictures } => {
+            let predictions = predict::named(Path::new(&model), pictures)?;
+            Ok(Answer::Predictions { predictions })
+        }
+    }
+}

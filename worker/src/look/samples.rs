@@ -1,0 +1,66 @@
+//! Pictures of a dataset: as they lie there, or as a job sees them.
+
+use crate::data::{DataError, Picture, loader::DataSource, stored};
+use base64::Engine as _;
+use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder, imageops::FilterType};
+use lockstep_protocol::look::{Pick, Sample, Samples};
+use std::path::Path;
+
+/// Pictures of one answer.
+const MOST: usize = 200;
+/// Longer sides are made this long, in pixels.
+const SIDE: u32 = 160;
+
+pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
+    match pick {
+        Pick::Stored { split, class, offset, limit } => {
+            let found = stored(path, &split, class.as_deref(), offset, (limit as usize).min(MOST))?;
+            let samples = found.pictures.into_iter().map(|(index, label, file, picture)| {
+                let png = png(picture)?;
+                Ok(Sample { index, label, epoch: None, file, png })
+            });
+            let samples = samples.collect::<Result<_, DataError>>()?;
+            Ok(Samples { total: found.total, classes: found.classes, samples })
+        }
+        Pick::Seen { data, seed, validation, places, epochs } => {
+            let source = DataSource::open(path, &data, seed)?;
+            let epochs: Vec<Option<u32>> =
+                if epochs.is_empty() { vec![None] } else { epochs.into_iter().map(Some).collect() };
+            let mut samples = Vec::new();
+            let total = places.len() as u64;
+            let wanted = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
+            for (index, epoch) in wanted.take(MOST) {
+                let (label, picture) = source.picture(validation, index, epoch)?;
+                samples.push(Sample { index, label, epoch, file: None, png: png(picture)? });
+            }
+            Ok(Samples { total, classes: source.shape.classes.clone(), samples })
+        }
+    }
+}
+
+fn png(picture: Picture) -> Result<String, DataError> {
+    let Picture { width, height, channels, pixels } = small(picture);
+    let colour = if channels == 1 { ExtendedColorType::L8 } else { ExtendedColorType::Rgb8 };
+    let mut bytes = Vec::new();
+    PngEncoder::new(&mut bytes)
+        .write_image(&pixels, width, height, colour)
+        .map_err(|e| DataError::Invalid(format!("a picture cannot be shown: {e}")))?;
+    Ok(base64::engine::general_purpose::STANDARD.encode(bytes))
+}
+
+fn small(picture: Picture) -> Picture {
+    let longest = picture.width.max(picture.height);
+    if longest <= SIDE || picture.channels != 3 {
+        return picture;
+    }
+    let Picture { width, height, channels, pixels } = picture;
+    let side = |n: u32| (u64::from(n) * u64::from(SIDE) / u64::from(longest)).max(1) as u32;
+    match image::RgbImage::from_raw(width, height, pixels) {
+        Some(whole) => {
+            let scaled = image::imageops::resize(&whole, side(width), side(height), FilterType::Triangle);
+            Picture { width: scaled.width(), height: scaled.height(), channels, pixels: scaled.into_raw() }
+        }
+        // Its bytes do not fit its size, which no decoder makes.
+        None => Picture { width: 1, height: 1, channels: 3, pixels: vec![0; 3] },
+    }
+}

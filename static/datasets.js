@@ -1,7 +1,10 @@
-// Registering a dataset without leaving the page: looking at its files may take a while.
+// Datasets: a look ahead while a path is typed, registering without leaving the page, and the pictures.
 
-import { ask, byId, Problem, sentence, text } from "./page.js";
+import { ask, byId, confirmThen, Problem, sentence, text } from "./page.js";
+import { count, plural } from "./numbers.js";
+import { Gallery } from "./datasets/gallery.js";
 
+const LOOK_AFTER_MS = 600;
 const form = byId("add-dataset"), status = byId("add-status");
 const errorsOf = { name: byId("d-name-error"), path: byId("d-path-error") };
 
@@ -14,8 +17,41 @@ function show(errors) {
   text(status, errors.filter((e) => !(e.pointer.slice(1) in errorsOf)).map((e) => e.detail).join(" "));
 }
 
+/** What a folder holds, in a sentence. */
+function found({ info }) {
+  const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
+  const splits = info.splits.map((s) => `${count(s.samples)} ${s.name}`).join(", ");
+  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
+  return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}.`;
+}
+
+let timer = 0, looking = null;
+form.path.addEventListener("input", () => {
+  clearTimeout(timer);
+  looking?.abort();
+  show([]);
+  const path = form.path.value.trim();
+  if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => look(path), LOOK_AFTER_MS);
+});
+
+async function look(path) {
+  const mine = looking = new AbortController();
+  text(status, "Looking at its files …");
+  try {
+    const answer = await ask("/api/v1/datasets/inspect", { method: "POST", body: { path }, signal: mine.signal });
+    text(status, found(answer));
+    if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
+  } catch (error) {
+    if (mine.signal.aborted) return;
+    text(status, "");
+    if (error instanceof Problem && error.errors.length) show(error.errors); else text(status, sentence(error));
+  }
+}
+
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
+  clearTimeout(timer);
+  looking?.abort();
   const button = form.querySelector("button");
   button.disabled = true;
   show([]);
@@ -29,3 +65,12 @@ form.addEventListener("submit", async (event) => {
     if (error instanceof Problem && error.errors.length) show(error.errors); else text(status, sentence(error));
   }
 });
+
+for (const card of document.querySelectorAll("[data-dataset]")) {
+  const name = card.dataset.dataset;
+  new Gallery(card, name);
+  card.querySelector("[data-forget]").addEventListener("click", () => confirmThen({
+    title: `Forget ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and finished ones cannot be evaluated.", yes: "Forget it",
+    act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
+  }));
+}

@@ -1,30 +1,61 @@
 // The list of jobs: rows change in place as the stream tells of them; the filter lives in the address.
 
-import { ask, byId, showLive, text } from "./page.js";
-import { age, clock, percent, plural, rate, value } from "./numbers.js";
+import { ask, byId, notify, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
+import { Bulk } from "./jobs/bulk.js";
+import { blank, fill, FINAL } from "./jobs/row.js";
 
-const FINAL = ["succeeded", "failed", "cancelled"];
+/** Jobs read at a time; older ones as the reader scrolls to them. */
+const PART = 100;
 const rows = byId("rows"), search = byId("search");
-const jobs = new Map();
+const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
+let notes = {};
 const filter = () => {
   const at = new URL(location.href).searchParams;
-  return { state: at.get("state") ?? "", name: at.get("name") ?? "", cursor: at.get("cursor") ?? "" };
+  return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "" };
 };
-let asked = 0;
+let asked = 0, next = null, reading = false;
+const bulk = new Bulk(rows, jobs, () => annotations());
 
-const matches = (job, { state, name }) =>
-  (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase()));
+const tagsOf = (id) => notes[id]?.tags ?? [];
+const matches = (job, { state, name, tag }) =>
+  (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
+
+async function annotations() {
+  notes = (await ask("/api/v1/annotations")).jobs;
+  for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id));
+}
+
+/** One part of what matches, after `cursor`. Few have a tag: those are read one by one. */
+async function part(cursor) {
+  const { state, name, tag } = filter();
+  if (tag) {
+    await annotations();
+    const ids = Object.keys(notes).filter((id) => tagsOf(id).includes(tag)).sort().reverse();
+    return { jobs: (await Promise.all(ids.map((id) => ask(`/api/v1/jobs/${id}`).catch(() => null)))).filter((j) => j && matches(j, filter())), next: null };
+  }
+  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, cursor, limit: PART }).filter(([, v]) => v))}`);
+}
 
 /** Reads the list again: after a change of the filter, and after a time without the stream. */
 async function load() {
-  const mine = ++asked, { state, name, cursor } = filter();
-  const query = new URLSearchParams(Object.entries({ state, name, cursor }).filter(([, v]) => v));
-  const answer = await ask(`/api/v1/jobs?${query}`);
+  const mine = ++asked, answer = await part(null);
   if (mine !== asked) return;
-  const listed = new Set(answer.jobs.map((j) => j.id));
-  for (const id of jobs.keys()) if (!listed.has(id)) remove(id);
-  for (const row of rows.querySelectorAll("tr")) if (!listed.has(row.dataset.id)) row.remove();
+  const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
+  // Older ones that the reader has come to stay; what is missing among these is gone.
+  for (const [id, row] of rowOf) if (!listed.has(id) && (!answer.next || row.dataset.created >= last || !jobs.has(id))) remove(id);
+  for (const job of answer.jobs) show(job);
+  if (rowOf.size <= answer.jobs.length) next = answer.next;
+  empty();
+}
+
+async function more() {
+  if (!next || reading) return;
+  reading = true;
+  const mine = asked, answer = await part(next).catch(() => null);
+  reading = false;
+  if (!answer || mine !== asked) return;
+  next = answer.next;
   for (const job of answer.jobs) show(job);
   empty();
 }
@@ -33,71 +64,36 @@ function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
   if (!matches(job, filter())) return remove(job.id);
+  if (known && !FINAL.includes(known.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
   jobs.set(job.id, job);
-  let row = rows.querySelector(`tr[data-id="${CSS.escape(job.id)}"]`);
+  let row = rowOf.get(job.id);
   if (!row) {
-    row = byId("row").content.firstElementChild.cloneNode(true);
-    row.dataset.id = job.id;
-    row.dataset.created = job.created_at;
-    const after = [...rows.children].find((r) => r.dataset.created < job.created_at);
-    rows.insertBefore(row, after ?? null);
+    row = blank(job);
+    rowOf.set(job.id, row);
+    // Most come at one of the ends.
+    if (!rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
+    else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
-  fill(row, job);
-}
-
-function fill(row, job) {
-  const at = (name) => row.querySelector(`[data-f="${name}"]`);
-  row.dataset.state = job.state;
-  at("state").dataset.state = job.state;
-  at("bar").dataset.state = job.state;
-  text(at("state"), job.state);
-  text(at("name"), job.name);
-  at("name").href = `/jobs/${job.id}`;
-  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}`);
-  text(at("reason"), job.reason ?? "");
-  at("reason").title = job.reason ?? "";
-  at("bar").max = job.total_steps || 1;
-  at("bar").value = Math.min(job.step, job.total_steps);
-  text(at("progress"), progress(job));
-  const points = sparkline(job.sparkline);
-  if (at("spark").getAttribute("points") !== points) at("spark").setAttribute("points", points);
-  text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
-  text(at("best"), job.best ? percent(job.best.value) : "");
-  text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
-  text(at("age"), age(Date.parse(job.created_at), Date.now()));
-  at("age").title = job.created_at;
-}
-
-function progress(job) {
-  if (FINAL.includes(job.state)) {
-    return job.started_at && job.finished_at
-      ? `took ${clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000)}` : "never started";
-  }
-  if (!job.total_steps) return "";
-  const epoch = `epoch ${job.epoch} of ${Math.ceil(job.total_steps / (job.steps_per_epoch || 1))}`;
-  return job.eta_secs != null && job.state === "running" ? `${epoch} · ${clock(job.eta_secs)} left` : epoch;
-}
-
-/** As `sparkline` in web/src/jobs.rs. */
-function sparkline(values) {
-  const finite = values.filter(Number.isFinite);
-  if (finite.length < 2) return "";
-  const low = Math.min(...finite), high = Math.max(...finite), span = Math.max(high - low, 1.2e-7), dx = 118 / (values.length - 1);
-  return values.map((v, i) => (Number.isFinite(v) ? `${(1 + i * dx).toFixed(1)},${(2 + (high - v) / span * 24).toFixed(1)}` : "")).filter(Boolean).join(" ");
+  fill(row, job, tagsOf(job.id));
 }
 
 function remove(id) {
   jobs.delete(id);
-  rows.querySelector(`tr[data-id="${CSS.escape(id)}"]`)?.remove();
+  rowOf.get(id)?.remove();
+  rowOf.delete(id);
+  bulk.forget(id);
 }
 
 function empty() {
-  const { state, name } = filter(), none = !rows.childElementCount;
+  const { state, name, tag } = filter(), none = !rows.childElementCount;
   byId("jobs").hidden = none;
-  const narrowed = Boolean(state || name);
+  const narrowed = Boolean(state || name || tag);
   byId("none-match").hidden = !none || !narrowed;
   byId("no-jobs").hidden = !none || narrowed;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}.`);
+  byId("older").hidden = !next;
+  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}${tag ? ` is tagged “${tag}”` : ""}.`);
+  byId("tag-filter").hidden = !tag;
+  text(byId("tag-name"), tag);
 }
 
 function narrow(change) {
@@ -107,6 +103,7 @@ function narrow(change) {
   mark();
   // What is here and no longer fits goes at once; the answer brings the rest.
   for (const job of [...jobs.values()]) if (!matches(job, filter())) remove(job.id);
+  next = null;
   load().catch(() => showLive("reconnecting"));
 }
 
@@ -129,8 +126,10 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
 let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => narrow({ name: search.value.trim() }), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); narrow({ name: search.value.trim() }); });
+byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); narrow({ tag: "" }); });
 addEventListener("popstate", () => { search.value = filter().name; mark(); load(); });
-setInterval(() => { for (const job of jobs.values()) fill(rows.querySelector(`tr[data-id="${CSS.escape(job.id)}"]`), job); }, 15_000);
+setInterval(() => { for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id)); }, 15_000);
+new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 mark();
 
 let frame = 0;
@@ -151,4 +150,5 @@ new Stream({
     });
   },
 });
-load().catch(() => {});
+load().then(() => performance.mark("jobs listed"), () => {});
+annotations().catch(() => {});

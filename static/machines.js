@@ -1,6 +1,6 @@
-// The machines, read again as jobs come and go.
+// The machines, read again as jobs come and go; and the switch that lets one take no new work.
 
-import { byId, showLive } from "./page.js";
+import { ask, byId, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 
 const EVERY_MS = 5000;
@@ -21,6 +21,17 @@ async function refresh() {
     }
   } catch { /* the stream says that the server is away */ } finally { asking = false; }
 }
+
+byId("machines").addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-drain]");
+  if (!button) return;
+  button.disabled = true;
+  try {
+    await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
+    button.blur();
+    await refresh();
+  } catch (error) { button.disabled = false; text(button.closest(".machine").querySelector(".error"), sentence(error)); }
+});
 
 new Stream({
   path: () => "/api/v1/stream",

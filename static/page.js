@@ -63,7 +63,7 @@ async function copy(value, button) {
     await navigator.clipboard.writeText(value);
   } catch {
     // No clipboard without a secure context: select the text instead, ready for the keyboard.
-    const target = button.parentElement.querySelector("code, pre");
+    const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
     return text(button, "Selected");
   }
@@ -79,20 +79,14 @@ document.addEventListener("click", (event) => {
   if (button) copy(button.dataset.copy ?? byId(button.dataset.copyFrom).textContent, button);
 });
 
-// `/` goes to the search, where there is one; Esc leaves it.
-document.addEventListener("keydown", (event) => {
-  const search = byId("search");
-  const typing = event.target.matches?.("input, textarea, select, [contenteditable]");
-  if (event.key === "/" && search && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
-    event.preventDefault();
-    search.focus();
-    search.select();
-  } else if (event.key === "Escape" && event.target === search) {
-    search.blur();
-  }
-});
-
 /** Marks one button of a group of choices as pressed. */
 export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
+}
+
+/** Tells the system that a job has ended, if the reader asked for that and looks elsewhere. */
+export function notify(title, body, path) {
+  if (localStorage.getItem("notify") !== "yes" || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
+  const note = new Notification(title, { body, tag: path, icon: "/static/icon.svg" });
+  note.onclick = () => { focus(); if (location.pathname !== path) location.href = path; };
 }

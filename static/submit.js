@@ -52,8 +52,54 @@ function toml(spec) {
 
 function showSpec() {
   const spec = specification({ defaults: false });
-  byId("spec-text").textContent = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
+  const area = byId("spec-text");
+  // Not under the hands of whoever writes there.
+  if (document.activeElement === area) return;
+  area.value = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
+  text(byId("spec-error"), "");
+  written = false;
 }
+
+// --- the same job, written as a file ------------------------------------------------------------------
+
+/** Whether the text holds mistakes that the form does not show. */
+let written = false, writing = 0;
+
+/** Has the server read the text, in whichever notation it is, and puts what it says into the form. */
+async function readText() {
+  const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
+  const seen = json ? "json" : "toml";
+  if (seen !== notation) { notation = seen; press(notations, notations.find((b) => b.dataset.notation === seen)); }
+  try {
+    const answer = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": json ? "application/json" : "application/toml", accept: "application/json" }, body: words });
+    const content = await answer.json();
+    if (words !== area.value) return;
+    written = !answer.ok;
+    if (!answer.ok) {
+      const errors = content.errors ?? [];
+      text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
+      return showPlan(null);
+    }
+    text(byId("spec-error"), "");
+    fillForm(content.spec);
+    showMistakes([]);
+    showPlan(content);
+  } catch { /* said when the job is sent */ }
+}
+
+function fillForm(spec) {
+  for (const field of fields) {
+    const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
+    const value = (table ? spec[table] : spec)?.[key] ?? "";
+    if (field.type === "checkbox") field.checked = value === true;
+    else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
+    else field.value = Array.isArray(value) ? value.join(", ") : String(value);
+  }
+  unmarkPresets();
+}
+
+byId("spec-text").addEventListener("input", () => { clearTimeout(writing); writing = setTimeout(readText, CHECK_AFTER_MS); });
+byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
@@ -143,8 +189,11 @@ for (const preset of presets) {
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   clearTimeout(timer);
+  clearTimeout(writing);
   checking?.abort();
   sent = true;
+  if (written) await readText();
+  if (written) return text(byId("plan"), "The text beside holds mistakes: mend them first.");
   const button = byId("send");
   button.disabled = true;
   text(byId("plan"), "");
@@ -166,7 +215,7 @@ form.addEventListener("submit", async (event) => {
 
 const notations = [...document.querySelectorAll("[data-notation]")];
 for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
-byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").textContent));
+byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").value));
 
 byId("spec-side").hidden = false;
 showSpec();

@@ -114,6 +114,18 @@ export class Chart {
     const ctx = this.canvas.getContext("2d");
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, width, height);
+    this.paint(ctx, width, height);
+    this.#drawOver();
+  }
+
+  /** Pixels that data is drawn across: as many buckets as the server is asked for. */
+  get pixels() {
+    const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
+    return Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1));
+  }
+
+  /** Draws onto any context that has a canvas's methods. */
+  paint(ctx, width, height) {
     const colours = palette(), view = this.view;
     const gathered = this.#gather(), parts = gathered.flatMap((g) => g.parts);
 
@@ -169,7 +181,9 @@ export class Chart {
     const every = exact && buckets / pixels <= POINTS_A_PIXEL;
     this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
     this.root.dataset.drawn = String(shown);
-    this.#drawOver();
+    if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
+    // The picture is on the screen with the next frame: what a zoom took is told to whoever asks.
+    this.paintedAt = performance.now();
   }
 
   #drawLayer(ctx, layer, parts, colours) {

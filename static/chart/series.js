@@ -152,17 +152,19 @@ export class Series {
   }
 
   /** Buckets as `GET /metrics` brings them, each named by its first step; `exact` when each is one point. */
-  load(attempt, { steps, min, max, mean }, exact) {
+  load(attempt, { steps, min, max, mean }, exact, width = 0) {
     const segment = this.segment(attempt);
+    // Live points gather in buckets of the same width.
+    if (!exact && width) segment.width = Math.max(segment.width, width);
     for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
       // The last one is taken to be as wide as the one before it.
-      if (!exact && i + 1 < steps.length) count = steps[i + 1] - steps[i];
+      if (!exact && i + 1 < steps.length) count = Math.min(width || Infinity, steps[i + 1] - steps[i]);
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
     }
     if (!exact) {
       segment.exact = false;
-      segment.width = Math.max(segment.width, ...(steps.length > 1 ? [steps[1] - steps[0]] : []));
+      if (!width) segment.width = Math.max(segment.width, ...(steps.length > 1 ? [steps[1] - steps[0]] : []));
     }
   }
 
@@ -208,7 +210,7 @@ export class MeanSeries extends Series {
   }
 
   /** As `load`, for the buckets of all ranks of an attempt; those of the same step are joined. */
-  loadRanks(attempt, ranks, exact) {
+  loadRanks(attempt, ranks, exact, width = 0) {
     const joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {
@@ -222,7 +224,7 @@ export class MeanSeries extends Series {
     this.load(attempt, {
       steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
       max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
-    }, exact);
+    }, exact, width);
     // What some ranks have told and others not yet waits for the stream.
     if (!exact) return;
     for (const { steps, mean } of ranks) {

@@ -1,18 +1,29 @@
-// The checkpoints, newest first, each with its download.
+// The checkpoints, newest first, each with what can be done with it.
 
 import { byId, text } from "../page.js";
 import { bytes, count, percent } from "../numbers.js";
 
+const FILES = { get: "model.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
+
 export class Checkpoints {
   #all = new Map();
+  /** Called when there is another one, or one less. */
+  changed = new Set();
 
-  constructor(initial) {
+  /** `act(what, checkpoint)`: `look`, `classify` or `fork`. */
+  constructor(initial, act) {
     for (const c of initial) this.#all.set(c.id, c);
+    byId("checkpoints").addEventListener("click", (event) => {
+      const what = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
+      if (what === "everything") everything(id, event.target.closest("details"));
+      else if (what) act(what, this.#all.get(id));
+    });
   }
 
   get size() { return this.#all.size; }
-  get newest() { return this.#sorted()[0]; }
+  get newest() { return this.sorted[0]; }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
+  get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
   apply(event) {
     // `best` is best so far: a newer best takes the mark.
@@ -26,24 +37,38 @@ export class Checkpoints {
     this.draw();
   }
 
-  #sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
-
   draw() {
-    const body = byId("checkpoints"), sorted = this.#sorted();
+    const body = byId("checkpoints"), { sorted } = this;
     byId("checkpoint-table").hidden = !sorted.length;
     byId("no-checkpoints").hidden = sorted.length > 0;
+    const rows = new Map([...body.children].map((row) => [row.dataset.id, row]));
     body.replaceChildren(...sorted.map((c) => {
-      const row = byId("checkpoint-row").content.firstElementChild.cloneNode(true);
-      const at = (name) => row.querySelector(`[data-f="${name}"]`);
+      const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
+      const at = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      text(at("label"), `${c.epoch}-${c.step}`);
+      text(at("label"), label);
       at("best").hidden = !c.best;
       text(at("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy));
       text(at("size"), bytes(c.size_bytes));
       at("size").title = `${count(c.size_bytes)} bytes`;
-      at("get").href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/model.safetensors`;
-      at("get").setAttribute("aria-label", `Download the model of checkpoint ${c.epoch}-${c.step}`);
+      for (const [name, file] of Object.entries(FILES)) at(name).href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`;
+      row.querySelector("summary").setAttribute("aria-label", `Get checkpoint ${label}`);
+      for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
     }));
+    for (const tell of this.changed) tell();
+  }
+}
+
+/** One download after the other: a browser asks once whether it may. */
+function everything(id, menu) {
+  menu.open = false;
+  for (const [i, file] of [...Object.values(FILES), "MANIFEST.json"].entries()) {
+    setTimeout(() => {
+      const link = document.createElement("a");
+      link.href = `/api/v1/checkpoints/${encodeURIComponent(id)}/${file}`;
+      link.download = `${id}-${file}`;
+      link.click();
+    }, i * 300);
   }
 }

@@ -104,16 +104,13 @@ export class Facts {
       text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${time}`);
       byId("started").title = job.started_at;
     }
-    byId("cancel").hidden = isFinal(job.state);
-    byId("retry").hidden = job.state !== "failed" && job.state !== "cancelled";
-    byId("delete").hidden = !isFinal(job.state);
   }
 
   #verdict(now, step) {
     const found = this.#trouble(now, step), band = byId("verdict");
     band.hidden = !found;
     if (!found) return;
-    const { tone, what, why, link = ["#log", "Log"] } = found;
+    const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
     text(byId("verdict-what"), what);
     text(byId("verdict-why"), why ?? "");
@@ -130,6 +127,7 @@ export class Facts {
       case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
       case "queued": return reason ? { tone: "warn", what: "Waiting.", why: reason, link: ["/machines", "Machines"] } : null;
       case "running": break;
+      case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume goes on from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
@@ -140,7 +138,7 @@ export class Facts {
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
-        why: `Its last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+        why: `${one ? "The others wait for it in all-reduce; its" : "Its"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
     const slow = ranks.slow();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };

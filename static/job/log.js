@@ -1,12 +1,15 @@
-// The tail of the log. It follows the newest line until the reader scrolls up; then it holds still and
-// counts what is new.
+// The log: a window of lines onto a file that may have millions. It follows the newest line until the reader
+// scrolls up, reads older and newer ones as the reader comes to them, and searches on the server.
 
 import { ask, byId, text } from "../page.js";
+import { read, write } from "../address.js";
 import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
-/** Lines kept on the page; older ones are in the rank's log file. */
+/** Lines on the page at most; the others are a scroll away. */
 const KEEP = 1000;
+/** Events read at a time. */
+const PART = 400;
 const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
 
@@ -16,107 +19,219 @@ export class Log {
   #frame = 0;
   #unread = 0;
   #total = 0;
+  #asked = 0;
+  /** More before or behind what is shown, and whether it is being read. */
+  #older = false;
+  #newer = false;
+  #reading = false;
+  #lastTop = 0;
 
   constructor(job) {
     this.job = job;
     this.box = byId("log-lines");
     this.follow = byId("log-follow");
     this.rank = byId("log-rank");
+    this.attempt = byId("log-attempt");
+    this.search = byId("log-search");
     this.newest = byId("log-newest");
-    this.box.addEventListener("scroll", () => this.#scrolled());
-    this.follow.addEventListener("change", () => { if (this.follow.checked) this.#toEnd(); });
-    this.newest.addEventListener("click", () => { this.follow.checked = true; this.#toEnd(); });
-    this.rank.addEventListener("change", () => this.load());
+    this.search.value = read("q");
+    this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
+    this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
+    for (const choice of [this.rank, this.attempt]) choice.addEventListener("change", () => this.#narrow());
+    let typing = 0;
+    this.search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => this.#narrow(), 200); });
+    this.box.addEventListener("click", (event) => {
+      const time = event.target.closest("time");
+      if (time && !getSelection().toString()) this.#mark(time.parentElement);
+    });
   }
 
-  /** The choices of the rank filter. */
-  ranks(n) {
+  /** The choices of the filters. */
+  ranks(n, attempts = 1) {
     for (let r = this.rank.options.length - 1; r < n; r++) this.rank.add(new Option(`rank ${r}`, r));
+    for (let a = this.attempt.options.length; a <= attempts; a++) this.attempt.add(new Option(a, a));
+    if (read("rank") !== "" && this.rank.value === "") this.rank.value = read("rank");
+    if (read("attempt") !== "" && this.attempt.value === "") this.attempt.value = read("attempt");
+    byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
   }
 
-  /** The newest lines of the chosen rank, or of all. */
+  #filter(more = {}) {
+    const given = { rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), ...more };
+    return new URLSearchParams(Object.entries(given).filter(([, v]) => v !== "" && v !== null && v !== undefined));
+  }
+
+  get #narrowed() { return this.search.value.trim() !== ""; }
+
+  #narrow() {
+    write({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
+    byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
+    return this.load();
+  }
+
+  async #ask(query) {
+    const mine = ++this.#asked;
+    this.#reading = true;
+    try {
+      const answer = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
+      return mine === this.#asked ? answer : null;
+    } finally { if (mine === this.#asked) this.#reading = false; }
+  }
+
+  /** Shows the line that the address names, or the newest ones. */
   async load() {
-    const rank = this.rank.value;
-    const lines = await history(this.job, rank);
-    if (rank !== this.rank.value) return;
-    this.#seen.clear();
-    this.#pending = [];
-    this.#unread = 0;
-    this.#total = 0;
-    this.box.replaceChildren();
-    for (const line of lines) this.#take(line.attempt, line.rank, line);
-    this.#flush();
+    const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
+    if (!line) return this.toNewest();
+    const [seq, attempt, rank, number] = line;
+    const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ tail: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
+    this.follow.checked = false;
+    this.#fresh([...before.lines, ...after.lines], before.lines.length >= PART, after.next !== null);
+    const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
+    found?.classList.add("marked");
+    found?.scrollIntoView({ block: "center" });
+  }
+
+  async toNewest() {
+    const answer = await this.#ask({ tail: this.#narrowed ? PART : KEEP });
+    if (!answer) return;
+    this.#fresh(answer.lines, this.#narrowed ? answer.next !== null : answer.lines.length >= KEEP, false);
+    if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
   }
 
+  #fresh(lines, older, newer) {
+    this.#pending = [];
+    this.#unread = 0;
+    this.#total = lines.length;
+    this.#older = older;
+    this.#newer = newer;
+    for (const line of lines) this.#note1(line);
+    this.box.replaceChildren(...lines.slice(-KEEP).map(row));
+    this.#note();
+  }
+
+  #note1({ attempt, rank, number }) {
+    const key = `${attempt}:${rank}`;
+    if (number > (this.#seen.get(key) ?? 0)) this.#seen.set(key, number);
+  }
+
   /** A `log` event. Lines already shown (the history and the stream overlap) are left out. */
-  apply({ attempt, rank, lines }) {
+  apply({ seq, attempt, rank, lines }) {
     if (this.rank.value !== "" && Number(this.rank.value) !== rank) return;
-    for (const line of lines) this.#take(attempt, rank, line);
+    if (this.attempt.value !== "" && Number(this.attempt.value) !== attempt) return;
+    const q = this.search.value.trim().toLowerCase();
+    for (const line of lines) {
+      if (line.number <= (this.#seen.get(`${attempt}:${rank}`) ?? 0)) continue;
+      this.#note1({ attempt, rank, number: line.number });
+      if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
+    }
+    // A hidden page draws nothing; the newest lines are enough when it is seen again.
+    if (this.#pending.length > 4 * KEEP) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
 
-  #take(attempt, rank, line) {
-    const key = `${attempt}:${rank}`;
-    if (line.number <= (this.#seen.get(key) ?? 0)) return;
-    this.#seen.set(key, line.number);
-    this.#pending.push({ attempt, rank, ...line });
-  }
+  #drop() { this.#total += this.#pending.length - KEEP; this.#pending = this.#pending.slice(-KEEP); this.#older = true; }
 
   #flush() {
     const lines = this.#pending.splice(0);
     if (!lines.length) return this.#note();
-    this.box.querySelector(".none")?.remove();
     this.#total += lines.length;
+    // Held still, the lines below are read when the reader comes to them.
+    if (!this.follow.checked) { this.#unread += lines.length; this.#newer = true; return this.#note(); }
+    this.box.querySelector(".none")?.remove();
     const rows = document.createDocumentFragment();
     for (const line of lines.slice(-KEEP)) rows.append(row(line));
     this.box.append(rows);
-    while (this.box.childElementCount > KEEP) this.box.firstElementChild.remove();
-    if (this.follow.checked) this.#toEnd(); else this.#unread += lines.length;
-    this.#note();
+    this.#trim("first");
+    this.#toEnd();
+  }
+
+  #trim(end) {
+    while (this.box.childElementCount > KEEP) {
+      this.box[`${end}ElementChild`].remove();
+      if (end === "first") this.#older = true; else this.#newer = true;
+    }
   }
 
   #toEnd() {
     this.#unread = 0;
     this.box.scrollTop = this.box.scrollHeight;
+    this.#lastTop = this.box.scrollTop;
     this.#note();
   }
 
   #scrolled() {
-    const atEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 24;
-    if (!atEnd && this.box.scrollTop < (this.last ?? 0)) this.follow.checked = false;
-    else if (atEnd && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
-    this.last = this.box.scrollTop;
+    const { box } = this, below = box.scrollHeight - box.scrollTop - box.clientHeight;
+    if (below >= 24 && box.scrollTop < this.#lastTop) this.follow.checked = false;
+    else if (below < 24 && !this.#newer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
+    this.#lastTop = box.scrollTop;
+    if (box.scrollTop < 400 && this.#older) this.#before();
+    else if (below < 400 && this.#newer) this.#behind();
     this.#note();
+  }
+
+  async #before() {
+    if (this.#reading) return;
+    const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
+    if (!seq) return;
+    const answer = await this.#ask({ tail: PART, before: seq }).catch(() => null);
+    if (!answer) return;
+    this.#older = this.#narrowed ? answer.next !== null : answer.lines.length >= PART;
+    const height = this.box.scrollHeight;
+    first.before(...answer.lines.map(row));
+    this.box.scrollTop += this.box.scrollHeight - height;
+    this.#trim("last");
+    this.follow.checked = false;
+    this.#note();
+  }
+
+  async #behind() {
+    if (this.#reading) return;
+    const last = this.box.lastElementChild, seq = Number(last?.dataset.at?.split(".")[0]);
+    if (!seq) return;
+    const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
+    if (!answer) return;
+    this.#newer = answer.next !== null;
+    if (!this.#newer) this.#unread = 0;
+    this.box.append(...answer.lines.map(row));
+    const top = this.box.scrollTop, height = this.box.scrollHeight;
+    this.#trim("first");
+    this.box.scrollTop = top - (height - this.box.scrollHeight);
+    this.#note();
+  }
+
+  /** The address names this line. */
+  #mark(line) {
+    for (const other of this.box.querySelectorAll(".marked")) other.classList.remove("marked");
+    line.classList.add("marked");
+    write({ line: line.dataset.at, tab: "" });
   }
 
   #note() {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) {
-      const none = Object.assign(document.createElement("p"), { className: "none", textContent: "No line yet. Ranks write here as soon as they start." });
-      this.box.append(none);
+      const words = this.#narrowed ? "No line has this." : "No line yet. Ranks write here as soon as they start.";
+      this.box.append(Object.assign(document.createElement("p"), { className: "none", textContent: words }));
     }
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#total > KEEP ? `the newest ${count(KEEP)} lines` : this.#total ? plural(this.#total, "line") : "");
+      : this.#narrowed ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones above" : ""}`
+      : this.#older ? `${count(this.box.childElementCount)} lines, older ones above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }
 
-function row({ attempt, rank, at, text: words }) {
+function row({ seq, attempt, rank, number, at, text: words }) {
   const line = document.createElement("p");
   const time = document.createElement("time"), who = document.createElement("b"), what = document.createElement("span");
+  line.dataset.at = `${seq}.${attempt}.${rank}.${number}`;
   time.dateTime = at;
   time.textContent = timeOfDay(at);
+  time.title = "Put this line into the address";
   who.textContent = `rank ${rank}`;
-  who.title = `attempt ${attempt}`;
-  who.style.color = `var(--${colourOf(rank)})`;
+  who.title = `attempt ${attempt}, line ${number}`;
+  who.className = `of-${colourOf(rank)}`;
   what.textContent = words;
   if (BAD.test(words)) line.className = "bad"; else if (LOUD.test(words)) line.className = "loud";
   line.append(time, who, what);
   return line;
-}
-
-async function history(job, rank) {
-  const { lines } = await ask(`/api/v1/jobs/${job}/logs?tail=${KEEP}${rank === "" ? "" : `&rank=${rank}`}`);
-  return lines;
 }

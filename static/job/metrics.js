@@ -3,13 +3,12 @@
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
 
-/** What the page shows; `means` are also kept as the mean over ranks. */
-const NAMES = ["loss", "accuracy", "lr", "images_per_second", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
-const MEANS = ["loss", "accuracy"];
-const ZOOMED = ["loss", "accuracy", "lr", "images_per_second"];
-const POINTS = 2000;
+/** What the page always needs, the first chart's first; `MEANS` are also kept as the mean over ranks. */
+const NAMES = ["loss", "accuracy", "images_per_second", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
+const GPU = ["gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"];
+const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", ...GPU]);
 /** Buckets kept on the page, all ranks of a metric together. */
-const CAPACITY = 131_072;
+const CAPACITY = 65_536;
 
 export class Metrics {
   #series = new Map();
@@ -18,10 +17,9 @@ export class Metrics {
   /** Events since a request for a zoomed part went out: the answer may lack them. */
   #since = null;
 
-  constructor(job, ranks) {
-    this.job = job;
-    this.ranks = ranks;
-    this.detail = null;
+  /** `points(name)`: buckets to ask for. */
+  constructor(job, ranks, points) {
+    Object.assign(this, { job, ranks, points, detail: null });
   }
 
   #capacity() { return Math.max(1024, Math.min(16_384, Math.floor(CAPACITY / this.ranks))); }
@@ -35,32 +33,43 @@ export class Metrics {
 
   mean(name) {
     let series = this.#means.get(name);
-    if (!series) this.#means.set(name, series = new MeanSeries(name, this.ranks, 16_384));
+    if (!series) this.#means.set(name, series = new MeanSeries(name, this.ranks, 8192));
     return series;
   }
 
   #get(name, range = "") {
-    return ask(`/api/v1/jobs/${this.job}/metrics?name=${name}&points=${POINTS}${range}`);
+    return ask(`/api/v1/jobs/${this.job}/metrics?name=${name}&points=${this.points(name)}${range}`);
   }
 
-  /** Reads all history afresh. Answers the sequence number from which the stream is to go on. */
-  async load() {
-    const answers = await Promise.all(NAMES.map((name) => this.#get(name)));
+  /** Reads one metric's history, unless it is here. */
+  async need(name) {
+    if (this.#asOf.has(name)) return;
+    const answer = await this.#get(name);
+    for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
+    this.#means.delete(name);
+    this.#asOf.set(name, answer.as_of_seq);
+    fill(answer, (rank) => this.of(name, rank), MEANS.has(name) && (() => this.mean(name)));
+  }
+
+  /** Reads all history afresh, `first()` is called when the first chart's is here. Answers the sequence number from which the stream is to go on. */
+  async load(others, first) {
+    const names = new Set([...NAMES, ...others, ...GPU]);
     this.#series.clear();
     this.#means.clear();
+    this.#asOf.clear();
     this.detail = null;
-    answers.forEach((answer, i) => {
-      this.#asOf.set(NAMES[i], answer.as_of_seq);
-      fill(NAMES[i], answer, (rank) => this.of(NAMES[i], rank), MEANS.includes(NAMES[i]) && (() => this.mean(NAMES[i])));
-    });
+    await this.need(NAMES[0]);
+    first?.();
+    await Promise.all([...names].map((name) => this.need(name)));
     return Math.min(...this.#asOf.values());
   }
 
   /** A `metrics` event. */
   apply({ seq, attempt, rank, name, steps, values }) {
-    if (seq <= (this.#asOf.get(name) ?? 0)) return;
+    // One that nobody looks at is read when somebody does.
+    if (!this.#asOf.has(name) || seq <= this.#asOf.get(name)) return;
     this.of(name, rank).append(attempt, steps, values);
-    if (MEANS.includes(name)) this.mean(name).appendRank(attempt, steps, values);
+    if (MEANS.has(name)) this.mean(name).appendRank(attempt, steps, values);
     this.#since?.push({ attempt, rank, name, steps, values });
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
@@ -69,41 +78,37 @@ export class Metrics {
   evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
 
   #applyDetail(detail, { attempt, rank, name, steps, values }) {
-    if (!ZOOMED.includes(name)) return;
+    if (!detail.names.has(name)) return;
     const until = steps.findIndex((s) => s > detail.to);
     const s = until < 0 ? steps : steps.slice(0, until), v = until < 0 ? values : values.slice(0, until);
-    const base = this.of(name, rank);
-    detail.series.get(base)?.append(attempt, s, v);
-    if (MEANS.includes(name)) detail.series.get(this.mean(name))?.appendRank(attempt, s, v);
+    detail.series.get(this.of(name, rank))?.append(attempt, s, v);
+    if (MEANS.has(name)) detail.series.get(this.mean(name))?.appendRank(attempt, s, v);
   }
 
   /** Whether the charts lack points that the server has. */
-  get coarse() {
-    return [...this.#series.values()].some((s) => ZOOMED.includes(s.name) && !s.exact);
-  }
+  get coarse() { return [...this.#series.values()].some((s) => !s.exact); }
 
-  /** Reads steps `from` to `to` as finely as the screen can show. Answers null when it was overtaken. */
-  async zoom(from, to, zoom) {
+  /** Reads steps `from` to `to` of `names` as finely as the screen can show; `arrived(detail)` with each of them. */
+  async zoom(names, from, to, zoom, arrived) {
     const since = this.#since = [];
-    const answers = await Promise.all(ZOOMED.map((name) => this.#get(name, `&from=${Math.floor(from)}&to=${Math.ceil(to)}`)));
-    if (since !== this.#since) return null;
-    const series = new Map();
-    const make = (base, Type, who) => { const s = series.get(base) ?? new Type(base.name, who, 16_384); series.set(base, s); return s; };
-    answers.forEach((answer, i) => {
-      const name = ZOOMED[i];
-      fill(name, answer, (rank) => make(this.of(name, rank), Series, rank),
-        MEANS.includes(name) && (() => make(this.mean(name), MeanSeries, this.ranks)));
-    });
-    this.detail = { zoom, from, to, series };
-    for (const event of since) this.#applyDetail(this.detail, event);
-    this.#since = null;
-    return this.detail;
+    const detail = { zoom, from, to, series: new Map(), names: new Set() };
+    const make = (base, Type, who) => { const s = detail.series.get(base) ?? new Type(base.name, who, 16_384); detail.series.set(base, s); return s; };
+    await Promise.all(names.map(async (name) => {
+      const answer = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
+      if (since !== this.#since) return;
+      fill(answer, (rank) => make(this.of(name, rank), Series, rank), MEANS.has(name) && (() => make(this.mean(name), MeanSeries, this.ranks)));
+      detail.names.add(name);
+      for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
+      this.detail = detail;
+      arrived(detail);
+    }));
+    if (since === this.#since) this.#since = null;
   }
 }
 
-function fill(name, answer, of, mean) {
-  for (const s of answer.series) of(s.rank).load(s.attempt, s, answer.exact);
+function fill(answer, of, mean) {
+  for (const s of answer.series) of(s.rank).load(s.attempt, s, answer.exact, answer.bucket_steps);
   if (!mean) return;
   const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean().loadRanks(attempt, ranks, answer.exact);
+  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean().loadRanks(attempt, ranks, answer.exact, answer.bucket_steps);
 }

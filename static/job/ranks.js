@@ -1,8 +1,9 @@
 // The ranks: a lane each, with how its steps divide into computing, waiting and data, and what the
 // agents last said of it. Pressing a rank's name brings its line forward in the loss chart.
 
+import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
-import { count, millis, rate } from "../numbers.js";
+import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 
 const WINDOW = 50;
@@ -17,7 +18,9 @@ export class Ranks {
   #seats = new Map();
   #slowSince = new Map();
   /** Ranks whose lines are brought forward; empty: all alike. */
-  chosen = new Set();
+  chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
+  /** When each rank began to write a checkpoint, and how long it wrote lately. */
+  #writing = new Map();
 
   constructor(metrics, onChoose) {
     this.metrics = metrics;
@@ -30,7 +33,21 @@ export class Ranks {
     if (report) this.#reports.set(rank, report);
   }
 
-  report(event) { this.#reports.set(event.rank, event); }
+  report(event) {
+    this.#reports.set(event.rank, event);
+    const known = this.#writing.get(event.rank) ?? { since: 0, spans: [] }, at = Date.parse(event.at);
+    if (event.status === "checkpointing") known.since ||= at;
+    else if (known.since) { known.spans.push([known.since, at]); known.since = 0; if (known.spans.length > 20) known.spans.shift(); }
+    this.#writing.set(event.rank, known);
+  }
+
+  /** Milliseconds that a rank wrote checkpoints in the last `window` of them. */
+  #checkpointing(rank, window) {
+    const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
+    if (!known || !Number.isFinite(last)) return 0;
+    const spans = known.since ? [...known.spans, [known.since, last]] : known.spans;
+    return spans.reduce((sum, [a, b]) => sum + Math.max(0, b - Math.max(a, last - window)), 0);
+  }
 
   reportOf(rank) { return this.#reports.get(rank); }
 
@@ -42,7 +59,8 @@ export class Ranks {
     const step = this.metrics.of("step_ms", rank).recent(WINDOW);
     const wait = this.metrics.of("all_reduce_ms", rank).recent(WINDOW) || 0;
     const data = this.metrics.of("data_ms", rank).recent(WINDOW) || 0;
-    return { step, wait, data, compute: Math.max(0, step - wait - data) };
+    const checkpoint = step ? Math.min(step * 2, this.#checkpointing(rank, Math.max(5000, step * WINDOW)) / WINDOW) : 0;
+    return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
 
   /** Share of a step that goes into waiting for other ranks, or NaN. */
@@ -99,15 +117,15 @@ export class Ranks {
 
   draw(live) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
-    const longest = Math.max(...splits.map((s) => s.step).filter(Number.isFinite), 0);
+    const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
-      for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data]]) {
+      for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
         row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
       }
       text(row.ms, known ? millis(s.step) : "–");
       row.lane.title = known
-        ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}, idle ${millis(longest - s.step)}`
+        ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}${s.checkpoint ? `, checkpoint ${millis(s.checkpoint)}` : ""}, idle ${millis(longest - s.step - s.checkpoint)}`
         : "no step yet";
       row.lane.setAttribute("aria-label", row.lane.title);
       const report = this.#reports.get(r), about = [];
@@ -117,6 +135,7 @@ export class Ranks {
         if (report.images_per_second > 0) about.push(`${rate(report.images_per_second)} img/s`);
       } else about.push(live ? "not heard of yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
+      about.push(...this.#gpu(r));
       const key = about.join("\n");
       if (row.key !== key) {
         row.key = key;
@@ -126,6 +145,14 @@ export class Ranks {
     }
   }
 
+  /** Utilisation, memory, temperature and power, where its device tells them. */
+  #gpu(rank) {
+    const newest = (name) => this.metrics.of(name, rank).recent(1);
+    const told = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
+      ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];
+    return told.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
+  }
+
   #make(rank) {
     const make = (tag, className, parent) => { const n = document.createElement(tag); n.className = className; parent?.append(n); return n; };
     const item = make("li", "");
@@ -133,19 +160,20 @@ export class Ranks {
     const line = make("div", "rank-line", item);
     const name = make("button", "rank-name", line);
     name.type = "button";
-    name.setAttribute("aria-pressed", "false");
+    name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
     name.title = "Bring this rank's line forward";
     make("i", "", name).style.backgroundColor = `var(--${colourOf(rank)})`;
     name.append(`rank ${rank}`);
     name.addEventListener("click", () => {
       if (!this.chosen.delete(rank)) this.chosen.add(rank);
       name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
+      write({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
       this.onChoose();
     });
     const lane = make("div", "lane", line);
     lane.setAttribute("role", "img");
     const row = {
-      lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane),
+      lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
       ms: make("span", "num", line), about: make("div", "rank-about", item), key: "",
     };
     this.#rows.set(rank, row);

@@ -12,7 +12,7 @@ import { chromium } from "playwright-core";
 
 const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
 const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
-const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
+export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const PATIENCE_MS = 120_000;
 
 /** Waits until `check` answers something true, and answers that; says what it waited for when it does not. */
@@ -35,8 +35,9 @@ const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class House {
-  static async open({ dataset = true } = {}) {
+  static async open({ dataset = true, agent = true, slots = 2 } = {}) {
     const house = new House();
+    Object.assign(house, { agent, slots });
     house.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
     house.port = await freePort();
     house.url = `http://127.0.0.1:${house.port}`;
@@ -47,13 +48,13 @@ export class House {
   }
 
   async start() {
-    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, "--cpu-slots", "2"],
+    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"])],
       { stdio: ["ignore", "pipe", "pipe"] });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
     await until("the server answers", () => this.process.exitCode === null && fetch(`${this.url}/readyz`).then((r) => r.ok))
       .catch((error) => { throw new Error(`${error.message}\n${this.output}`); });
-    await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+    if (this.agent) await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
   }
 
   async ask(path, body) {
@@ -67,9 +68,9 @@ export class House {
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
   /** A small job: `train` and the rest are laid over it. */
-  submit({ name = "small", train = {}, ranks = 2 } = {}) {
+  submit({ name = "small", train = {}, data = {}, ranks = 2 } = {}) {
     return this.ask("/jobs", {
-      name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02 },
+      name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02, ...data },
       train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" },
     });
   }

@@ -21,7 +21,7 @@ describe("a job", () => {
     await page.getByLabel("or of all ranks").fill("16");
     await page.getByLabel("Validation", { exact: true }).fill("0.02");
     await until("the form tells how long it will be", async () => /120 in all/.test(await page.locator("#plan").textContent()));
-    assert.match(await page.locator("#spec-text").textContent(), /\[train\]\n[^[]*steps = 120/);
+    assert.match(await page.locator("#spec-text").inputValue(), /\[train\]\n[^[]*steps = 120/);
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
 

@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await eyes?.close(); await house?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines"];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`];
 
 describe("every page", () => {
   test("fits a phone: nothing to scroll sideways", async () => {

@@ -1,0 +1,59 @@
+// The pictures of a dataset: by split and class, and as a job's augmentation makes them.
+
+import { ask, sentence, text } from "../page.js";
+import { count } from "../numbers.js";
+import { read, write } from "../address.js";
+import { figure } from "../job/pictures.js";
+
+const PART = 48;
+/** Pictures whose augmented versions are shown at a time, and versions of each. */
+const AUGMENTED = 8, VERSIONS = 5;
+
+export class Gallery {
+  #asked = 0;
+  #offset = 0;
+
+  constructor(card, name) {
+    Object.assign(this, { card, name });
+    const at = (key) => card.querySelector(`[data-g="${key}"]`);
+    this.at = at;
+    at("open").addEventListener("toggle", () => {
+      if (!at("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
+      write({ pictures: name });
+      if (!at("grid").childElementCount) { this.#jobs(); this.load(); }
+    });
+    for (const key of ["split", "class", "augmented"]) at(key).addEventListener("change", () => { this.#offset = 0; this.load(); });
+    at("more").addEventListener("click", () => this.load(true));
+    for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.#offset = 0; this.load(); });
+    if (read("pictures") === name) at("open").open = true;
+  }
+
+  /** Jobs whose augmentation can be shown. */
+  async #jobs() {
+    const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
+    for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {
+      const { crop_padding: crop, horizontal_flip: flip } = job.spec.data;
+      this.at("augmented").add(new Option(`${job.name}: ${[crop ? `crop ${crop}` : "", flip ? "flip" : ""].filter(Boolean).join(", ") || "none"}`, job.id));
+    }
+  }
+
+  async load(more = false) {
+    const mine = ++this.#asked, { at } = this, job = at("augmented").value, grid = at("grid");
+    if (!more) { this.#offset = 0; grid.replaceChildren(); }
+    at("class").disabled = at("split").disabled = job !== "";
+    text(at("note"), "Reading …");
+    at("more").hidden = true;
+    const query = new URLSearchParams({ offset: this.#offset, limit: job ? AUGMENTED * VERSIONS : PART, split: at("split").value });
+    if (job) query.set("augmented", job); else if (at("class").value) query.set("class", at("class").value);
+    try {
+      const { samples, total, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
+      if (mine !== this.#asked) return;
+      const words = (s) => (s.epoch === null || s.epoch === undefined ? [[classes[s.label]], [s.file ? s.file.split("/").pop() : `number ${count(s.index)}`, "muted"]] : [[classes[s.label]], [`number ${count(s.index)}, epoch ${s.epoch + 1}`, "muted"]]);
+      grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, words(s))));
+      grid.classList.toggle("by-five", job !== "");
+      this.#offset += job ? AUGMENTED : PART;
+      text(at("note"), job ? `what each of the first ${VERSIONS} epochs makes of a picture: seeded, the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      at("more").hidden = !samples.length || (!job && this.#offset >= total);
+    } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
+  }
+}

@@ -1,0 +1,107 @@
+// What a person does to a job: pause, resume, cancel, go on, fork, delete, and what stands on it by hand.
+
+import { ask, byId, confirmThen, sentence, text } from "../page.js";
+import { bytes, count, plural } from "../numbers.js";
+
+/** In which states a button is there. */
+const WHEN = {
+  pause: ["running"], resume: ["paused"], retry: ["failed", "cancelled"],
+  cancel: ["queued", "starting", "running", "pausing", "paused", "restarting", "lost"],
+  delete: ["succeeded", "failed", "cancelled"],
+};
+
+export class Actions {
+  /** `page`: `job()`, `setJob(job)`, `checkpoints`, `quiet()` before the job is deleted and `loud()` should that fail. */
+  constructor(page) {
+    this.page = page;
+    for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
+    byId("cancel").addEventListener("click", () => this.#cancel());
+    byId("delete").addEventListener("click", () => this.#delete());
+    byId("fork").addEventListener("click", () => this.fork(null));
+    this.#byHand();
+  }
+
+  show() {
+    const { state } = this.page.job();
+    for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
+    byId("fork").hidden = !this.page.checkpoints.size;
+  }
+
+  hide() { for (const button of document.querySelectorAll(".title .actions > *")) button.hidden = true; }
+
+  #post(what, body) { return ask(`/api/v1/jobs/${this.page.job().id}/${what}`, { method: "POST", body }); }
+
+  async #do(what, button) {
+    button.disabled = true;
+    try { this.page.setJob(await this.#post(what)); } catch (error) { this.#fault(error); }
+    button.disabled = false;
+  }
+
+  #fault(error) {
+    const band = byId("verdict");
+    band.hidden = false;
+    band.dataset.tone = "bad";
+    text(byId("verdict-what"), "That was not done.");
+    text(byId("verdict-why"), sentence(error));
+  }
+
+  #cancel() {
+    const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
+    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet: what it learned is lost.";
+    const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "It will not start.";
+    confirmThen({ title: `Cancel ${job.name}?`, detail: `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
+  }
+
+  async #delete() {
+    const job = this.page.job(), { checkpoints } = this.page;
+    const { size_bytes } = await ask(`/api/v1/jobs/${job.id}/size`).catch(() => ({ size_bytes: checkpoints.bytes }));
+    confirmThen({
+      title: `Delete ${job.name}?`, yes: "Delete the job",
+      detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
+      act: async () => {
+        // Not to be told that the job is gone by what this very page does.
+        this.page.quiet();
+        try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.loud(); throw error; }
+        location.href = "/jobs";
+      },
+    });
+  }
+
+  /** Asks for settings to change, then starts another job from a checkpoint of this one. */
+  fork(checkpoint) {
+    const job = this.page.job(), all = this.page.checkpoints.sorted, dialog = byId("fork-dialog"), error = byId("fork-error");
+    const choice = byId("fork-checkpoint");
+    choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
+    text(byId("fork-title"), `Fork ${job.name}`);
+    text(error, "");
+    byId("fork-yes").onclick = async (event) => {
+      event.preventDefault();
+      const set = {};
+      for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
+        const cut = line.indexOf("=");
+        if (cut < 1) return text(error, `${line}: write key.path = value, such as train.lr = 0.001`);
+        const words = line.slice(cut + 1).trim();
+        try { set[line.slice(0, cut).trim()] = JSON.parse(words); } catch { set[line.slice(0, cut).trim()] = words; }
+      }
+      try { location.href = `/jobs/${(await this.#post("fork", { checkpoint: choice.value, set })).id}`; } catch (e) { text(error, sentence(e)); }
+    };
+    dialog.showModal();
+  }
+
+  async #byHand() {
+    const job = this.page.job(), note = byId("note"), tags = byId("tags"), priority = byId("priority"), status = byId("note-status");
+    priority.value = job.spec.priority;
+    const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));
+    note.value = jobs[job.id]?.note ?? "";
+    tags.value = (jobs[job.id]?.tags ?? []).join(", ");
+    const save = async (body) => {
+      try {
+        await ask(`/api/v1/jobs/${job.id}`, { method: "PATCH", body });
+        text(status, "Saved");
+      } catch (error) { text(status, sentence(error)); }
+    };
+    note.addEventListener("change", () => save({ note: note.value }));
+    tags.addEventListener("change", () => save({ tags: tags.value.split(",") }));
+    priority.addEventListener("change", () => save({ priority: Number(priority.value) }));
+  }
+}

@@ -1,0 +1,146 @@
+// The charts of a job: what they draw, how finely, and the controls whose choices stand in the address.
+
+import { byId, press, text } from "../page.js";
+import { bytes, clock, count, millis, percent, plural, rate, value } from "../numbers.js";
+import { read, write } from "../address.js";
+import { Chart } from "../chart/chart.js";
+import { saveMenu } from "../chart/export.js";
+import { RANK_COLOURS } from "../chart/palette.js";
+import { View } from "../chart/view.js";
+import { colourOf } from "./ranks.js";
+
+/** What the last chart can show: label, how a value is written, and whether every rank has its own. */
+const OTHERS = {
+  lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
+  step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
+  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
+  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
+};
+/** After the last wheel turn; a drag asks at once. */
+const SETTLE_MS = 40;
+
+const short = (v) => {
+  const size = Math.abs(v);
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return v.toExponential(0).replace("e+", "e");
+  return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
+};
+
+export class Charts {
+  other = OTHERS[read("metric")] ? read("metric") : "lr";
+
+  /** `job()`: the job as it now is. */
+  constructor(job, metrics, ranks) {
+    Object.assign(this, { job, metrics, ranks });
+    const view = this.view = new View(() => metrics.of("step_ms"));
+    view.stepsPerEpoch = job().steps_per_epoch;
+    const describe = (x) => this.#describe(x);
+    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, ...options });
+    const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
+    this.all = {
+      loss: make("loss", { label: "Loss of each rank", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
+      accuracy: make("accuracy", {
+        label: "Accuracy in training and validation", format: percent, limits: [0, 1], tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`,
+        layers: () => [
+          { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
+          { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
+        ],
+        onNote: () => text(byId("acc-note"), "train (smooth 0.9) · validation"),
+      }),
+      images_per_second: make("speed", {
+        label: "Images a second, of all ranks", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: metrics.of("images_per_second") }],
+        onNote: (note) => text(byId("speed-note"), note),
+      }),
+      lr: make("lr", { label: "Another metric", format: (v) => OTHERS[this.other][1](v), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
+    };
+    this.#controls();
+    view.addEventListener("zoom", () => this.#zoomed());
+  }
+
+  redraw(urgent = false) { for (const chart of Object.values(this.all)) chart.invalidate(urgent); }
+
+  /** Buckets to ask for, of a metric. */
+  points(name) { return (this.all[name] ?? this.all.lr).pixels; }
+
+  /** Metrics that are shown, the first one first. */
+  get shown() { return ["loss", "accuracy", "images_per_second", this.other]; }
+
+  #describe(x) {
+    const step = this.view.stepAt(x), parts = [], epoch = this.job().steps_per_epoch;
+    if (this.view.axis === "time") parts.push(`${clock(x)} of training`);
+    parts.push(`step ${count(step)}`);
+    if (epoch) parts.push(`epoch ${(step / epoch).toFixed(2)}`);
+    return parts.join(" · ");
+  }
+
+  #perRank(name) {
+    const { metrics, ranks } = this;
+    const line = (rank) => ({ label: `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) });
+    const all = [...Array(metrics.ranks).keys()], front = ranks.chosen;
+    if (this.lines === "mean" || metrics.ranks > RANK_COLOURS) {
+      return [{ label: "mean of ranks", colour: "accent", series: metrics.mean(name), band: true }, ...all.filter((r) => front.has(r)).map(line)];
+    }
+    return all.sort((a, b) => front.has(a) - front.has(b)).map((r) => ({ ...line(r), alpha: !front.size || front.has(r) ? 1 : 0.18 }));
+  }
+
+  #otherLayers() {
+    const [label, , each] = OTHERS[this.other];
+    return each ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.of(this.other) }];
+  }
+
+  #controls() {
+    const { loss } = this.all, { view } = this;
+    const groups = {
+      smooth: ["0", (v) => { loss.smoothing = Number(v); }],
+      scale: ["linear", (v) => { loss.scale = v; }],
+      axis: ["step", (v) => view.setAxis(v)],
+      lines: ["ranks", (v) => { this.lines = v; }],
+    };
+    for (const [key, [usual, apply]] of Object.entries(groups)) {
+      const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
+      const choose = (button) => { press(buttons, button); apply(button.dataset[key]); this.redraw(true); };
+      for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === usual ? "" : button.dataset[key] }); });
+      const wanted = buttons.find((b) => b.dataset[key] === read(key, usual));
+      if (wanted && wanted.dataset[key] !== usual) choose(wanted);
+    }
+    const metric = byId("other-metric");
+    for (const [name, [label]] of Object.entries(OTHERS)) metric.add(new Option(label, name, false, name === this.other));
+    metric.addEventListener("change", async () => {
+      this.other = metric.value;
+      write({ metric: metric.value === "lr" ? "" : metric.value });
+      await this.metrics.need(this.other).catch(() => {});
+      if (view.zoom) this.#zoomed();
+      this.redraw(true);
+    });
+    const zoom = read("zoom").split("~").map(Number);
+    if (zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1]) view.zoom = zoom;
+    byId("reset-zoom").hidden = !view.zoom;
+    byId("reset-zoom").addEventListener("click", () => view.setZoom(null));
+    for (const [name, chart] of Object.entries(this.all)) {
+      const title = () => `${this.job().name} · ${chart === this.all.lr ? OTHERS[this.other][0] : chart.label}`;
+      const metricOf = () => (chart === this.all.lr ? this.other : name);
+      chart.root.closest(".card").querySelector(".card-head").append(saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
+        `/api/v1/jobs/${this.job().id}/metrics.csv${name === "lr" ? "" : `?name=${name}`}`));
+    }
+  }
+
+  #timer = 0;
+  #zoomed() {
+    const { view } = this;
+    byId("reset-zoom").hidden = !view.zoom;
+    write({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
+    clearTimeout(this.#timer);
+    if (view.zoom && this.metrics.coarse) this.#timer = setTimeout(() => this.detail(), SETTLE_MS);
+  }
+
+  /** Reads the zoomed part as finely as the screen shows it; each chart is drawn as soon as its part is here. */
+  async detail() {
+    const { view, metrics } = this, zoom = view.zoom;
+    if (!zoom) return;
+    // Without an answer the coarse points stay, and the note says so.
+    await metrics.zoom(this.shown, view.stepAt(zoom[0]), view.stepAt(zoom[1]), zoom, (detail) => {
+      if (view.zoom !== zoom) return;
+      for (const chart of Object.values(this.all)) chart.detail = detail;
+      this.redraw(true);
+    }).catch(() => {});
+  }
+}

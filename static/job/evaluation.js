@@ -1,0 +1,129 @@
+// A checkpoint on the validation pictures: scores by class, who is taken for whom, and the pictures behind it.
+
+import { ask, byId, Problem, sentence, text } from "../page.js";
+import { count, percent, value } from "../numbers.js";
+import { read, write } from "../address.js";
+import { predicted } from "./pictures.js";
+
+/** Pictures shown at first; more on request. */
+const SHOWN = 24;
+const ASK_AGAIN_MS = 1500;
+/** More classes than this and the matrix shows the most confused ones. */
+const MATRIX = 25;
+
+const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
+
+export class Evaluation {
+  #asked = 0;
+
+  constructor(job, checkpoints) {
+    Object.assign(this, { job, checkpoints });
+    this.choice = byId("evaluation-checkpoint");
+    this.choice.addEventListener("change", () => { write({ checkpoint: this.choice.value }); this.load(); });
+    checkpoints.changed.add(() => this.#options());
+    this.#options();
+  }
+
+  #options() {
+    const all = this.checkpoints.sorted, wanted = this.choice.value || read("checkpoint") || all.find((c) => c.best)?.id;
+    this.choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === wanted)));
+    this.choice.disabled = !all.length;
+  }
+
+  /** Shows one checkpoint. */
+  choose(id) { this.choice.value = id; write({ checkpoint: id }); return this.load(); }
+
+  async load() {
+    const mine = ++this.#asked, out = byId("evaluation-out"), status = byId("evaluation-status"), began = Date.now();
+    out.hidden = true;
+    if (!this.choice.value) return text(status, "No checkpoint yet. The first one can be looked at here.");
+    for (;;) {
+      text(status, `Evaluating on the validation pictures … ${Math.round((Date.now() - began) / 1000)} s`);
+      let found;
+      try { found = await ask(`/api/v1/jobs/${this.job}/evaluation?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
+        if (mine !== this.#asked) return;
+        if (error instanceof Problem && error.status !== 503) return text(status, sentence(error));
+        text(status, sentence(error));
+      }
+      if (mine !== this.#asked) return;
+      if (found?.confusion) { text(status, ""); return this.#show(found); }
+      await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
+    }
+  }
+
+  #show(found) {
+    const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
+    this.found = found;
+    text(byId("evaluation-sum"), `${percent(found.accuracy, 2)} of ${count(found.samples)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    byId("class-rows").replaceChildren(...found.classes.map((c) => {
+      const row = make("tr");
+      row.append(Object.assign(make("th", c.name), { scope: "row" }), ...[count(c.samples), percent(c.precision), percent(c.recall), percent(c.f1)].map((v) => make("td", v, "num")));
+      return row;
+    }));
+    this.#matrix(found, names);
+    out.hidden = false;
+    this.#pictures("Most confident mistakes", found.mistakes, names);
+  }
+
+  #matrix({ confusion, classes }, names) {
+    let chosen = names.map((_, i) => i);
+    if (chosen.length > MATRIX) {
+      const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
+      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MATRIX).sort((a, b) => a - b);
+    }
+    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: what it is, columns: what it was taken for");
+    const table = byId("matrix"), head = make("tr");
+    head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col" })));
+    const rows = chosen.map((i) => {
+      const row = make("tr");
+      row.append(Object.assign(make("th", names[i]), { scope: "row" }));
+      for (const j of chosen) {
+        const n = confusion[i][j], cell = make("td"), share = n / Math.max(1, classes[i].samples);
+        if (n) {
+          const button = make("button", count(n));
+          button.type = "button";
+          button.setAttribute("aria-label", i === j ? `${count(n)} of ${names[i]} are right` : `${count(n)} of ${names[i]} taken for ${names[j]}`);
+          button.addEventListener("click", () => this.#cell(i, j, names));
+          cell.append(button);
+        }
+        // Eight steps of colour from the style sheet: nothing is styled inline.
+        cell.dataset.share = n ? String(Math.max(1, Math.ceil(share * 8))) : "0";
+        cell.className = i === j ? "right" : "wrong";
+        row.append(cell);
+      }
+      return row;
+    });
+    table.replaceChildren(head, ...rows);
+  }
+
+  #cell(i, j, names) {
+    const { mistakes, right, confusion } = this.found;
+    const entries = (i === j ? right : mistakes).filter((m) => m.label === i && m.predicted === j);
+    this.#pictures(i === j ? `${names[i]}, recognised` : `${names[i]}, taken for ${names[j]}`, entries, names, confusion[i][j]);
+    byId("behind-title").scrollIntoView({ block: "nearest" });
+  }
+
+  async #pictures(title, entries, names, total = entries.length) {
+    const mine = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
+    text(byId("behind-title"), title);
+    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are kept` : "");
+    box.replaceChildren();
+    let shown = 0;
+    const next = async () => {
+      more.hidden = true;
+      const part = entries.slice(shown, shown + SHOWN);
+      if (!part.length) return box.append(make("p", "None.", "muted"));
+      box.setAttribute("aria-busy", "true");
+      try {
+        const figures = await predicted(this.job, part, names);
+        if (mine !== this.behind) return;
+        box.append(...figures);
+        shown += part.length;
+        more.hidden = shown >= entries.length;
+        more.onclick = next;
+      } catch (error) { if (mine === this.behind) text(byId("behind-note"), sentence(error)); }
+      box.removeAttribute("aria-busy");
+    };
+    await next();
+  }
+}

@@ -1,0 +1,33 @@
+// Small pictures with what a model says of them.
+
+import { ask } from "../page.js";
+import { percent } from "../numbers.js";
+
+/** A picture's image element; small ones are enlarged without smoothing. */
+export function image(png, alt) {
+  const img = document.createElement("img");
+  img.src = `data:image/png;base64,${png}`;
+  img.alt = alt;
+  img.loading = "lazy";
+  img.className = "picture";
+  return img;
+}
+
+/** A figure with its words below. */
+export function figure(png, alt, lines) {
+  const figure = document.createElement("figure"), caption = document.createElement("figcaption");
+  for (const [words, className] of lines) caption.append(Object.assign(document.createElement("span"), { textContent: words, className: className ?? "" }));
+  figure.append(image(png, alt), caption);
+  return figure;
+}
+
+/** The pictures of mistakes (or of right predictions), in their order. */
+export async function predicted(job, entries, names) {
+  const { samples } = await ask(`/api/v1/jobs/${job}/pictures?places=${entries.map((e) => e.index).join(",")}`);
+  return samples.map((sample, i) => {
+    const { label, predicted, confidence, index } = entries[i];
+    const wrong = label !== predicted;
+    const alt = wrong ? `picture ${index}: ${names[label]}, taken for ${names[predicted]}` : `picture ${index}: ${names[label]}`;
+    return figure(sample.png, alt, [[wrong ? `${names[predicted]} ${percent(confidence, 0)}` : `${percent(confidence, 0)} sure`, wrong ? "bad" : ""], [wrong ? `is ${names[label]}` : names[label], "muted"]]);
+  });
+}

@@ -1,0 +1,102 @@
+// Several jobs at once: chosen in the list, then paused, cancelled, tagged, compared or deleted together.
+
+import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
+import { bytes, plural } from "../numbers.js";
+import { FINAL } from "./row.js";
+
+const FITS = {
+  pause: (j) => j.state === "running", resume: (j) => j.state === "paused", retry: (j) => j.state === "failed" || j.state === "cancelled",
+  cancel: (j) => !FINAL.includes(j.state), delete: (j) => FINAL.includes(j.state),
+};
+
+export class Bulk {
+  #chosen = new Set();
+
+  /** `jobs`: those listed, by id. `tagged()`: called when tags have changed. */
+  constructor(rows, jobs, tagged) {
+    Object.assign(this, { rows, jobs, tagged });
+    rows.addEventListener("change", (event) => {
+      const id = event.target.closest("tr")?.dataset.id;
+      if (!event.target.matches("[data-f=choose]") || !id) return;
+      if (event.target.checked) this.#chosen.add(id); else this.#chosen.delete(id);
+      this.draw();
+    });
+    byId("choose-all").addEventListener("change", ({ target }) => {
+      this.#chosen.clear();
+      for (const box of rows.querySelectorAll("[data-f=choose]")) {
+        box.checked = target.checked;
+        if (box.checked) this.#chosen.add(box.closest("tr").dataset.id);
+      }
+      this.draw();
+    });
+    for (const button of byId("bulk").querySelectorAll("[data-bulk]")) button.addEventListener("click", () => this.#do(button.dataset.bulk));
+    this.draw();
+  }
+
+  forget(id) { if (this.#chosen.delete(id)) this.draw(); }
+
+  #jobs(what) { return [...this.#chosen].map((id) => this.jobs.get(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
+
+  draw() {
+    const n = this.#chosen.size;
+    byId("bulk").hidden = !n;
+    text(byId("bulk-count"), `${plural(n, "job")} chosen`);
+    for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
+      const fitting = this.#jobs(button.dataset.bulk).length;
+      button.hidden = !fitting;
+      button.title = fitting < n ? `${fitting} of the ${n}` : "";
+    }
+    const all = byId("choose-all"), listed = this.rows.childElementCount;
+    all.checked = n > 0 && n >= listed;
+    all.indeterminate = n > 0 && n < listed;
+  }
+
+  async #do(what) {
+    const jobs = this.#jobs(what);
+    if (what === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
+    if (what === "tag") return this.#tag(jobs);
+    const each = (work) => this.#each(jobs, work);
+    if (what === "delete") {
+      const sizes = await Promise.all(jobs.map((j) => ask(`/api/v1/jobs/${j.id}/size`).then((s) => s.size_bytes, () => 0)));
+      return confirmThen({
+        title: `Delete ${plural(jobs.length, "job")}?`, yes: `Delete ${plural(jobs.length, "job")}`,
+        detail: `Their metrics, logs and checkpoints (${bytes(sizes.reduce((a, b) => a + b, 0))}) are deleted for good: ${jobs.map((j) => j.name).join(", ")}.`,
+        act: () => each((j) => ask(`/api/v1/jobs/${j.id}`, { method: "DELETE" })),
+      });
+    }
+    if (what === "cancel") {
+      return confirmThen({
+        title: `Cancel ${plural(jobs.length, "job")}?`, yes: `Cancel ${plural(jobs.length, "job")}`, detail: `${jobs.map((j) => j.name).join(", ")}. Their checkpoints stay.`,
+        act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
+      });
+    }
+    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); text(byId("bulk-status"), ""); } catch (error) { text(byId("bulk-status"), sentence(error)); }
+  }
+
+  /** All of them, and then what went wrong with any. */
+  async #each(jobs, work) {
+    const results = await Promise.allSettled(jobs.map(work)), wrong = [];
+    results.forEach((r, i) => { if (r.status === "rejected") wrong.push(`${jobs[i].name}: ${sentence(r.reason)}`); });
+    for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = false;
+    this.#chosen.clear();
+    this.draw();
+    if (wrong.length) throw new Problem(409, { detail: wrong.join(" ") });
+  }
+
+  #tag(jobs) {
+    const dialog = byId("tag-dialog"), input = byId("tag-input"), error = byId("tag-error");
+    text(error, "");
+    byId("tag-yes").onclick = async (event) => {
+      event.preventDefault();
+      const tag = input.value.trim();
+      if (!tag) return text(error, "Write a tag.");
+      try {
+        const { jobs: known } = await ask("/api/v1/annotations");
+        await this.#each(jobs, (j) => ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...(known[j.id]?.tags ?? []), tag] } }));
+        dialog.close();
+        this.tagged();
+      } catch (e) { text(error, sentence(e)); }
+    };
+    dialog.showModal();
+  }
+}

@@ -1,0 +1,60 @@
+// A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
+
+import { byId, text } from "../page.js";
+import { age, clock, percent, plural, rate, value } from "../numbers.js";
+
+export const FINAL = ["succeeded", "failed", "cancelled"];
+
+/** An empty row for a job. */
+export function blank(job) {
+  const row = byId("row").content.firstElementChild.cloneNode(true);
+  row.dataset.id = job.id;
+  row.dataset.created = job.created_at;
+  return row;
+}
+
+export function fill(row, job, tags = []) {
+  const at = (name) => row.querySelector(`[data-f="${name}"]`);
+  row.dataset.state = job.state;
+  at("state").dataset.state = job.state;
+  at("bar").dataset.state = job.state;
+  text(at("state"), job.state);
+  text(at("name"), job.name);
+  at("name").href = `/jobs/${job.id}`;
+  at("choose").setAttribute("aria-label", `Select ${job.name}`);
+  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`);
+  text(at("reason"), job.reason ?? "");
+  at("reason").title = job.reason ?? "";
+  at("bar").max = job.total_steps || 1;
+  at("bar").value = Math.min(job.step, job.total_steps);
+  text(at("progress"), progress(job));
+  const points = sparkline(job.sparkline);
+  if (at("spark").getAttribute("points") !== points) at("spark").setAttribute("points", points);
+  text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
+  text(at("best"), job.best ? percent(job.best.value) : "");
+  text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
+  text(at("age"), age(Date.parse(job.created_at), Date.now()));
+  at("age").title = job.created_at;
+  const box = at("tags"), key = tags.join("\n");
+  if (box.dataset.key === key) return;
+  box.dataset.key = key;
+  box.replaceChildren(...tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
+}
+
+function progress(job) {
+  if (FINAL.includes(job.state)) {
+    return job.started_at && job.finished_at
+      ? `took ${clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000)}` : "never started";
+  }
+  if (!job.total_steps) return "";
+  const epoch = `epoch ${job.epoch} of ${Math.ceil(job.total_steps / (job.steps_per_epoch || 1))}`;
+  return job.eta_secs != null && job.state === "running" ? `${epoch} · ${clock(job.eta_secs)} left` : epoch;
+}
+
+/** As `sparkline` in web/src/jobs.rs. */
+function sparkline(values) {
+  const finite = values.filter(Number.isFinite);
+  if (finite.length < 2) return "";
+  const low = Math.min(...finite), high = Math.max(...finite), span = Math.max(high - low, 1.2e-7), dx = 118 / (values.length - 1);
+  return values.map((v, i) => (Number.isFinite(v) ? `${(1 + i * dx).toFixed(1)},${(2 + (high - v) / span * 24).toFixed(1)}` : "")).filter(Boolean).join(" ");
+}

@@ -1,0 +1,71 @@
+// The keyboard, on every page: `?` lists what it does. And the switch for notifications.
+
+import { ask, byId, text } from "./page.js";
+
+const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
+const HELP = [
+  ["/", "search"], ["g then j, c, d, m", "Jobs, Compare, Datasets, Machines"], ["n", "new job"],
+  ["] and [", "next and previous job"], ["1 to 5", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
+  ["+ − 0", "in a chart: zoom in, out, show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
+];
+
+const typing = (target) => target.matches?.("input, textarea, select, [contenteditable]");
+let going = 0;
+
+/** The job after (or before) this one in the list. */
+async function neighbour(hop) {
+  const id = location.pathname.match(/^\/jobs\/(j\w{26})$/)?.[1];
+  const { jobs } = await ask("/api/v1/jobs?limit=500");
+  const at = jobs.findIndex((j) => j.id === id), next = jobs[at < 0 ? 0 : at + hop];
+  if (next) location.href = `/jobs/${next.id}`;
+}
+
+function help() {
+  let dialog = byId("help");
+  if (!dialog) {
+    dialog = Object.assign(document.createElement("dialog"), { id: "help" });
+    dialog.setAttribute("aria-labelledby", "help-title");
+    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard" });
+    const list = document.createElement("dl");
+    for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
+    const actions = Object.assign(document.createElement("div"), { className: "actions" });
+    if ("Notification" in window) actions.append(notifyButton());
+    const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
+    close.addEventListener("click", () => dialog.close());
+    actions.append(close);
+    dialog.append(title, list, actions);
+    document.body.append(dialog);
+  }
+  if (!dialog.open) dialog.showModal();
+}
+
+function notifyButton() {
+  const button = Object.assign(document.createElement("button"), { type: "button", id: "notify" });
+  const draw = () => text(button, localStorage.getItem("notify") === "yes" && Notification.permission === "granted" ? "Do not tell when jobs end" : "Tell me when jobs end");
+  button.addEventListener("click", async () => {
+    const on = localStorage.getItem("notify") === "yes" && Notification.permission === "granted";
+    localStorage.setItem("notify", !on && (await Notification.requestPermission()) === "granted" ? "yes" : "no");
+    draw();
+  });
+  draw();
+  return button;
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const search = byId("search") ?? byId("log-search");
+  if (event.key === "Escape" && typing(event.target)) return event.target.blur();
+  if (typing(event.target)) return;
+  const act = {
+    "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
+  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => document.querySelectorAll("#panels [role=tab]")[event.key - 1]?.click()));
+  if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
+  // A chart has keys of its own.
+  if (!act || event.target.closest?.(".chart")) return;
+  event.preventDefault();
+  act();
+});
+
+const button = byId("keys");
+if (button) { button.hidden = false; button.addEventListener("click", help); }

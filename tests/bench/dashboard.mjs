@@ -1,0 +1,125 @@
+// How quick the dashboard is with much data: a real server, a real Chromium, the browser's own clock.
+//
+//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000]
+//
+// 1. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
+//    chart drawn (n = 15), and from the end of a zoom to the finer drawing (n = 15).
+// 2. A list of a thousand jobs: from navigation to the list drawn, and all of them as JSON.
+// 3. A job of 8 ranks that tells five metrics, 100 points of each a second and rank: frames a second, memory.
+
+import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
+import { CHROMIUM, House, until } from "../browser/house.mjs";
+import { join, spec } from "../browser/agent.mjs";
+
+const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
+const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), RANKS = 8, N = 15;
+const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling", "--enable-precise-memory-info"];
+const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
+const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
+
+const house = await House.open({ dataset: false, agent: false });
+const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
+try {
+  const agent = await join(other, house, RANKS);
+  console.log("| what | median | from to | n |\n|---|---|---|---|");
+
+  const { id } = await house.ask("/jobs", spec("a million points", RANKS, POINTS));
+  const filled = Date.now();
+  await agent.evaluate(async ([id, points, ranks]) => {
+    const attempt = await window.it.attempt(id), PART = 500;
+    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    for (let first = 1; first <= points; first += 20 * PART) {
+      await Promise.all(Array.from({ length: ranks }, (_, rank) => {
+        const events = [];
+        for (let from = first; from < first + 20 * PART && from <= points; from += PART) {
+          const steps = Array.from({ length: Math.min(PART, points - from + 1) }, (_, i) => from + i);
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+        }
+        return window.it.report(attempt, rank, events);
+      }));
+    }
+  }, [id, POINTS, RANKS]);
+  console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
+
+  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  const opened = [], zoomed = [];
+  for (let i = 0; i < N; i++) {
+    const page = await context.newPage();
+    await page.goto(`${house.url}/jobs/${id}`);
+    opened.push(await until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt)));
+    await until("the page is at rest", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
+    // From the end of the drag, as a reader makes it, to the frame that shows finer buckets.
+    zoomed.push(await page.evaluate(async ([from, to]) => {
+      const { view, charts } = window.lockstep, start = performance.now();
+      view.setZoom([from, to]);
+      for (;;) {
+        await new Promise((done) => requestAnimationFrame(done));
+        if (charts.loss.detail?.zoom === view.zoom && charts.loss.paintedAt > start && !charts.loss.dirty) return performance.now() - start;
+        if (performance.now() - start > 10_000) throw new Error("no finer drawing");
+      }
+    }, [POINTS * 0.05 * i, POINTS * 0.05 * i + POINTS / (2 + i)]));
+    await page.close();
+  }
+  row(`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`, opened);
+  row("the same job: zoom to finer drawing", zoomed);
+
+  for (let i = 0; i < JOBS - 1; i++) await house.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
+  const listed = [], fetched = [], json = [];
+  for (let i = 0; i < N; i++) {
+    const page = await context.newPage();
+    await page.goto(`${house.url}/jobs`, { waitUntil: "load" });
+    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
+    listed.push(await page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0].startTime));
+    fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
+    json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
+    await page.close();
+  }
+  row(`list of ${JOBS} jobs: navigation to first rows painted`, listed);
+  row("the same: to the list refreshed by its script", fetched);
+  row(`all ${JOBS} jobs as JSON, read and parsed`, json);
+
+  const live = await house.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
+  await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [id]);
+  await agent.evaluate(async ([id, ranks]) => {
+    const attempt = await window.it.attempt(id);
+    await window.it.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
+    let step = 1;
+    window.telling = setInterval(() => {
+      const steps = Array.from({ length: 10 }, (_, i) => step + i);
+      step += 10;
+      for (let rank = 0; rank < ranks; rank++) {
+        const columns = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"].map((name) => ({ name, steps, values: steps.map((s) => window.agent.loss(s, rank)) }));
+        window.it.report(attempt, rank, [{ type: "metrics", rank, columns }], 1e9);
+      }
+    }, 100);
+  }, [live.id, RANKS]);
+  const page = await context.newPage(), tools = await context.newCDPSession(page);
+  await tools.send("Performance.enable");
+  await page.goto(`${house.url}/jobs/${live.id}`);
+  await until("it is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
+  await page.evaluate(() => {
+    const seen = window.frames_ = { times: [], longest: 0 };
+    let before = performance.now(), count = 0, from = before;
+    const tick = (now) => {
+      seen.longest = Math.max(seen.longest, now - before);
+      before = now;
+      if (++count && now - from >= 1000) { seen.times.push(count * 1000 / (now - from)); count = 0; from = now; }
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  });
+  const heaps = [];
+  for (let minute = 0; minute < MINUTES; minute++) {
+    await new Promise((done) => setTimeout(done, 60_000));
+    const { metrics } = await tools.send("Performance.getMetrics");
+    heaps.push(metrics.find((m) => m.name === "JSHeapUsedSize").value / 1e6);
+    console.error(`minute ${minute + 1}: ${heaps.at(-1).toFixed(0)} MB of heap`);
+  }
+  const { times, longest } = await page.evaluate(() => window.frames_), points = await page.evaluate(() => window.lockstep.charts.loss.snapshot().reduce((n, s) => n + s.points, 0));
+  row(`live, ${RANKS} ranks × 100 points/s of five metrics, ${MINUTES} min: frames each second`, times, "fps");
+  row("the same: JavaScript heap at each minute's end, garbage included", heaps, "MB");
+  console.log(`| the same: longest frame; points drawn of loss | ${longest.toFixed(0)} ms | ${points.toLocaleString("en")} | 1 |`);
+} finally {
+  await Promise.all([browser.close(), other.close()]);
+  await house.close();
+}

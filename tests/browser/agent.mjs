@@ -1,0 +1,158 @@
+// An agent that speaks the protocol and trains nothing, for pages with more data than training makes in a test.
+// It runs in a browser page of its own: a websocket and MessagePack are all it needs.
+
+/** What runs in the page: `window.agent`. */
+function inPage() {
+  const text = new TextEncoder(), decoder = new TextDecoder();
+
+  /** MessagePack of JSON-like values; whole numbers are integers, others float32. */
+  function encode(value) {
+    let bytes = new Uint8Array(1 << 16), at = 0;
+    const room = (n) => {
+      if (at + n <= bytes.length) return;
+      const wider = new Uint8Array(Math.max(bytes.length * 2, at + n));
+      wider.set(bytes);
+      bytes = wider;
+    };
+    const view = () => new DataView(bytes.buffer);
+    const head = (small, limit, wide, n) => {
+      room(5);
+      if (n < limit) bytes[at++] = small | n;
+      else { bytes[at++] = wide; view().setUint32(at, n); at += 4; }
+    };
+    const put = (v) => {
+      room(16);
+      if (v === null || v === undefined) bytes[at++] = 0xc0;
+      else if (typeof v === "boolean") bytes[at++] = v ? 0xc3 : 0xc2;
+      else if (typeof v === "number" && Number.isInteger(v) && v >= 0) {
+        if (v < 128) bytes[at++] = v;
+        else { bytes[at++] = 0xcf; view().setBigUint64(at, BigInt(v)); at += 8; }
+      } else if (typeof v === "number") { bytes[at++] = 0xca; view().setFloat32(at, v); at += 4; }
+      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); room(t.length); bytes.set(t, at); at += t.length; }
+      else if (Array.isArray(v)) { head(0x90, 16, 0xdd, v.length); for (const x of v) put(x); }
+      else { const e = Object.entries(v); head(0x80, 16, 0xdf, e.length); for (const [k, x] of e) { put(k); put(x); } }
+    };
+    put(value);
+    return bytes.slice(0, at);
+  }
+
+  function decode(buffer) {
+    const view = new DataView(buffer);
+    let at = 0;
+    const words = (n) => { const t = decoder.decode(new Uint8Array(buffer, at, n)); at += n; return t; };
+    const list = (n) => Array.from({ length: n }, get);
+    const map = (n) => Object.fromEntries(Array.from({ length: n }, () => [get(), get()]));
+    const number = (read, size) => { const v = Number(view[read](at)); at += size; return v; };
+    function get() {
+      const b = view.getUint8(at++);
+      if (b < 0x80) return b;
+      if (b < 0x90) return map(b & 15);
+      if (b < 0xa0) return list(b & 15);
+      if (b < 0xc0) return words(b & 31);
+      if (b >= 0xe0) return b - 256;
+      switch (b) {
+        case 0xc0: return null;
+        case 0xc2: return false;
+        case 0xc3: return true;
+        case 0xca: return number("getFloat32", 4);
+        case 0xcb: return number("getFloat64", 8);
+        case 0xcc: return number("getUint8", 1);
+        case 0xcd: return number("getUint16", 2);
+        case 0xce: return number("getUint32", 4);
+        case 0xcf: return number("getBigUint64", 8);
+        case 0xd0: return number("getInt8", 1);
+        case 0xd1: return number("getInt16", 2);
+        case 0xd2: return number("getInt32", 4);
+        case 0xd3: return number("getBigInt64", 8);
+        case 0xd9: return words(number("getUint8", 1));
+        case 0xda: return words(number("getUint16", 2));
+        case 0xdb: return words(number("getUint32", 4));
+        case 0xdc: return list(number("getUint16", 2));
+        case 0xdd: return list(number("getUint32", 4));
+        case 0xde: return map(number("getUint16", 2));
+        case 0xdf: return map(number("getUint32", 4));
+        default: throw new Error(`MessagePack 0x${b.toString(16)}`);
+      }
+    }
+    return get();
+  }
+
+  const key = (attempt, source) => `${attempt.token}:${JSON.stringify(source)}`;
+
+  class Agent {
+    started = [];
+    #sent = new Map();
+    #stored = new Map();
+    #waiting = [];
+
+    constructor(slots, info) {
+      const socket = this.socket = new WebSocket(`ws://${location.host}/api/v1/agent/socket`);
+      socket.binaryType = "arraybuffer";
+      this.ready = new Promise((done, failed) => { this.welcomed = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
+      socket.onopen = () => this.say({
+        type: "hello", protocol: 1, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
+        machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
+        slots: Array.from({ length: slots }, (_, index) => ({ index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),
+      });
+      socket.onmessage = ({ data }) => this.#hear(decode(data), info);
+    }
+
+    say(message) { this.socket.send(encode(message)); }
+
+    #hear(message, info) {
+      if (message.type === "welcome") {
+        this.welcomed();
+        setInterval(() => this.say({ type: "heartbeat", attempts: this.started.map((s) => s.attempt) }), message.heartbeat_secs * 1000);
+      } else if (message.type === "ask") this.say({ type: "answer", request: message.request, answer: { Ok: { type: "dataset", path: message.question.path, info } } });
+      else if (message.type === "start") this.started.push(message);
+      else if (message.type === "ack") { this.#stored.set(key(message.attempt, message.source), message.records); this.#waiting.splice(0).forEach((tell) => tell()); }
+    }
+
+    /** The attempt of a job, once the server has started it. */
+    async attempt(job) {
+      for (;;) {
+        const found = this.started.find((s) => s.attempt.job === job);
+        if (found) return found.attempt;
+        await new Promise((done) => setTimeout(done, 20));
+      }
+    }
+
+    /** Records of a rank; resolves when the server has stored all but `ahead` of them. */
+    async report(attempt, rank, events, ahead = 0) {
+      const source = { rank }, k = key(attempt, source), first = this.#sent.get(k) ?? 0;
+      this.#sent.set(k, first + events.length);
+      this.say({ type: "report", attempt, source, first, events });
+      while ((this.#stored.get(k) ?? 0) + ahead < first + events.length) await new Promise((done) => this.#waiting.push(done));
+    }
+
+    async end(attempt, step) {
+      this.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "succeeded", step }] });
+    }
+  }
+
+  /** A loss that falls, with noise that is the same every time. */
+  const noise = (n) => { const x = Math.sin(n * 12.9898) * 43758.5453; return x - Math.floor(x); };
+  const loss = (step, rank) => 2.3 * Math.exp(-step / 3e5) + 0.25 + 0.2 * noise(step * 8 + rank) + (step % 99_991 === 0 ? 1 : 0);
+  window.agent = { Agent, loss, noise };
+}
+
+const INFO = {
+  format: "idx", classes: ["a", "b"], height: 8, width: 8, channels: 1, mean: [0.5], std: [0.25], broken: [], broken_count: 0,
+  splits: [{ name: "train", samples: 60_000, per_class: [30_000, 30_000] }, { name: "test", samples: 100, per_class: [50, 50] }],
+};
+
+/** Joins `house` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
+export async function join(browser, house, slots) {
+  const page = await (await browser.newContext()).newPage();
+  await page.goto(`${house.url}/static/icon.svg`);
+  await page.evaluate(inPage);
+  await page.evaluate(([n, info]) => { window.it = new window.agent.Agent(n, info); return window.it.ready; }, [slots, INFO]);
+  await house.ask("/datasets", { name: "made-up", path: "/made-up" });
+  return page;
+}
+
+/** A job on the made-up dataset. */
+export const spec = (name, ranks, steps) => ({
+  name, model: { arch: "resnet20" }, data: { dataset: "made-up" }, train: { steps, batch_size: 8 }, parallel: { ranks, device: "cpu" },
+  checkpoint: { every_epochs: 0 }, evaluate: { every_epochs: 0 },
+});

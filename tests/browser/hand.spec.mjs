@@ -1,0 +1,213 @@
+// Everything by hand: jobs written as text, many at once, notes, machines, the keyboard, two jobs side by side.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { Eyes, House, until } from "./house.mjs";
+
+let house, eyes, done;
+before(async () => {
+  [house, eyes] = await Promise.all([House.open(), Eyes.open()]);
+  done = [await house.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await house.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
+  await until("two jobs have finished", async () => (await Promise.all(done.map((j) => house.job(j.id)))).every((j) => j.state === "succeeded"));
+});
+after(async () => { await eyes?.close(); await house?.close(); });
+
+const annotations = async () => (await house.ask("/annotations")).jobs;
+
+describe("a job as text", () => {
+  test("TOML or JSON pasted beside the form fills it, and its mistakes are named while typing", async () => {
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const area = page.getByLabel("Specification");
+    assert.match(await area.inputValue(), /^name = /, "the form is written there");
+    await area.fill('name = "pasted"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
+    await until("the form follows", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pasted");
+    assert.equal(await page.getByLabel("Learning rate", { exact: true }).inputValue(), "0.07");
+    assert.equal(await page.getByLabel("Epochs", { exact: true }).inputValue(), "3");
+    await area.fill('name = "pasted"\n[data]\ndataset = "fashion-mnist"\n[train]\nlrr = 0.07\n');
+    await until("a mistake is named", async () => /train\.lrr.*did you mean/s.test(await page.locator("#spec-error").textContent()));
+    await area.fill("[train\n");
+    await until("also one of notation", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await until("which is not sent", async () => /mend them first/.test(await page.locator("#plan").textContent()));
+    await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
+    await until("JSON is known by its looks", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
+    assert.equal(await page.getByRole("button", { name: "JSON", exact: true }).getAttribute("aria-pressed"), "true");
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+    const id = new URL(page.url()).pathname.split("/").pop();
+    assert.equal((await house.job(id)).spec.train.steps, 100_000);
+    await page.getByRole("link", { name: "Clone" }).click();
+    await page.waitForURL(/from=/);
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has everything");
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+});
+
+describe("many jobs", () => {
+  test("are chosen, tagged, filtered, cancelled and deleted together", async () => {
+    const page = await eyes.page(house, "/jobs");
+    const extra = [await house.submit({ name: "one of many", train: { steps: 100_000 } }), await house.submit({ name: "two of many", train: { steps: 100_000 } })];
+    for (const job of extra) await until("it is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
+    for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+    assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs chosen");
+    await page.locator("#bulk").getByRole("button", { name: "Tag" }).click();
+    await page.getByLabel("Tag", { exact: true }).fill("sweep");
+    await page.getByRole("button", { name: "Add" }).click();
+    await until("both have the tag", async () => { const known = await annotations(); return extra.every((j) => known[j.id]?.tags.includes("sweep")); });
+    await page.locator(`tr[data-id="${extra[0].id}"]`).getByRole("link", { name: "sweep" }).click();
+    await until("a tag filters", async () => (await page.locator("#rows tr").count()) === 2);
+    for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+    await page.locator("#bulk").getByRole("button", { name: "Cancel" }).click();
+    await page.getByRole("button", { name: "Cancel 2 jobs" }).click();
+    await until("both end", async () => (await Promise.all(extra.map((j) => house.job(j.id)))).every((j) => j.state === "cancelled"));
+    await page.locator("#choose-all").check();
+    await page.locator("#bulk").getByRole("button", { name: "Delete" }).click();
+    assert.match(await page.getByRole("dialog").textContent(), /\d kB|\d B|\d MB/, "its size is told");
+    await page.getByRole("button", { name: "Delete 2 jobs" }).click();
+    await until("both are gone", async () => (await page.locator("#rows tr").count()) === 0 && page.locator("#none-match").isVisible());
+    await page.end();
+  });
+
+  test("note, tags and priority are kept", async () => {
+    const page = await eyes.page(house, `/jobs/${done[0].id}?tab=notes`);
+    await page.getByLabel("Note", { exact: true }).fill("learned too slowly");
+    await page.getByLabel("Tags").fill("baseline, slow");
+    await page.getByLabel("Priority").fill("7");
+    await page.getByLabel("Note", { exact: true }).focus();
+    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await house.job(done[0].id)).spec.priority === 7);
+    await page.reload();
+    await until("and there again", async () => (await page.getByLabel("Note", { exact: true }).inputValue()) === "learned too slowly");
+    assert.equal(await page.getByLabel("Tags").inputValue(), "baseline, slow");
+    await page.end();
+  });
+});
+
+describe("side by side", () => {
+  test("curves, results, settings with the differences marked, and an address that holds it all", async () => {
+    const page = await eyes.page(house, "/compare");
+    assert.ok(await page.getByText("Nothing to compare yet").isVisible());
+    for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
+    await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
+    await until("results are there", async () => (await page.locator("#results tr").count()) === 2);
+    assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and priority differ");
+    assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
+    const order = async () => (await page.locator("#results th").allTextContents()).join();
+    await page.getByRole("button", { name: "final loss" }).click();
+    const down = await order();
+    await page.getByRole("button", { name: "final loss" }).click();
+    await until("the table sorts", async () => (await order()) !== down);
+    assert.equal(await page.locator("#parallel .job").count(), 2);
+    assert.match(await page.locator("#parallel").textContent(), /train\.lr/);
+    await page.getByRole("button", { name: "images/s", exact: true }).first().click();
+    const link = page.url(), tab = await page.tab(new URL(link).pathname + new URL(link).search);
+    await until("the address shows the same", async () => (await tab.locator("#results tr").count()) === 2);
+    assert.equal(await tab.getByRole("button", { name: "images/s", exact: true }).first().getAttribute("aria-pressed"), "true");
+    await tab.locator("#results").getByRole("button", { name: "Leave out slow learner" }).click();
+    await until("one is left out", async () => (await tab.locator("#results tr").count()) === 1);
+    await page.end();
+  });
+});
+
+describe("machines", () => {
+  test("a drained one takes no new work until it is told to", async () => {
+    const page = await eyes.page(house, "/machines");
+    await page.getByRole("button", { name: "Drain", exact: true }).click();
+    await until("it is drained", () => page.getByText("drained", { exact: true }).isVisible());
+    const job = await house.submit({ name: "waits", train: { steps: 100_000 } });
+    await until("the job waits and says why", async () => { const j = await house.job(job.id); return j.state === "queued" && j.reason !== null; });
+    await page.getByRole("button", { name: "Take work again" }).click();
+    await until("and runs", async () => (await house.job(job.id)).state === "running");
+    await house.ask(`/jobs/${job.id}/cancel`, {});
+    await page.end();
+  });
+});
+
+describe("a job's page", () => {
+  test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
+    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    for (const name of ["smooth 0.6", "log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
+    await page.getByRole("button", { name: "rank 1" }).click();
+    await page.evaluate(() => window.lockstep.view.setZoom([10, 40]));
+    await page.getByRole("tab", { name: "Settings" }).click();
+    await page.locator("#other-metric").selectOption("step_ms");
+    await until("the address knows", async () => { const q = new URL(page.url()).searchParams; return q.get("zoom") === "10~40" && q.get("ranks") === "1" && q.get("metric") === "step_ms"; });
+    const tab = await page.tab(new URL(page.url()).pathname + new URL(page.url()).search);
+    await until("the same in another tab", () => tab.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    assert.deepEqual(await tab.evaluate(() => [window.lockstep.view.zoom, window.lockstep.view.axis, window.lockstep.charts.loss.scale, window.lockstep.charts.loss.smoothing]), [[10, 40], "epoch", "log", 0.6]);
+    assert.ok(await tab.locator("#spec-panel").isVisible());
+    assert.equal(await tab.getByRole("button", { name: "rank 1" }).getAttribute("aria-pressed"), "true");
+    await page.end();
+  });
+
+  test("a chart is saved as PNG, SVG and CSV", async () => {
+    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    const save = async (kind) => {
+      await page.getByLabel("Save Loss of each rank").click();
+      const [download] = await Promise.all([page.waitForEvent("download"), page.locator(".loss-card").getByRole("button", { name: kind, exact: true }).click()]);
+      const chunks = [];
+      for await (const part of await download.createReadStream()) chunks.push(part);
+      return [download.suggestedFilename(), Buffer.concat(chunks)];
+    };
+    const [png, picture] = await save("PNG");
+    assert.equal(png, "fast-learner-loss.png");
+    assert.deepEqual([...picture.subarray(1, 4)], [..."PNG"].map((c) => c.charCodeAt(0)));
+    const [, svg] = await save("SVG");
+    assert.match(svg.toString(), /^<svg [^>]*>.*fast learner.*<path d="M.*<\/svg>/s);
+    const [, csv] = await save("CSV");
+    assert.equal(csv.toString().trim().split("\n").length, 1 + 2 * 60, "every point of both ranks");
+    await page.end();
+  });
+
+  test("the log is searched, filtered and linked to by line", async () => {
+    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    const lines = page.locator("#log-lines p[data-at]");
+    await until("it is there", async () => (await lines.count()) > 10);
+    await page.getByLabel("Search the log").fill("VALIDATION ACCURACY");
+    await until("one line is found", async () => (await lines.count()) === 1);
+    assert.match(await page.locator("#log-note").textContent(), /1 line found/);
+    await page.getByLabel("Search the log").fill("");
+    await until("all again", async () => (await lines.count()) > 10);
+    await page.locator("#log-rank").selectOption("1");
+    await until("one rank", async () => (await lines.locator("b").allTextContents()).every((t) => t === "rank 1"));
+    await lines.nth(3).locator("time").click();
+    const words = await lines.nth(3).textContent(), address = new URL(page.url());
+    assert.match(address.searchParams.get("line"), /^\d+\.1\.1\.\d+$/);
+    const tab = await page.tab(address.pathname + address.search);
+    await until("the link shows the line", async () => (await tab.locator("#log-lines .marked").textContent()) === words);
+    const file = await page.request.get(new URL(await page.locator("#log-download").getAttribute("href"), page.url()).href);
+    assert.match(file.headers()["content-disposition"], /attachment.*-rank1\.log/);
+    assert.match(await file.text(), /loss is/);
+    await page.end();
+  });
+});
+
+describe("the keyboard", () => {
+  test("opens help, search, pages, jobs and panels", async () => {
+    const page = await eyes.page(house, "/jobs");
+    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await page.keyboard.press("?");
+    assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
+    await page.keyboard.press("Escape");
+    await page.keyboard.press("/");
+    assert.equal(await page.evaluate(() => document.activeElement.id), "search");
+    await page.keyboard.press("Escape");
+    await page.keyboard.press("g");
+    await page.keyboard.press("m");
+    await page.waitForURL(/\/machines$/);
+    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await page.keyboard.press("g");
+    await page.keyboard.press("j");
+    await page.waitForURL(/\/jobs$/);
+    await page.goto(`${house.url}/jobs/${done[1].id}`);
+    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await page.keyboard.press("4");
+    assert.ok(await page.locator("#spec-panel").isVisible());
+    const before = page.url().split("?")[0];
+    await page.keyboard.press("]");
+    await until("the next job", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));
+    await page.end();
+  });
+});

@@ -1,0 +1,125 @@
+// Looking at models and at data: what the page says is what the files say.
+
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { after, before, describe, test } from "node:test";
+import { Eyes, House, until } from "./house.mjs";
+
+let house, eyes, job, dir;
+before(async () => {
+  [house, eyes, dir] = await Promise.all([House.open(), Eyes.open(), mkdtemp(join(tmpdir(), "lockstep-pictures-"))]);
+  job = await house.submit({ name: "looked at", train: { steps: 120 }, data: { crop_padding: 3, horizontal_flip: true } });
+  await until("a job has finished", async () => (await house.job(job.id)).state === "succeeded");
+});
+after(async () => { await eyes?.close(); await house?.close(); await rm(dir, { recursive: true, force: true }); });
+
+/** The first test pictures as PNG files, as the server shows them. */
+async function pictures(n) {
+  const { samples, classes } = await house.ask(`/datasets/fashion-mnist/samples?split=test&limit=${n}`);
+  return Promise.all(samples.map(async (s) => {
+    const file = join(dir, `${s.index}.png`);
+    await writeFile(file, Buffer.from(s.png, "base64"));
+    return { file, name: classes[s.label] };
+  }));
+}
+
+describe("a model", () => {
+  test("is evaluated: scores and matrix agree, and a cell opens the pictures behind it", async () => {
+    const page = await eyes.page(house, `/jobs/${job.id}?tab=evaluation`);
+    await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
+    const told = await house.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await house.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
+    assert.equal(told.samples, 160, "every validation picture once");
+    assert.equal(told.confusion.flat().reduce((a, b) => a + b), 160);
+    assert.ok(Math.abs(told.accuracy - checkpoint.val_accuracy) < 1e-9, "as training measured it itself");
+    const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
+    assert.deepEqual(cells.slice(1), told.confusion.flat().map(Number), "the page shows that matrix");
+    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} % of 160 right`));
+    // Recall by hand from the matrix.
+    for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
+
+    const [most] = told.mistakes;
+    const names = told.classes.map((c) => c.name), count = told.confusion[most.label][most.predicted];
+    await page.getByRole("button", { name: `${count} of ${names[most.label]} taken for ${names[most.predicted]}` }).click();
+    await until("its pictures are shown", async () => (await page.locator("#behind figure").count()) === Math.min(24, count));
+    assert.match(await page.locator("#behind figure").first().textContent(), new RegExp(`${names[most.predicted].replaceAll("/", "\\/")}.*is ${names[most.label].replaceAll("/", "\\/")}`));
+    assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "they are pictures");
+    await page.end();
+  });
+
+  test("classifies several dropped pictures as the command line does", async () => {
+    const files = await pictures(3), page = await eyes.page(house, `/jobs/${job.id}?tab=classify`);
+    await page.setInputFiles("#classify-files", [...files.map((f) => f.file), { name: "notes.png", mimeType: "image/png", buffer: Buffer.from("no picture") }]);
+    await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
+    const cards = page.locator("#classify-results > li");
+    assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG or PNG/);
+    const binary = process.env.LOCKSTEP_BIN ?? new URL("../../target/release/lockstep", import.meta.url).pathname;
+    const said = JSON.parse(execFileSync(binary, ["predict", "--server", house.url, "--job", job.id, "--json", ...files.map((f) => f.file)]));
+    for (let i = 0; i < 3; i++) {
+      const lines = cards.nth(i).locator("ol li");
+      assert.equal(await lines.count(), 5, "the top five");
+      assert.equal(await lines.first().locator("span").textContent(), said[i].classes[0].class);
+      assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - said[i].classes[0].probability) < 1e-6);
+    }
+    const alone = JSON.parse(execFileSync(binary, ["predict", "--json", "--model", join(house.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-120") : a))));
+    assert.deepEqual(alone[0].classes, said[0].classes, "and so does the file itself, without a server");
+    await page.end();
+  });
+
+  test("is downloaded whole, and looked at from its row", async () => {
+    const page = await eyes.page(house, `/jobs/${job.id}`);
+    const row = page.locator("#checkpoints tr").first();
+    await row.getByText("Get", { exact: true }).click();
+    for (const name of ["Weights", "Optimizer", "State"]) {
+      const link = new URL(await row.getByRole("link", { name }).getAttribute("href"), page.url());
+      assert.ok((await page.request.get(link.href)).ok(), name);
+    }
+    const files = [];
+    page.on("download", (d) => files.push(d.suggestedFilename()));
+    await row.getByRole("button", { name: /Everything/ }).click();
+    await until("all four files come", async () => files.length === 4);
+    await row.getByRole("button", { name: /Look/ }).click();
+    await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
+    assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");
+    await page.end();
+  });
+});
+
+describe("data", () => {
+  test("is shown by split and class, and as a job's augmentation makes it", async () => {
+    const page = await eyes.page(house, "/datasets");
+    await page.getByText("Pictures", { exact: true }).click();
+    const figures = page.locator("[data-g=grid] figure");
+    await until("pictures come", async () => (await figures.count()) === 48);
+    await page.locator("[data-g=class]").selectOption("Sandal");
+    await until("only that class", async () => (await figures.count()) > 0 && (await figures.allTextContents()).every((t) => t.startsWith("Sandal")));
+    await page.locator("[data-g=split]").selectOption("test");
+    await until("of the other split", async () => /of \d+/.test(await page.locator("[data-g=note]").textContent()) && (await figures.count()) > 0);
+    await until("its jobs are known", async () => (await page.locator("[data-g=augmented] option").count()) === 2);
+    await page.locator("[data-g=augmented]").selectOption(job.id);
+    await until("five versions of each", async () => (await figures.count()) === 40);
+    const shown = await page.locator("[data-g=grid] img").evaluateAll((all) => all.slice(0, 5).map((i) => i.src));
+    assert.ok(new Set(shown).size > 1, "they differ");
+    const again = await house.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
+    assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "seeded: the same every time");
+    await page.end();
+  });
+
+  test("a folder is looked at while its path is typed", async () => {
+    const page = await eyes.page(house, "/datasets", { expected: [/422/] });
+    await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
+    await until("it is missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
+    await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);
+    await until("what is there is told", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
+    await page.getByLabel("Name", { exact: true }).fill("again");
+    await page.getByRole("button", { name: "Look and register" }).click();
+    await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
+    await page.locator("[data-dataset=again]").getByRole("button", { name: "Forget" }).click();
+    await page.getByRole("button", { name: "Forget it" }).click();
+    await until("and forgotten", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
+    assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "its files stay");
+    await page.end();
+  });
+});

@@ -1,0 +1,66 @@
+// The pictures of the README: a real server, real jobs on real pictures, every page in both themes and on a phone.
+//
+//   LOCKSTEP_BIN=target/release/lockstep node tests/browser/screenshots.mjs [DIRECTORY]
+
+import { mkdir, writeFile } from "node:fs/promises";
+import { join } from "node:path";
+import { Eyes, House, losses, until } from "./house.mjs";
+
+const OUT = process.argv[2] ?? new URL("../../docs/screenshots", import.meta.url).pathname;
+const WIDE = { width: 1440, height: 900 }, PHONE = { width: 360, height: 740 };
+
+await mkdir(OUT, { recursive: true });
+const [house, eyes] = await Promise.all([House.open({ slots: 4 }), Eyes.open()]);
+try {
+  const job = (name, ranks, train, more = {}) => house.ask("/jobs", {
+    name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: "test", crop_padding: 2, horizontal_flip: true },
+    train: { epochs: 3, global_batch_size: 64, lr: 0.1, schedule: "one_cycle", weight_decay: 0.0005, ...train }, parallel: { ranks, device: "cpu" }, ...more,
+  });
+  const over = (id) => until("it has finished", async () => (await house.job(id)).state === "succeeded", 540_000);
+  const first = await job("fashion-resnet20", 2, {});
+  const others = [await job("low-lr", 2, { lr: 0.01, epochs: 2 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 2 })];
+  for (const { id } of [first, ...others]) await over(id);
+  await house.ask(`/jobs/${first.id}`, undefined);
+  const patch = (id, body) => fetch(`${house.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  await patch(first.id, { tags: ["baseline"], note: "one_cycle to 0.1" });
+  for (const { id } of others) await patch(id, { tags: ["sweep"] });
+  const running = await job("four-ranks", 4, { epochs: 40 });
+  const queued = await job("next-in-line", 2, { epochs: 5 }, { priority: 5 });
+
+  const shot = async (name, path, { scheme = "light", viewport = WIDE, ready, clip } = {}) => {
+    const page = await eyes.page(house, path, { colorScheme: scheme, viewport, reducedMotion: "reduce" });
+    await until(`${name} is ready`, () => page.locator("h1").isVisible());
+    if (ready) await until(`${name} is ready`, () => ready(page));
+    await page.waitForLoadState("networkidle").catch(() => {});
+    const tools = await page.context().newCDPSession(page);
+    const { data } = await tools.send("Page.captureScreenshot", { format: "webp", quality: 82, ...(clip ? { captureBeyondViewport: true, clip: { x: 0, y: 0, width: viewport.width, height: Math.min(clip, await page.evaluate(() => document.documentElement.scrollHeight)), scale: 1 } } : {}) });
+    await writeFile(join(OUT, `${name}.webp`), Buffer.from(data, "base64"));
+    await page.end();
+  };
+  const drawn = (points) => async (page) => (await losses(page))["rank 0"]?.points > points;
+  await until("it runs", async () => (await house.job(running.id)).step > 60, 240_000);
+  for (const scheme of ["light", "dark"]) {
+    await shot(`job-running-${scheme}`, `/jobs/${running.id}?smooth=0.6`, { scheme, clip: 1250, ready: drawn(60) });
+    await shot(`jobs-${scheme}`, "/jobs", { scheme, ready: async (page) => (await page.locator("#rows tr").count()) === 5 && (await page.locator(".tag").count()) >= 3 });
+    await shot(`machines-${scheme}`, "/machines", { scheme, ready: async (page) => (await page.locator(".slots .busy").count()) === 4 });
+  }
+  await house.ask(`/jobs/${queued.id}/cancel`, {});
+  await house.ask(`/jobs/${running.id}/cancel`, {});
+  await until("slots are free", async () => (await house.job(running.id)).state === "cancelled");
+  await house.ask(`/jobs/${first.id}/evaluation`);
+  const compared = `/compare?jobs=${[first, ...others].map((j) => j.id).join(",")}&smooth=0.9`;
+  const evaluated = async (page) => (await page.locator("#behind figure").count()) > 10;
+  for (const scheme of ["light", "dark"]) {
+    await shot(`job-${scheme}`, `/jobs/${first.id}?lines=mean&smooth=0.9`, { scheme, clip: 1250, ready: drawn(100) });
+    await shot(`evaluation-${scheme}`, `/jobs/${first.id}?tab=evaluation`, { scheme, clip: 1800, ready: evaluated });
+    await shot(`compare-${scheme}`, compared, { scheme, clip: 1300, ready: async (page) => (await page.locator("#parallel .job").count()) === 3 && (await page.locator("#compare-note").textContent()) !== "" });
+    await shot(`datasets-${scheme}`, "/datasets?pictures=fashion-mnist", { scheme, clip: 1000, ready: async (page) => (await page.locator("[data-g=grid] figure").count()) > 40 });
+    await shot(`new-job-${scheme}`, "/jobs/new", { scheme, clip: 1000, ready: async (page) => (await page.locator("#plan").textContent()) !== "" });
+  }
+  for (const [name, path] of [["jobs", "/jobs"], ["job", `/jobs/${first.id}`], ["evaluation", `/jobs/${first.id}?tab=evaluation`], ["compare", compared], ["datasets", "/datasets?pictures=fashion-mnist"], ["machines", "/machines"], ["new-job", "/jobs/new"]]) {
+    await shot(`phone-${name}`, path, { viewport: PHONE, clip: 2400, ready: name === "evaluation" ? evaluated : undefined });
+  }
+} finally {
+  await eyes.close();
+  await house.close();
+}

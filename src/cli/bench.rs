@@ -1,18 +1,44 @@
 //! `lockstep bench`: training throughput of named cases.
 
 use super::{output, wrong};
-use lockstep_worker::engine::bench::{self, Case};
+use lockstep_protocol::spec::{LossScale, Precision};
+use lockstep_worker::{
+    engine::bench::{self, Case},
+    gpu::{
+        GpuConfig,
+        devices::{self, Gpu, Usable},
+        libraries::{self, Which},
+    },
+    team::{self, Member, Met},
+};
+use serde_json::Value;
+use std::{ffi::OsString, time::Duration};
+
+/// From the start of the processes to the end of a case: plans may have to be found first.
+const LIMIT: Duration = Duration::from_secs(300);
+/// For ranks to meet and, in a step, to answer.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Measure training throughput on made-up pictures
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// ARCH:IMAGE_SIZE:BATCH_SIZE (over all ranks; may be repeated); resnet18c has the CIFAR stem
-    #[arg(long = "case", value_name = "CASE",
-        default_values = ["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"])]
+    /// ARCH:IMAGE_SIZE:BATCH_SIZE (of each rank on GPUs, over all ranks on CPUs; may be repeated);
+    /// resnet18c has the CIFAR stem [default on CPUs: resnet20:32:64 resnet18c:32:64 resnet50:32:32; on
+    /// GPUs: resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
+    #[arg(long = "case", value_name = "CASE")]
     cases: Vec<Case>,
-    /// Ranks, connected over loopback
+    /// Where to train
+    #[arg(long, value_enum, default_value = "auto")]
+    device: Device,
+    /// What GPUs compute in
+    #[arg(long, value_enum, default_value = "auto")]
+    precision: Number,
+    /// Ranks: a process each on GPUs; on CPUs connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
+    /// Batch statistics over all ranks, or each rank's own (GPUs)
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    sync_batch_norm: bool,
     /// Threads of a rank [default: the cores, divided over the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -21,30 +47,138 @@ pub(crate) struct Args {
     json: bool,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Device {
+    /// GPUs if there are any
+    Auto,
+    Cuda,
+    Cpu,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Number {
+    Auto,
+    Fp32,
+    Bf16,
+    Fp16,
+}
+
+impl Number {
+    fn precision(self) -> Precision {
+        match self {
+            Self::Auto => Precision::Auto,
+            Self::Fp32 => Precision::Fp32,
+            Self::Bf16 => Precision::Bf16,
+            Self::Fp16 => Precision::Fp16,
+        }
+    }
+}
+
 /// Runs the cases one after the other.
 ///
 /// # Errors
-/// A case that cannot be divided over the ranks or does not fit its network.
+/// A case that cannot be divided over the ranks or does not fit its network; a device that is not there.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
-    let threads = args.threads.unwrap_or((cores / args.ranks).max(1)) as usize;
-    for case in &args.cases {
-        let measured =
-            bench::run(case, threads, args.ranks).map_err(|e| wrong(format!("{}: {e}", case.name)))?;
+    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+        return be_a_rank(&args, &member);
+    }
+    let gpus = gpus(&args)?;
+    let cases = if args.cases.is_empty() { defaults(!gpus.is_empty())? } else { args.cases.clone() };
+    for case in &cases {
+        let measured = if gpus.is_empty() { on_cpu(case, &args)? } else { on_gpus(case, &args, &gpus)? };
         if args.json {
-            output::line(serde_json::to_string(&measured)?)?;
-        } else {
-            output::line(format_args!(
-                "{:<18}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for others {:.2})  {} x {}",
-                measured.case,
-                measured.images_per_second,
-                measured.step_ms,
-                measured.fastest_step_ms,
-                measured.all_reduce_ms,
-                measured.ranks,
-                measured.device
-            ))?;
+            output::line(measured.to_string())?;
+            continue;
         }
+        let number = |key: &str| measured[key].as_f64().unwrap_or(0.0);
+        output::line(format_args!(
+            "{:<18}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for others {:.2})  {} x {}",
+            case.name,
+            number("images_per_second"),
+            number("step_ms"),
+            number("fastest_step_ms"),
+            number("all_reduce_ms"),
+            args.ranks,
+            measured["device"].as_str().unwrap_or("")
+        ))?;
     }
     Ok(())
+}
+
+fn defaults(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
+    let names: &[&str] = if on_gpus {
+        &["resnet50:224:256", "resnet50:224:32", "resnet50:32:32", "resnet18c:32:512"]
+    } else {
+        &["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
+    };
+    names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
+}
+
+/// The GPUs to use; none: the CPU.
+fn gpus(args: &Args) -> anyhow::Result<Vec<Gpu>> {
+    if args.device == Device::Cpu {
+        return match args.precision {
+            Number::Auto | Number::Fp32 => Ok(Vec::new()),
+            _ => Err(wrong("--precision: CPU ranks compute in fp32")),
+        };
+    }
+    let Usable { mut gpus, hindrance } = devices::usable(None).map_err(wrong)?;
+    let wanted = args.device == Device::Cuda || !matches!(args.precision, Number::Auto | Number::Fp32);
+    if gpus.is_empty() && wanted {
+        let why =
+            hindrance.unwrap_or_else(|| "there is no GPU on this machine; lockstep doctor says more".into());
+        return Err(wrong(why));
+    }
+    if let Some(why) = hindrance {
+        output::warn(format_args!("measuring the CPU: {why}"));
+    }
+    if !gpus.is_empty() && gpus.len() < args.ranks as usize {
+        return Err(wrong(format!("--ranks {}: there are {} GPUs", args.ranks, gpus.len())));
+    }
+    gpus.truncate(args.ranks as usize);
+    Ok(gpus)
+}
+
+fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+    let threads = args.threads.unwrap_or((cores / args.ranks).max(1)) as usize;
+    let measured = bench::run(case, threads, args.ranks).map_err(|e| wrong(format!("{}: {e}", case.name)))?;
+    Ok(serde_json::to_value(measured)?)
+}
+
+/// A process a GPU.
+fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
+    let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+    let arguments: Vec<OsString> = [
+        "bench".into(),
+        format!("--case={}", case.name),
+        format!("--precision={}", name(&args.precision)),
+        format!("--sync-batch-norm={}", args.sync_batch_norm),
+    ]
+    .map(OsString::from)
+    .into();
+    let members = team::members(args.ranks, gpus)?;
+    let printed =
+        team::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
+    Ok(serde_json::from_slice(&printed)?)
+}
+
+fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
+    let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
+        return Err(wrong("a member of a team measures one case on its GPU"));
+    };
+    libraries::ready(Which::needed(member.world_size)).map_err(|e| anyhow::anyhow!(e))?;
+    let Met { comm, store } = member.meet(PATIENCE)?;
+    let config = GpuConfig {
+        ordinal: gpu.ordinal,
+        precision: args.precision.precision(),
+        loss_scale: LossScale::Named("dynamic".into()),
+        store: store.clone(),
+        watchdog: None,
+    };
+    let measured = bench::run_gpu_rank(case, args.sync_batch_norm, comm.clone(), config)
+        .map_err(|e| anyhow::anyhow!(e))?;
+    // The store ends with rank 0's process.
+    comm.barrier()?;
+    if member.rank == 0 { output::json(&measured) } else { Ok(()) }
 }

@@ -2,32 +2,36 @@
 
 use super::{init_tracing, output, wrong};
 use lockstep_worker::{
-    doctor::{Finding, GatherRank, Gathered, Grade, examine, gather},
-    launch::own_program,
-    rendezvous::free_port,
+    doctor::{Finding, Gathered, Grade, examine, gather},
+    gpu::{
+        devices::{self, Gpu},
+        libraries::{Libraries, links_dir},
+    },
+    team::{self, Member},
 };
 use serde::Serialize;
-use std::{
-    path::PathBuf,
-    process::{Child, Command, Stdio},
-};
+use std::{path::PathBuf, time::Duration};
 
 /// What this machine has, and whether ranks can talk to each other
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Ranks of the all-gather, a process each
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    ranks: u32,
+    /// Ranks of the all-gather, a process each: on GPUs if there are as many [default: all GPUs, or 2
+    /// on the CPU]
+    #[arg(long, value_name = "N")]
+    ranks: Option<u32>,
     /// Where data would lie
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
+    /// Print only the variables that ranks on GPUs are started with, for a shell to evaluate
+    #[arg(long)]
+    environment: bool,
     /// One JSON document instead of text
     #[arg(long)]
     json: bool,
 }
 
-/// Carries a rank's part to the process that is one; not an argument, because others can read those.
-const RANK_VARIABLE: &str = "LOCKSTEP_DOCTOR_RANK";
+/// For the all-gather: NCCL's first start on a large machine takes a while.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Serialize)]
 struct Report {
@@ -41,22 +45,41 @@ struct Report {
 /// Exit status 1 when something would keep a job from training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
-    if let Ok(part) = std::env::var(RANK_VARIABLE) {
-        return be_a_rank(&part);
+    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+        let gathered = gather(&member)?;
+        return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
     }
-    if !(1..=1024).contains(&args.ranks) {
+    if args.environment {
+        for (name, value) in Libraries::find().environment(&links_dir()?)? {
+            let (name, value) = (name.to_string_lossy(), value.to_string_lossy().replace('\'', r"'\''"));
+            output::line(format_args!("export {name}='{value}'"))?;
+        }
+        return Ok(());
+    }
+    if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
         return Err(wrong("--ranks: 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir);
-    let gathered = all_gather(args.ranks);
-    let all_gather = match gathered {
+    // What keeps ranks from using GPUs is among the findings.
+    let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
+    let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
+    if ranks as usize > gpus.len() || ranks < 2 {
+        gpus.clear();
+    }
+    let all_gather = match all_gather(ranks, &gpus) {
         Ok(gathered) => Some(gathered),
         Err(error) => {
+            let advice = if gpus.is_empty() {
+                "Ranks of this machine cannot work together; see loopback above."
+            } else {
+                "GPUs of this machine cannot work together. NCCL_DEBUG=INFO lockstep doctor says more; \
+                 see links and /dev/shm above."
+            };
             findings.push(Finding {
                 what: "all-gather".into(),
                 grade: Grade::Problem,
-                found: format!("{error:#}"),
-                advice: Some("Ranks of this machine cannot work together; see loopback above.".into()),
+                found: error,
+                advice: Some(advice.into()),
             });
             None
         }
@@ -78,8 +101,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         if let Some(gathered) = &all_gather {
             let rows: Vec<_> = gathered.values.iter().map(|v| format!("[{v:.0}.]")).collect();
+            let by = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
             output::line(format_args!(
-                "ok       all-gather  over {} ranks: [{}]",
+                "ok       all-gather  over {} {by}: [{}]",
                 rows.len(),
                 rows.join(", ")
             ))?;
@@ -90,6 +114,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     gathered.bytes_per_second / 1e9
                 ))?;
             }
+            if let Some(why) = &gathered.no_peer_memory {
+                output::line(format_args!("note     peer memory not shared: {why}"))?;
+                let advice = "short all-reduces (sync_batch_norm) go by NCCL: slower";
+                output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
+            } else if gathered.device == "GPU" {
+                output::line("ok       peer memory shared between ranks")?;
+            }
         }
     }
     match problems {
@@ -99,56 +130,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-fn be_a_rank(part: &str) -> anyhow::Result<()> {
-    let part: GatherRank = serde_json::from_str(part)?;
-    let gathered = gather(&part)?;
-    if part.rank == 0 { output::json(&gathered) } else { Ok(()) }
-}
-
 /// Starts the ranks and gives what rank 0 found.
-fn all_gather(world_size: u32) -> anyhow::Result<Gathered> {
-    let program = own_program()?;
-    let port = free_port("127.0.0.1")?;
-    let secret = uuid::Uuid::new_v4().simple().to_string();
-    let mut ranks: Vec<Child> = Vec::new();
-    let start = |rank| -> anyhow::Result<Child> {
-        let part = GatherRank { rank, world_size, port, secret: secret.clone() };
-        let child = Command::new(&program)
-            .arg("doctor")
-            .env(RANK_VARIABLE, serde_json::to_string(&part)?)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?;
-        Ok(child)
-    };
-    let mut failure = None;
-    for rank in 0..world_size {
-        match start(rank) {
-            Ok(child) => ranks.push(child),
-            Err(error) => {
-                failure = Some(error.context(format!("rank {rank} cannot be started")));
-                break;
-            }
-        }
-    }
-    let mut printed = None;
-    for (rank, mut child) in ranks.into_iter().enumerate() {
-        if failure.is_some() {
-            // It may have ended already.
-            let _ = child.kill();
-        }
-        let output = child.wait_with_output()?;
-        if !output.status.success() && failure.is_none() {
-            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            failure = Some(anyhow::anyhow!("rank {rank}: {said}"));
-        }
-        if rank == 0 {
-            printed = Some(output.stdout);
-        }
-    }
-    match failure {
-        Some(error) => Err(error),
-        None => Ok(serde_json::from_slice(&printed.unwrap_or_default())?),
-    }
+fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
+    let members = team::members(world_size, gpus).map_err(|e| e.to_string())?;
+    let printed = team::run(&["doctor".into()], &members, PATIENCE)?;
+    serde_json::from_slice(&printed).map_err(|e| format!("rank 0 said something else: {e}"))
 }

@@ -104,6 +104,20 @@ async fn doctor_gathers_from_real_ranks() {
 }
 
 #[tokio::test]
+async fn what_needs_a_gpu_says_so_where_there_is_none() {
+    let folder = Folder::new();
+    let without = |args: &[&str]| {
+        // Nor where there is one: it is hidden.
+        Finished::of(lockstep().args(args).env("CUDA_VISIBLE_DEVICES", "").current_dir(folder.path()))
+    };
+    without(&["agent", "--gpus", "0"]).wrong(&["--gpus 0", "there is no GPU"]);
+    without(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
+    without(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
+    without(&["bench", "--device", "cpu", "--precision", "bf16"]).wrong(&["fp32"]);
+    without(&["bench", "--precision", "fp16"]).wrong(&["no GPU"]);
+}
+
+#[tokio::test]
 async fn train_needs_no_server() {
     let _turn = turn().await;
     let folder = Folder::new();

@@ -2,15 +2,20 @@
 
 use crate::{
     agent::machine,
-    comm::{Alone, CommError, Communicator, Reduction, ring::Ring},
-    rendezvous::{Meeting, RendezvousError, Store},
+    comm::{CommError, Communicator, Reduction},
+    gpu::{
+        devices::{self, Gpu, Link},
+        gather as gpu_gather,
+        libraries::{self, Libraries, Which},
+    },
+    rendezvous::RendezvousError,
+    team::{Member, Met},
 };
 use serde::{Deserialize, Serialize};
 use std::{
     fs,
     net::{TcpListener, TcpStream},
     path::Path,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -57,7 +62,9 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
 
 /// Looks at everything; `dir` is where data would lie.
 pub fn examine(dir: &Path) -> Vec<Finding> {
-    vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback(), gpu()]
+    let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
+    findings.extend(gpus());
+    findings
 }
 
 fn cpu() -> Finding {
@@ -181,43 +188,148 @@ fn loopback() -> Finding {
     }
 }
 
-fn gpu() -> Finding {
-    let Ok(version) = fs::read_to_string("/proc/driver/nvidia/version") else {
+/// What there is of GPUs, and of what ranks on them need.
+fn gpus() -> Vec<Finding> {
+    let libraries = Libraries::find();
+    let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
+    if driver.is_none() && libraries.get(Which::Driver).is_none() {
         let advice = "Jobs train on the CPU. For GPUs install NVIDIA's driver (nvidia-smi must work), and in a \
                       container pass them in (docker run --gpus all).";
-        return finding("GPUs", Grade::Note, "no NVIDIA driver found".into(), advice);
+        return vec![finding("GPUs", Grade::Note, "no NVIDIA driver found".into(), advice)];
+    }
+    let all = match devices::all(&libraries) {
+        Ok(all) if !all.is_empty() => all,
+        other => {
+            let found = other.err().unwrap_or_else(|| "NVIDIA's driver is there, but shows no GPU".into());
+            let advice = "Look whether nvidia-smi lists GPUs; in a container pass them in (docker run --gpus all). \
+                          Until then jobs train on the CPU.";
+            return vec![finding("GPUs", Grade::Note, found, advice)];
+        }
     };
-    let driver = version.lines().next().unwrap_or("").trim_start_matches("NVRM version:").trim().to_owned();
-    let models: Vec<String> = fs::read_dir("/proc/driver/nvidia/gpus")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|gpu| fs::read_to_string(gpu.path().join("information")).ok())
-        .filter_map(|text| text.lines().find_map(|l| l.strip_prefix("Model:").map(|m| m.trim().to_owned())))
-        .collect();
-    let found = format!("{} ({}); driver: {driver}", models.len(), models.join(", "));
-    finding("GPUs", Grade::Note, found, "This build has no CUDA engine yet: jobs train on the CPU.")
+    let mut findings = vec![driver_finding(driver.as_deref())];
+    findings.extend(all.iter().map(gpu));
+    findings.extend(visible(&libraries, all.len()));
+    if all.len() > 1 {
+        findings.extend(links(&libraries, &all));
+    }
+    let cuda = libraries.get(Which::Driver).and_then(|driver| driver.version().ok());
+    for which in Which::ALL.into_iter().filter(|which| *which != Which::Nvml) {
+        findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
+    }
+    findings
 }
 
-/// One rank of the all-gather that `doctor` runs.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct GatherRank {
-    pub rank: u32,
-    pub world_size: u32,
-    /// On 127.0.0.1.
-    pub port: u16,
-    pub secret: String,
+fn driver_finding(version: Option<&str>) -> Finding {
+    let line = version.and_then(|text| text.lines().next()).unwrap_or("").trim_start_matches("NVRM version:");
+    let found = if line.trim().is_empty() { "version unknown".into() } else { line.trim().to_owned() };
+    finding("GPU driver", Grade::Ok, found, "")
+}
+
+fn gpu(gpu: &Gpu) -> Finding {
+    let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, divided } = gpu;
+    let what = format!("GPU {index}");
+    let used = gib(*memory_used_bytes);
+    let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
+    if *divided {
+        let advice =
+            "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root makes it whole.";
+        return finding(&what, Grade::Note, found, advice);
+    }
+    if *memory_used_bytes > memory_bytes / 10 {
+        let advice =
+            "Other programs hold its memory (nvidia-smi shows them): jobs may run out of it, and slow down.";
+        return finding(&what, Grade::Note, found, advice);
+    }
+    finding(&what, Grade::Ok, found, "")
+}
+
+fn visible(libraries: &Libraries, all: usize) -> Option<Finding> {
+    let value = std::env::var_os(devices::VISIBLE)?;
+    let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
+    Some(match devices::visible(libraries) {
+        Ok(gpus) if gpus.is_empty() => {
+            let advice = "Unset it, or jobs train on the CPU.";
+            finding("visible", Grade::Note, format!("{shown} hides all GPUs"), advice)
+        }
+        Ok(gpus) => {
+            let numbers: Vec<_> = gpus.iter().map(|gpu| gpu.index.to_string()).collect();
+            let found = format!("{} of {all}: {} ({shown})", gpus.len(), numbers.join(", "));
+            finding("visible", Grade::Ok, found, "")
+        }
+        Err(error) => finding("visible", Grade::Problem, error, "Correct it, or unset it to use all GPUs."),
+    })
+}
+
+fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
+    let links = match devices::links(libraries, gpus) {
+        Ok(links) => links,
+        Err(error) => {
+            let advice = "`nvidia-smi topo -m` may say more; training works, at a speed to be measured.";
+            return vec![finding("links", Grade::Note, error, advice)];
+        }
+    };
+    // All alike, as on most machines: one line.
+    let mut kinds: Vec<(&str, bool, Vec<String>)> = Vec::new();
+    for Link { between: (one, other), by, peer_access } in &links {
+        let pair = format!("{one}-{other}");
+        match kinds.iter_mut().find(|(b, p, _)| b == by && p == peer_access) {
+            Some((.., pairs)) => pairs.push(pair),
+            None => kinds.push((by, *peer_access, vec![pair])),
+        }
+    }
+    let all = kinds.len() == 1;
+    kinds
+        .into_iter()
+        .map(|(by, peer_access, pairs)| {
+            let pairs = if all { "every pair".to_owned() } else { format!("pairs {}", pairs.join(", ")) };
+            if peer_access {
+                return finding("links", Grade::Ok, format!("{pairs}: {by}, with peer access"), "");
+            }
+            let advice = "Data between them goes through the host's memory: slower. In a virtual machine the host \
+                          may block it (ACS); consumer GPUs do not offer it.";
+            finding("links", Grade::Note, format!("{pairs}: {by}, no peer access"), advice)
+        })
+        .collect()
+}
+
+/// A library; `cuda` is what the driver supports, such as `13.0`.
+fn library(libraries: &Libraries, which: Which, gpus: usize, cuda: Option<&str>) -> Finding {
+    let Some(library) = libraries.get(which) else {
+        // One GPU does without NCCL.
+        let grade = if which == Which::Nccl && gpus < 2 { Grade::Note } else { Grade::Problem };
+        return finding(which.name(), grade, "not found".into(), which.advice());
+    };
+    let place = library.path.display();
+    let version = match library.version() {
+        Ok(version) => version,
+        Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
+    };
+    let found = match which {
+        Which::Driver => format!("supports CUDA {version}: {place}"),
+        _ => format!("{version}: {place}"),
+    };
+    let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
+    if which == Which::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
+        let advice = "It is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
+        return finding(which.name(), Grade::Problem, found, advice);
+    }
+    finding(which.name(), Grade::Ok, found, "")
 }
 
 /// What the ranks found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gathered {
+    /// `CPU` or `GPU`.
+    pub device: String,
     /// Every rank's value: its own number.
     pub values: Vec<f32>,
-    /// Best time of an all-reduce of 1 KiB, in microseconds.
+    /// Time of an all-reduce of 1 KiB, in microseconds: the best on CPUs, the mean of many on GPUs.
     pub short_us: f64,
     /// All-reduced bytes of a 16 MiB vector, a second.
     pub bytes_per_second: f64,
+    /// Why the GPUs do not share memory, if they do not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub no_peer_memory: Option<String>,
 }
 
 /// Why ranks of this machine do not reach each other.
@@ -227,31 +339,38 @@ pub enum GatherError {
     Rendezvous(#[from] RendezvousError),
     #[error(transparent)]
     Comm(#[from] CommError),
+    #[error("{0}")]
+    Libraries(String),
 }
 
-/// Meets the other ranks and gathers.
+/// Meets the other ranks and gathers, over NCCL when this one has a GPU.
 ///
 /// # Errors
 /// They do not come, or do not answer.
-pub fn gather(rank: &GatherRank) -> Result<Gathered, GatherError> {
-    let mut kept = None;
-    let comm: Arc<dyn Communicator> = if rank.world_size == 1 {
-        Arc::new(Alone)
-    } else {
-        let store = Store::join(Meeting {
-            addr: "127.0.0.1".into(),
-            port: rank.port,
-            secret: rank.secret.clone().into_bytes(),
-            rank: rank.rank,
-            world_size: rank.world_size,
-            timeout: PATIENCE,
-            stop: Arc::default(),
-        })?;
-        let ring = Ring::connect(&store, PATIENCE)?;
-        kept = Some(store);
-        ring
+pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
+    if member.gpu.is_some() {
+        libraries::ready(&[Which::Driver, Which::Nccl]).map_err(GatherError::Libraries)?;
+    }
+    let Met { comm, store } = member.meet(PATIENCE)?;
+    let gathered = match (&member.gpu, &store) {
+        (Some(gpu), Some(store)) => {
+            let found = gpu_gather::gather(store, gpu.ordinal)?;
+            Gathered {
+                device: "GPU".into(),
+                values: found.values,
+                short_us: found.short_us,
+                bytes_per_second: found.bytes_per_second,
+                no_peer_memory: found.no_peer_memory,
+            }
+        }
+        _ => over_tcp(comm.as_ref())?,
     };
-    let values = comm.all_gather(&[rank.rank as f32])?;
+    comm.barrier()?;
+    Ok(gathered)
+}
+
+fn over_tcp(comm: &dyn Communicator) -> Result<Gathered, CommError> {
+    let values = comm.all_gather(&[comm.rank() as f32])?;
     let best_secs = |length: usize, rounds: u32| -> Result<f64, CommError> {
         let mut vector = vec![1.0; length];
         let mut best = f64::MAX;
@@ -264,14 +383,31 @@ pub fn gather(rank: &GatherRank) -> Result<Gathered, GatherError> {
     };
     let short_us = best_secs(256, 200)? * 1e6;
     let bytes_per_second = f64::from(16u32 << 20) / best_secs(4 << 20, 5)?.max(1e-9);
-    comm.barrier()?;
-    drop(kept);
-    Ok(Gathered { values, short_us, bytes_per_second })
+    Ok(Gathered { device: "CPU".into(), values, short_us, bytes_per_second, no_peer_memory: None })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_without_gpus_gets_one_note_about_them() {
+        let about: Vec<_> = gpus();
+        if about.len() == 1 {
+            assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
+            assert!(about[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{about:?}");
+        }
+    }
+
+    #[test]
+    fn a_library_that_is_missing_is_a_problem_with_a_way_to_get_it() {
+        let nothing = Libraries::default();
+        let cudnn = library(&nothing, Which::Cudnn, 1, Some("13.0"));
+        assert_eq!((cudnn.what.as_str(), cudnn.grade), ("cuDNN", Grade::Problem));
+        assert!(cudnn.advice.unwrap().contains("pip install nvidia-cudnn"));
+        assert_eq!(library(&nothing, Which::Nccl, 1, None).grade, Grade::Note);
+        assert_eq!(library(&nothing, Which::Nccl, 2, None).grade, Grade::Problem);
+    }
 
     #[test]
     fn whatever_is_not_in_order_says_what_to_do() {

@@ -3,14 +3,7 @@
 //! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
-use crate::{
-    gpu::{
-        DeviceChoice,
-        devices::VISIBLE,
-        libraries::{Libraries, links_dir},
-    },
-    rank::RankConfig,
-};
+use crate::{gpu::DeviceChoice, rank::RankConfig};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -81,9 +74,7 @@ impl RankProcess {
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
         if let (DeviceChoice::Cuda { .. }, Some(gpu)) = (config.device(), &config.gpu) {
-            // What is missing, the rank itself says. Everything else is inherited, such as NCCL_*.
-            let libraries = Libraries::find().environment(&links_dir()?)?;
-            command.env(VISIBLE, gpu.visible.join(",")).envs(libraries);
+            command.envs(gpu.environment()?);
         }
         let child = command
             .arg("rank")

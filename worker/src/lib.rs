@@ -16,4 +16,5 @@ pub mod rank;
 pub mod rendezvous;
 pub mod report;
 pub mod schedule;
+pub mod team;
 pub mod train;

@@ -174,6 +174,20 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<
     })
 }
 
+/// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on the GPU that `gpu`
+/// names.
+///
+/// # Errors
+/// Whatever keeps the engine from running.
+pub fn run_gpu_rank(
+    case: &Case,
+    _sync_batch_norm: bool,
+    _comm: Arc<dyn Communicator>,
+    _gpu: crate::gpu::GpuConfig,
+) -> Result<Measurement, String> {
+    Err(format!("{}: this build has no CUDA engine", case.name))
+}
+
 /// Speed does not depend on what is in a picture.
 fn made_up(pictures: usize, image_size: usize, rank: u32) -> Batch {
     Batch {

@@ -2,13 +2,16 @@
 //! rank is told about its own.
 
 pub mod devices;
+pub mod gather;
 pub mod libraries;
 pub mod metrics;
 
 use crate::{comm::watchdog::Watchdog, rendezvous::Store};
+use devices::VISIBLE;
+use libraries::{Libraries, links_dir};
 use lockstep_protocol::spec::{LossScale, Precision};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::{ffi::OsString, io, sync::Arc};
 
 /// Where a rank computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +39,17 @@ impl RankGpu {
     /// The UUID of this rank's own.
     pub fn uuid(&self) -> Option<&str> {
         self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
+    }
+
+    /// The variables that its process is started with, beside all that it inherits (such as NCCL_*): which
+    /// GPUs it sees, and where NVIDIA's libraries are. What is missing of them, the process itself says.
+    ///
+    /// # Errors
+    /// No folder can be had for links to libraries.
+    pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
+        let mut variables = Libraries::find().environment(&links_dir()?)?;
+        variables.push((VISIBLE.into(), self.visible.join(",").into()));
+        Ok(variables)
     }
 }
 

@@ -1,0 +1,323 @@
+"""From submission to files, and what must hold when ranks die: a real server, agent and ranks on GPUs, or
+on CPU cores (`--device cpu`) to try the script itself.
+
+    python3 tests/gpu/e2e.py --program target/release/lockstep --dataset assets/fashion-mnist \\
+        --device cuda --ranks 4 --out out [STORY ...]
+
+Every story starts a server of its own. Ends with status 0 if all held; a line a story goes to
+`OUT/results.tsv`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+from house import Failure, House, expect, gpu_memory, wait
+
+# What a driver keeps for itself grows a little when a GPU is first used.
+SLACK_MIB = 64
+# Of files brought back.
+SMALL = 15_000_000
+
+
+class Stage:
+    def __init__(self, arguments, folder):
+        self.program = str(pathlib.Path(arguments.program).resolve())
+        self.dataset = str(pathlib.Path(arguments.dataset).resolve())
+        self.device, self.ranks = arguments.device, arguments.ranks
+        self.out, self.folder = pathlib.Path(arguments.out).resolve(), folder
+        self.notes = []
+
+    def note(self, words):
+        self.notes.append(words)
+        print(f"    {words}", flush=True)
+
+    def house(self):
+        house = House(self.program, self.folder, self.device, self.ranks)
+        house.cli("dataset", "add", "pictures", self.dataset)
+        return house
+
+    def spec(self, name, **changes):
+        spec = {
+            "name": name,
+            "model": {"arch": "resnet20"},
+            "data": {"dataset": "pictures", "crop_padding": 2},
+            "train": {"steps": 60, "batch_size": 32, "lr": 0.05, "precision": "auto"},
+            "parallel": {"ranks": self.ranks, "device": self.device},
+            "checkpoint": {"every_epochs": None, "every_steps": 20},
+            "recovery": {"max_restarts": 3},
+        }
+        for key, value in changes.items():
+            spec[key] = {**spec.get(key, {}), **value} if isinstance(value, dict) else value
+        return spec
+
+    def long(self, name, **changes):
+        """A job that goes on for a while, its steps, and how many of them from checkpoint to checkpoint."""
+        if self.device == "cuda":
+            arch, side, steps, every = "resnet50", 64, 4000, 500
+        else:
+            arch, side, steps, every = "resnet20", 28, 240, 50
+        spec = self.spec(name, model={"arch": arch}, data={"image_size": side}, train={"steps": steps})
+        spec["checkpoint"] = {"every_epochs": None, "every_steps": every, "keep": 2}
+        spec["evaluate"] = {"every_epochs": 0}
+        for key, value in changes.items():
+            spec[key] = {**spec.get(key, {}), **value}
+        return spec, spec["train"]["steps"], every
+
+    def memory_is_back(self, baseline, seconds=15):
+        if not baseline:
+            return
+        def look():
+            now = gpu_memory()
+            return all(n <= b + SLACK_MIB for n, b in zip(now, baseline)) and [now]
+
+        try:
+            (now,) = wait(seconds, "GPU memory is back", look, every=0.5)
+        except Failure:
+            raise Failure(f"GPU memory was {baseline} MiB and is {gpu_memory()}") from None
+        self.note(f"GPU memory: {baseline} MiB before, {now} after")
+
+
+def whole(job, ranks, steps):
+    """Every rank has told every step once an attempt, and all of them in one or another."""
+    told = job.losses()
+    for (rank, attempt), listed in told.items():
+        expect(listed == sorted(set(listed)), f"rank {rank} told a step twice in attempt {attempt}")
+    for rank in range(ranks):
+        seen = set().union(*(set(s) for (r, _), s in told.items() if r == rank))
+        missing = sorted(set(range(1, steps + 1)) - seen)
+        expect(not missing, f"rank {rank} never told steps {missing[:10]} of {steps}")
+
+
+def stream(stage):
+    """A job over REST, followed by a websocket: every event once and in order, files as promised."""
+    house = stage.house()
+    job = house.submit(stage.spec("stream", train={"steps": 120}, checkpoint={"every_steps": 60}))
+    job.succeeds()
+    whole(job, stage.ranks, 120)
+    last = [e for e in job.events if e["type"] == "metrics" and e["name"] == "loss"][-1]["values"][-1]
+    stage.note(f"{job.events[-1]['seq']} events, loss {last:.4f} at the end")
+    expect(last < 2.0, f"it learns nothing: loss {last}")
+    if stage.device == "cuda":
+        for name in ("gpu_utilization", "gpu_memory_bytes"):
+            there = any(e["type"] == "metrics" and e["name"] == name for e in job.events)
+            stage.note(f"{name} {'told' if there else 'NOT told (shorter than a second?)'}")
+    devices = {e["device"] for e in job.events if e["type"] == "rank"}
+    stage.note(f"ranks on {', '.join(sorted(devices))}")
+    checkpoints = house.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
+    expect(any(c["step"] == 120 for c in checkpoints), f"no checkpoint of step 120: {checkpoints}")
+    folder = next((house.data / "jobs" / job.id / "checkpoints").glob("*-120"))
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    if size <= SMALL:
+        # The folder's files side by side, so that they lie no deeper than they may.
+        into = stage.out / f"checkpoint-{stage.device}"
+        shutil.copytree(folder, into, dirs_exist_ok=True)
+        stage.note(f"checkpoint of {size} bytes in {into.name}")
+    house.stop()
+
+
+def twenty(stage):
+    """Jobs one after another leave no process and no GPU memory behind."""
+    house = stage.house()
+    house.submit(stage.spec("first", train={"steps": 5})).succeeds()
+    # After one job, because a driver keeps something the first time; and with all ranks gone.
+    time.sleep(1)
+    baseline, began = gpu_memory(), time.monotonic()
+    for number in range(20):
+        job = house.submit(stage.spec(f"job {number + 1} of 20", train={"steps": 10}))
+        job.succeeds()
+        wait(10, "its ranks are gone", lambda: not job.ranks(1))
+    stage.note(f"{(time.monotonic() - began) / 20:.1f} s a job of 10 steps")
+    stage.memory_is_back(baseline)
+    house.stop()
+
+
+def attempt_of(job, number):
+    return lambda frame: frame["type"] == "state" and frame["state"] == "running" and frame["attempt"] == number
+
+
+def kill(stage):
+    """kill -9 of one rank: the others end within 5 s, and the job goes on from its newest checkpoint."""
+    house, baseline = stage.house(), gpu_memory()
+    spec, steps, every = stage.long("kill")
+    job = house.submit(spec)
+    job.until_step(every + 20)
+    ranks = job.ranks(1)
+    expect(len(ranks) == stage.ranks, f"{stage.ranks} ranks, but these processes: {ranks}")
+    victim = max(ranks)
+    os.kill(ranks[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    wait(5, "the other ranks are gone", lambda: not job.ranks(1), every=0.01)
+    stage.note(f"the other ranks ended {time.monotonic() - killed:.1f} s after rank {victim} was killed")
+    job.until(attempt_of(job, 2), "attempt 2 runs")
+    stage.note(f"attempt 2 ran {time.monotonic() - killed:.1f} s after the kill")
+    reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
+    expect(any(f"rank {victim} was killed by signal 9" in r for r in reasons), f"not named: {reasons}")
+    job.succeeds()
+    whole(job, stage.ranks, steps)
+    again = min(step for (_, attempt), steps in job.losses().items() if attempt == 2 for step in steps)
+    stage.note(f"attempt 2 began with step {again}")
+    expect(again > every and again % every == 1, f"attempt 2 began with step {again}, not after a checkpoint")
+    stage.memory_is_back(baseline)
+    house.stop()
+
+
+def give_up(stage):
+    """Without restarts left the job has failed, in words, and nothing stays behind."""
+    house, baseline = stage.house(), gpu_memory()
+    spec, _, _ = stage.long("give up", train={"steps": 100000}, recovery={"max_restarts": 0})
+    job = house.submit(spec)
+    job.until_step(20)
+    os.kill(job.ranks(1)[0], signal.SIGKILL)
+    expect(job.end() == "failed", f"the job has {job.state}")
+    expect("rank 0 was killed by signal 9" in job.reason, job.reason)
+    wait(5, "all ranks are gone", lambda: not job.ranks(1))
+    stage.note(job.reason)
+    stage.memory_is_back(baseline)
+    house.stop()
+
+
+def cancel(stage):
+    """A cancelled job gives its GPUs back."""
+    house, baseline = stage.house(), gpu_memory()
+    spec, _, _ = stage.long("cancel", train={"steps": 100000})
+    job = house.submit(spec)
+    job.until_step(20)
+    told = time.monotonic()
+    house.request("POST", f"/jobs/{job.id}/cancel")
+    expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
+    wait(5, "all ranks are gone", lambda: not job.ranks(1))
+    stage.note(f"gone {time.monotonic() - told:.1f} s after the request")
+    stage.memory_is_back(baseline)
+    house.stop()
+
+
+def suspend(stage):
+    """SIGSTOP of one rank hangs the others in a collective: noticed, named, ended, started anew."""
+    house, baseline = stage.house(), gpu_memory()
+    stall = 10
+    spec, _, every = stage.long("suspend", recovery={"stall_timeout_secs": stall})
+    job = house.submit(spec)
+    job.until_step(every + 20)
+    ranks = job.ranks(1)
+    victim = max(ranks)
+    os.kill(ranks[victim], signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait(stall + 10, "the ranks are gone", lambda: not job.ranks(1))
+    stage.note(f"attempt 1 was over {time.monotonic() - stopped:.1f} s after SIGSTOP (stall time-out {stall} s)")
+    job.until(attempt_of(job, 2), "attempt 2 runs")
+    reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
+    expect(any(f"rank {victim}" in r for r in reasons), f"rank {victim} is not named: {reasons}")
+    stage.note(next(r for r in reasons if f"rank {victim}" in r))
+    if stage.device == "cuda" and stage.ranks > 1:
+        words = [line for line in job.log().splitlines() if "no step for" in line]
+        stage.note(f"the watchdog said: {words[0] if words else 'NOTHING'}")
+        expect(words, "no rank's watchdog said a word")
+    job.succeeds()
+    stage.memory_is_back(baseline)
+    house.stop()
+
+
+def across(stage):
+    """A checkpoint of one device goes on on the other, and back."""
+    text = "\n".join(
+        [
+            'name = "across"',
+            '[model]\narch = "resnet20"',
+            f'[data]\ndataset = "{stage.dataset}"',
+            "[train]\nepochs = 1\nglobal_batch_size = 128\nlr = 0.05",
+            "[parallel]\nranks = 1",
+        ]
+    )
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    (stage.folder / "across.toml").write_text(text)
+
+    def train(device, epochs, resume=None):
+        out = stage.folder / f"across-{epochs}"
+        command = [stage.program, "train", str(stage.folder / "across.toml"), "--out", str(out)]
+        command += ["--set", f"parallel.device={device}", "--set", f"train.epochs={epochs}"]
+        command += ["--resume", str(resume)] if resume else []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        expect(done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}")
+        newest = max((out / "checkpoints").glob(f"{epochs}-*"), key=lambda folder: folder.stat().st_mtime)
+        accuracy = json.loads((newest / "state.json").read_text())["val_accuracy"]
+        stage.note(f"epoch {epochs} on {device}: validation accuracy {accuracy:.4f}")
+        return newest, accuracy
+
+    other = "cpu"
+    one, first = train(stage.device, 1)
+    two, second = train(other, 2, one)
+    _, third = train(stage.device, 3, two)
+    expect(first > 0.3 and second > first - 0.05 and third > second - 0.05, "accuracy was lost on the way")
+
+
+STORIES = {story.__name__: story for story in (stream, twenty, kill, give_up, cancel, suspend, across)}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", default="out")
+    parser.add_argument("stories", nargs="*", help=f"all when none is given: {', '.join(STORIES)}")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.stories if name not in STORIES]
+    if unknown:
+        parser.error(f"no story is called {unknown[0]}; there are {', '.join(STORIES)}")
+    out = pathlib.Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name in arguments.stories or STORIES:
+        print(f"{name}: {STORIES[name].__doc__}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="lockstep-e2e-") as folder:
+            stage = Stage(arguments, pathlib.Path(folder) / "house")
+            began, verdict = time.monotonic(), "pass"
+            try:
+                STORIES[name](stage)
+            except Exception as error:
+                verdict = "FAIL"
+                failed += 1
+                stage.note(str(error) if isinstance(error, Failure) else traceback.format_exc())
+                keep(stage, out, name)
+            finally:
+                end_everything(folder)
+            secs = time.monotonic() - began
+        line = [f"{name} ({arguments.device} x {arguments.ranks})", verdict, f"{secs:.1f} s", "; ".join(stage.notes)]
+        with open(out / "results.tsv", "a") as results:
+            results.write("\t".join(part.replace("\t", " ").replace("\n", " | ") for part in line) + "\n")
+        print(f"  {verdict} in {secs:.1f} s", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+def keep(stage, out, name):
+    """What a failed story leaves to read: the server's words, and the ends of its ranks' logs."""
+    texts = []
+    files = [*stage.folder.rglob("*.log"), *stage.folder.rglob("*.stderr")]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime)[-40:]:
+        texts.append(f"==== {file.relative_to(stage.folder)}\n{file.read_text(errors='replace')[-8000:]}")
+    (out / f"e2e-{name}.txt").write_text("\n".join(texts))
+
+
+def end_everything(folder):
+    """Processes of a story that failed: all that name its folder."""
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                if folder.encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:
+            pass
+
+
+if __name__ == "__main__":
+    main()

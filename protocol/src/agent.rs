@@ -240,6 +240,9 @@ pub enum ToAgent {
     Stop {
         attempt: AttemptRef,
         reason: String,
+        /// First let them finish the step they are at and keep a checkpoint of it, for up to two minutes.
+        #[serde(default)]
+        patient: bool,
     },
     Ask {
         request: u64,

@@ -124,12 +124,12 @@ impl JobState {
     pub fn may_become(self, next: JobState) -> bool {
         use JobState::*;
         match self {
-            Queued => matches!(next, Starting | Cancelled | Failed),
-            Starting => matches!(next, Running | Queued | Restarting | Lost | Failed | Cancelled),
+            Queued => matches!(next, Starting | Cancelled | Failed | Paused),
+            Starting => matches!(next, Running | Queued | Restarting | Lost | Failed | Cancelled | Pausing),
             Running => matches!(next, Succeeded | Failed | Cancelled | Pausing | Restarting | Lost | Queued),
             Pausing => matches!(next, Paused | Failed | Cancelled | Lost | Succeeded | Restarting),
             Paused => matches!(next, Queued | Cancelled),
-            Restarting => matches!(next, Starting | Running | Failed | Cancelled | Queued),
+            Restarting => matches!(next, Starting | Running | Failed | Cancelled | Queued | Paused),
             Lost => matches!(next, Restarting | Failed | Cancelled | Running),
             Succeeded | Failed | Cancelled => matches!(next, Queued),
         }

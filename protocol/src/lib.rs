@@ -1,8 +1,10 @@
 //! The types that cross a wire: job specifications and states, metrics, and the messages between
-//! server, agents, ranks and browsers. Data and its checks only; no input or output.
+//! server, agents, ranks and browsers. Data and its checks only; no input or output,
+//! but for faults on demand.
 
 pub mod agent;
 pub mod dataset;
+pub mod fault;
 pub mod job;
 pub mod look;
 pub mod metric;

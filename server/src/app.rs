@@ -9,7 +9,7 @@ use crate::{
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
-    store::{Changed, Location, Store},
+    store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{
     ops::Deref,
@@ -125,6 +125,11 @@ impl App {
         if !changed.job.state.is_active() {
             self.dispatch.release(&changed.job.id, changed.job.attempt);
         }
+    }
+
+    /// A checkpoint's folder.
+    pub(crate) fn checkpoint_dir(&self, row: &CheckpointRow) -> PathBuf {
+        self.job_dir(&row.job).join("checkpoints").join(format!("{}-{}", row.info.epoch, row.info.step))
     }
 
     /// A job's folder. Ids are made here and checked when they come in, so it is always below `jobs`.

@@ -11,7 +11,7 @@ use crate::{
     store::{AttemptRow, Claim, JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::{AttemptRef, Slot, StartAttempt, ToAgent},
+    agent::{AttemptEvent, AttemptRef, Slot, StartAttempt, ToAgent},
     job::{Job, JobId, JobState},
     spec::{Device, JobSpec, Precision},
 };
@@ -24,12 +24,17 @@ use tokio::sync::Notify;
 
 /// The queue is looked at this often even when nobody says that something changed.
 const POLL: Duration = Duration::from_millis(500);
+/// Between a job's second failure and its start; then twice as long each time, up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// Which attempts hold which slots, and until when.
 #[derive(Debug)]
 pub(crate) struct Dispatch {
     lease: Duration,
     held: Mutex<HashMap<JobId, Held>>,
+    /// When a job that is being restarted may start, and after which attempt it was.
+    pauses: Mutex<HashMap<JobId, (u32, Instant)>>,
     wake: Notify,
 }
 
@@ -48,7 +53,7 @@ impl Held {
 
 impl Dispatch {
     pub(crate) fn new(lease: Duration) -> Self {
-        Self { lease, held: Mutex::default(), wake: Notify::new() }
+        Self { lease, held: Mutex::default(), pauses: Mutex::default(), wake: Notify::new() }
     }
 
     fn held(&self) -> MutexGuard<'_, HashMap<JobId, Held>> {
@@ -112,9 +117,34 @@ impl Dispatch {
         self.held().get(job).map(|h| h.places.clone()).unwrap_or_default()
     }
 
+    /// Whether a job that is being restarted is to wait a little longer: the first restart comes at once, each
+    /// further one after twice the time of the one before.
+    fn is_resting(&self, row: &JobRow) -> bool {
+        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        if row.job.state != JobState::Restarting {
+            pauses.remove(&row.job.id);
+            return false;
+        }
+        let now = Instant::now();
+        let after = row.job.attempt;
+        let pause = pauses.entry(row.job.id.clone()).or_insert((0, now));
+        if pause.0 != after {
+            *pause = (after, now + backoff(row.restarts));
+        }
+        now < pause.1
+    }
+
     fn expired(&self) -> Vec<Held> {
         let now = Instant::now();
         self.held().values().filter(|h| h.until <= now).cloned().collect()
+    }
+}
+
+/// The pause before the restart of this number, from 1.
+fn backoff(restarts: u32) -> Duration {
+    match restarts {
+        0 | 1 => Duration::ZERO,
+        n => (FIRST_PAUSE * 2u32.saturating_pow(n - 2)).min(LONGEST_PAUSE),
     }
 }
 
@@ -145,7 +175,8 @@ async fn round(app: &App) -> Result<()> {
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
-        if matches!(row.job.state, JobState::Queued | JobState::Restarting) {
+        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.dispatch.is_resting(&row)
+        {
             place(app, &row, &mut reserved).await?;
         }
     }
@@ -171,7 +202,7 @@ async fn expire(app: &App, held: Held) -> Result<()> {
     .await?;
     for place in &places {
         let reason = "its lease ran out".into();
-        app.agents.tell(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason });
+        app.agents.tell(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
     }
     Ok(())
 }
@@ -221,26 +252,45 @@ pub(crate) fn leaving_reason(agent: &str, reason: &str) -> String {
     format!("agent {agent:?} was stopped in order ({reason})")
 }
 
-/// A person wants a job stopped: at once when nothing runs, else its agents are told to end its ranks.
+/// What a person wants of a job's ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    Cancel,
+    Pause,
+}
+
+/// A person wants a job to end or to stand still: at once when nothing runs, else its agents are told.
 ///
 /// # Errors
-/// It is over already, or there is none.
-pub(crate) async fn cancel(app: &App, id: &JobId) -> Result<Job> {
+/// Its state forbids it, or there is none.
+pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
     let places = app.dispatch.places_of(id);
     let online = app.agents.online();
     let reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
-    let change = move |row: &mut JobRow| lifecycle::cancel(row, reachable, crate::now());
+    let change = move |row: &mut JobRow| match wish {
+        Wish::Cancel => lifecycle::cancel(row, reachable, crate::now()),
+        Wish::Pause => lifecycle::pause(row, crate::now()),
+    };
     let changed = app.store.change_job(id, Box::new(change)).await?;
     app.announce(&changed);
     if let Some(row) = app.store.job(id).await?
-        && let (Some(attempt), Some(reason)) = (row.live(), row.stop)
+        && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
     {
         for place in &places {
             let (attempt, reason) = (attempt.clone(), reason.clone());
-            app.agents.tell(&place.agent_id, ToAgent::Stop { attempt, reason });
+            app.agents.tell(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
         }
     }
     Ok(changed.job)
+}
+
+/// Why a job's ranks are to end, and whether a checkpoint is wanted of them.
+fn wanted(row: &JobRow) -> Option<(String, bool)> {
+    match (&row.stop, row.job.state) {
+        (Some(stop), _) => Some((stop.clone(), false)),
+        (None, JobState::Pausing) => Some(("paused on request".into(), true)),
+        (None, _) => None,
+    }
 }
 
 /// Slots of a kind on an agent, and those of them that are free.
@@ -367,6 +417,14 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         app.announce(&changed);
         return Ok(());
     };
+    forget_missing(app, job).await?;
+    let mut spec = job.spec.clone();
+    if let Some(why) = resolve_pretrained(app, &mut spec).await? {
+        let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+        let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
+        app.announce(&changed);
+        return Ok(());
+    }
     let place = Place { agent_id: agent.row.id.clone(), agent: agent.row.name.clone(), ranks: ranks.clone() };
     let claim = Claim {
         job: job.id.clone(),
@@ -380,7 +438,7 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
     app.announce(&claimed.changed);
     let message = ToAgent::Start(Box::new(StartAttempt {
         attempt: attempt.clone(),
-        spec: claimed.changed.job.spec,
+        spec,
         dataset_path: dataset.path,
         world_size: job.ranks,
         ranks,
@@ -393,18 +451,70 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         resume: claimed.resume,
     }));
     if app.agents.tell(&agent.row.id, message) {
-        // Somebody may have cancelled it between the claim and the start.
+        // Somebody may have cancelled or paused it between the claim and the start.
         let row = app.store.job(&attempt.job).await?;
         let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
         if !live {
             app.dispatch.release(&attempt.job, attempt.attempt);
         }
-        if !live || row.is_some_and(|r| r.stop.is_some()) {
-            let reason = "cancelled before it started".into();
-            app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason });
+        let wish = if live {
+            row.as_ref().and_then(wanted)
+        } else {
+            Some(("cancelled before it started".into(), false))
+        };
+        if let Some((reason, patient)) = wish {
+            app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
         }
         return Ok(());
     }
     let why = format!("agent {:?} went away before it could start", agent.row.name);
     end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
+}
+
+/// `model.pretrained` may be a checkpoint's id: ranks are told its folder. Some: why they cannot be.
+async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<String>> {
+    let Some(given) = &spec.model.pretrained else { return Ok(None) };
+    let is_id = given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok())
+        && given.as_bytes().get(27) == Some(&b'-');
+    if !is_id {
+        return Ok(None);
+    }
+    Ok(match app.store.checkpoint(given).await? {
+        Some(row) => {
+            let folder = app.checkpoint_dir(&row);
+            spec.model.pretrained = Some(folder.to_string_lossy().into_owned());
+            None
+        }
+        None => Some(format!(
+            "model.pretrained: checkpoint {given:?} is no longer there; it was deleted or not kept"
+        )),
+    })
+}
+
+/// Checkpoints whose folder is gone (somebody removed it, or a rank died before it told of removing it) are forgotten
+/// before one of them is chosen to go on from.
+async fn forget_missing(app: &App, job: &Job) -> Result<()> {
+    // No folder at all: this disk is not where they are.
+    if !matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true)) {
+        return Ok(());
+    }
+    let mut missing = Vec::new();
+    for row in app.store.checkpoints(&job.id).await? {
+        if matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)) {
+            missing.push((row.info.epoch, row.info.step));
+        }
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let change = move |row: &mut JobRow| {
+        let removed = |(epoch, step): &(u32, u64)| {
+            let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
+            lifecycle::report(row, event, None, crate::now())
+        };
+        Ok(missing.iter().map(removed).collect::<std::result::Result<Vec<_>, _>>()?.concat())
+    };
+    let changed = app.store.change_job(&job.id, Box::new(change)).await?;
+    app.announce(&changed);
+    Ok(())
 }

@@ -87,6 +87,22 @@ impl Hub {
         }
     }
 
+    /// Events up to the job's newest are stored, whether they were told of or not: readers go to the store.
+    pub(crate) fn catch_up(&self, job: &Job) {
+        if let Some(watched) = lock(&self.jobs).get_mut(&job.id) {
+            let newest = watched.recent.back().map(|e| e.seq);
+            if newest.is_none_or(|seq| seq < job.last_seq) {
+                watched.recent.clear();
+                watched.recent_bytes = 0;
+            }
+            watched.last_seq.send_if_modified(|last| {
+                let behind = *last < job.last_seq;
+                *last = job.last_seq.max(*last);
+                behind
+            });
+        }
+    }
+
     /// Tells the list that a job is no more, and ends the job's streams.
     pub(crate) fn deleted(&self, id: &JobId) {
         lock(&self.jobs).remove(id);

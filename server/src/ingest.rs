@@ -3,10 +3,10 @@
 
 use crate::{
     app::App,
-    store::{Ingested, Report},
+    store::{Changed, Ingested, Report},
 };
-use lockstep_protocol::agent::ToAgent;
-use std::{sync::atomic::Ordering, time::Duration};
+use lockstep_protocol::{agent::ToAgent, job::JobId};
+use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 use tokio::sync::{mpsc, oneshot};
 
 /// Reports that may wait. An agent has at most a few dozen under way.
@@ -83,8 +83,12 @@ async fn store(app: &App, batch: Vec<Work>) {
             Work::Barrier(done) => barriers.push(done),
         }
     }
-    let answers = if reports.is_empty() { Some(Vec::new()) } else { store_patiently(app, reports).await };
-    let Some(answers) = answers else { return };
+    let answers =
+        if reports.is_empty() { Some((Vec::new(), false)) } else { store_patiently(app, reports).await };
+    let Some((answers, tried_again)) = answers else { return };
+    if tried_again {
+        catch_up(app, from.iter().map(|(_, _, attempt)| &attempt.job).collect()).await;
+    }
     for ((agent, connection, attempt), answer) in from.into_iter().zip(answers) {
         match answer {
             Ingested::Stored { acknowledged, changed } => {
@@ -96,7 +100,7 @@ async fn store(app: &App, batch: Vec<Work>) {
             }
             Ingested::Stale => {
                 let reason = "another attempt has taken its place, or the job is over".into();
-                app.agents.tell(&agent, ToAgent::Stop { attempt, reason });
+                app.agents.tell(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }
             Ingested::Gap { stored } => {
                 tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");
@@ -110,19 +114,37 @@ async fn store(app: &App, batch: Vec<Work>) {
 }
 
 /// Tries until it is stored: a full disk or a busy database passes, and agents keep what is not acknowledged.
-async fn store_patiently(app: &App, reports: Vec<Report>) -> Option<Vec<Ingested>> {
+/// True: not at once.
+async fn store_patiently(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
     let mut wait = Duration::from_millis(100);
+    let mut tried_again = false;
     loop {
         match app.store.ingest(reports.clone()).await {
-            Ok(answers) => return Some(answers),
+            Ok(answers) => return Some((answers, tried_again)),
             Err(error) => {
                 tracing::error!(%error, "reports cannot be stored; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(wait) => {}
                     () = app.stopping.cancelled() => return None,
                 }
-                wait = (wait * 2).min(Duration::from_secs(5));
+                wait = (wait * 2).min(Duration::from_secs(2));
+                tried_again = true;
             }
+        }
+    }
+}
+
+/// A transaction whose end the database could not tell us may have been done: its records are known then, and
+/// nobody was told of its events.
+async fn catch_up(app: &App, jobs: HashSet<&JobId>) {
+    for id in jobs {
+        match app.store.job(id).await {
+            Ok(Some(row)) => {
+                app.hub.catch_up(&row.job);
+                app.announce(&Changed { job: row.job, events: Vec::new() });
+            }
+            Ok(None) => {}
+            Err(error) => tracing::warn!(%error, "readers of a job wait for its next event"),
         }
     }
 }

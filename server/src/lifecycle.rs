@@ -4,7 +4,7 @@
 use crate::store::JobRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending},
+    agent::{AttemptEvent, CheckpointInfo, Ending},
     job::{JobState, Measured},
     metric::{self, MetricColumn},
     stream::EventBody,
@@ -31,6 +31,15 @@ pub struct Refused {
 
 fn refused(state: JobState, detail: impl Into<String>) -> Refused {
     Refused { state, detail: detail.into() }
+}
+
+/// Where a forked job comes from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fork {
+    /// For people: from which job and checkpoint.
+    pub reason: String,
+    /// Already in the new job's folder.
+    pub checkpoint: CheckpointInfo,
 }
 
 /// What a job's newest values and its sparkline are computed from.
@@ -122,6 +131,18 @@ fn state_event(row: &JobRow) -> EventBody {
     EventBody::State { state: row.job.state, reason: row.job.reason.clone(), attempt: row.job.attempt }
 }
 
+/// A job was made, perhaps as a fork of another one: then its first checkpoint is there already.
+pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
+    row.job.reason = fork.map(|f| f.reason.clone());
+    let mut events = vec![state_event(row)];
+    if let Some(Fork { checkpoint, .. }) = fork {
+        row.progress.checkpoint = Some(checkpoint.step);
+        let id = checkpoint_id(row, checkpoint.epoch, checkpoint.step);
+        events.push(EventBody::Checkpoint { attempt: 0, id, checkpoint: checkpoint.clone() });
+    }
+    events
+}
+
 /// The next attempt was claimed: the caller has set attempt, token and agents.
 pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![go(row, JobState::Starting, None, at)?])
@@ -155,6 +176,43 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some("cancelled on request".into()), at)?])
 }
 
+/// A person wants it to stand still and free its slots, with nothing lost. With `reachable` false its ranks are
+/// told when their agent comes back, or are lost with its lease.
+pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let state = row.job.state;
+    match state {
+        JobState::Queued | JobState::Restarting => {
+            let reason = format!("paused on request; goes on from {} when resumed", origin(row));
+            Ok(vec![go(row, JobState::Paused, Some(reason), at)?])
+        }
+        JobState::Starting | JobState::Running if row.stop.is_none() => {
+            let reason = "being paused: its ranks finish their step and keep a checkpoint of it";
+            Ok(vec![go(row, JobState::Pausing, Some(reason.into()), at)?])
+        }
+        JobState::Pausing => Ok(Vec::new()),
+        _ => Err(refused(state, format!("the job is {state}; only one that waits or runs can be paused"))),
+    }
+}
+
+/// A person wants a paused job to go on.
+pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    let state = row.job.state;
+    if state != JobState::Paused {
+        let hint = if state.is_final() { "; retry it instead" } else { "" };
+        return Err(refused(state, format!("the job is {state}; only a paused one can be resumed{hint}")));
+    }
+    row.restarts = 0;
+    let from = origin(row);
+    Ok(vec![go(row, JobState::Queued, Some(format!("resumed on request; goes on from {from}")), at)?])
+}
+
+/// Its ranks are gone as asked.
+fn paused(row: &mut JobRow, why: Option<&str>, at: Timestamp) -> Result<EventBody, Refused> {
+    let why = why.map_or_else(|| "paused on request".to_owned(), |why| format!("paused on request ({why})"));
+    let reason = format!("{why}; goes on from {} when resumed", origin(row));
+    go(row, JobState::Paused, Some(reason), at)
+}
+
 /// A person wants a job that failed or was cancelled to go on from its newest checkpoint.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
@@ -171,6 +229,9 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 
 /// Its agent was silent for longer than the lease, or came back without it.
 pub fn lost(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    if row.job.state == JobState::Pausing && row.stop.is_none() {
+        return Ok(vec![paused(row, Some(why), at)?]);
+    }
     let mut events = vec![go(row, JobState::Lost, Some(why.to_owned()), at)?];
     events.push(match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
@@ -183,6 +244,7 @@ pub fn lost(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>
 pub fn requeue(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
+        None if row.job.state == JobState::Pausing => paused(row, None, at)?,
         None => {
             let reason = format!("{why}; goes on from {}", origin(row));
             go(row, JobState::Queued, Some(reason), at)?
@@ -275,6 +337,8 @@ pub fn report(
             vec![EventBody::Checkpoint { attempt, id, checkpoint }]
         }
         AttemptEvent::CheckpointRemoved { epoch, step } => {
+            // The newest goes only when it was found damaged; which one is then the newest, the next start tells.
+            row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
         AttemptEvent::Evaluation(evaluation) => {
@@ -354,6 +418,10 @@ fn ended(
             events.push(go(row, JobState::Succeeded, None, at)?);
         }
         (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), at)?),
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
+        (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
+            events.push(paused(row, Some(&reason), at)?);
+        }
         (Ending::Stopped, None) => {
             let why = leaving.unwrap_or("its agent stopped it in order");
             events.extend(requeue(row, why, at)?);

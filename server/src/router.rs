@@ -6,8 +6,8 @@ use crate::{
     error::Error,
     guard,
     handlers::{
-        agent_socket, agents, annotations, assets, checkpoints, datasets, evaluation, health, jobs, logs,
-        metrics, pages, pictures, predict, stream,
+        agent_socket, agents, annotations, assets, checkpoints, datasets, evaluation, fork, health, jobs,
+        logs, metrics, pages, pictures, predict, stream,
     },
 };
 use axum::{
@@ -52,6 +52,9 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(annotations::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
+        .routes(routes!(jobs::pause))
+        .routes(routes!(jobs::resume))
+        .routes(routes!(fork::fork))
         .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
         .routes(routes!(logs::query))

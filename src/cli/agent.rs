@@ -26,6 +26,10 @@ pub(crate) struct Args {
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
+    /// Room on the disk for what ranks say while the server is away, in MiB; when it is full they keep a checkpoint
+    /// and end
+    #[arg(long, value_name = "MIB", default_value_t = 4096)]
+    spool_mib: u64,
     /// Serve this job alone, and exit with it
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
@@ -58,6 +62,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         gpus: args.gpus,
         only_job: args.job,
         program: None,
+        spool_bytes: args.spool_mib.saturating_mul(1 << 20),
         follow_parent: args.follow_parent,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

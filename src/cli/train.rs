@@ -106,6 +106,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
             threads,
             gpu: (!visible.is_empty())
                 .then(|| RankGpu { ordinal: rank.cast_signed(), visible: visible.clone() }),
+            lease: None,
             job_dir: out.into(),
         })
         .collect();
@@ -133,6 +134,7 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
         local_ranks: place.local_ranks,
         threads: (local::cores() / place.local_ranks).max(1),
         gpu,
+        lease: None,
         job_dir: out.into(),
     };
     fs::create_dir_all(config.attempt_dir())?;

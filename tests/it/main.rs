@@ -3,9 +3,15 @@
 //!
 //! `server.rs`, `socket.rs`, `pictures.rs` and `specs.rs` are what the tests share; every other file
 //! is one theme. Tests that train take turns (`server::turn`), so that none is starved of cores and
-//! a deadline means what it says.
+//! a deadline means what it says. With `LOCKSTEP_TEST_DATABASE=postgres` every server keeps what it knows in Postgres.
+
+#![allow(unreachable_pub)] // A module is shared with the server's tests.
 
 mod pictures;
+#[path = "../../server/tests/it/postgres.rs"]
+mod postgres;
+// Some of what it can do is for the fault matrix alone.
+#[allow(dead_code)]
 mod server;
 mod socket;
 mod specs;
@@ -17,6 +23,7 @@ mod commands;
 mod faults;
 mod first_loss;
 mod life;
+mod pause;
 mod queue;
 mod streams;
 mod train;

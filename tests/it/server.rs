@@ -186,6 +186,10 @@ pub(crate) struct Server {
     pub(crate) http: reqwest::Client,
     port: u16,
     agents: Agents,
+    /// `--database`, when it is not the data directory's own file.
+    pub(crate) database: Option<String>,
+    /// Variables of the server's environment, and so of its agent's and their ranks'.
+    pub(crate) environment: Vec<(String, String)>,
     serve: Option<Child>,
     agent: Option<Child>,
     starts: u32,
@@ -200,12 +204,23 @@ impl Server {
     }
 
     pub(crate) async fn start_with(agents: Agents) -> Self {
+        let database = crate::postgres::wanted().then(crate::postgres::database);
+        Self::start_on(agents, database, Vec::new()).await
+    }
+
+    pub(crate) async fn start_on(
+        agents: Agents,
+        database: Option<String>,
+        environment: Vec<(String, String)>,
+    ) -> Self {
         let port = free_port();
         let mut server = Self {
             url: format!("http://127.0.0.1:{port}"),
             http: reqwest::Client::builder().timeout(SOON).build().expect("an HTTP client"),
             port,
             agents,
+            database,
+            environment,
             serve: None,
             agent: None,
             starts: 0,
@@ -228,6 +243,10 @@ impl Server {
         let mut command = lockstep();
         command.args(["serve", "--listen", &format!("127.0.0.1:{}", self.port), "--data-dir"]);
         command.arg(self.data_dir()).current_dir(self.folder.path());
+        command.envs(self.environment.iter().cloned());
+        if let Some(url) = &self.database {
+            command.args(["--database", url]);
+        }
         match self.agents {
             Agents::Local { cpu_slots } => command.args(["--cpu-slots", &cpu_slots.to_string()]),
             Agents::Beside { .. } | Agents::None => command.arg("--no-local-agent"),
@@ -437,6 +456,40 @@ impl Server {
         let mut serve = self.serve.take().expect("a server");
         serve.kill().expect("SIGKILL");
         serve.wait().expect("its status");
+    }
+
+    /// Waits until the server has died by itself; false when it does not within `patience`.
+    pub(crate) async fn serve_died(&mut self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        loop {
+            if self.serve.as_mut().is_none_or(|serve| serve.try_wait().is_ok_and(|status| status.is_some())) {
+                self.serve = None;
+                return true;
+            }
+            if Instant::now() > deadline {
+                return false;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Ctrl-C or SIGTERM, as a person or a service manager gives it; the exit status.
+    pub(crate) async fn end_serve(&mut self, with: Signal) -> ExitStatus {
+        let mut serve = self.serve.take().expect("a server");
+        signal(serve.id() as i32, with);
+        ended(&mut serve).await
+    }
+
+    /// The agent that was started beside the server.
+    pub(crate) fn agent_beside(&self) -> Option<i32> {
+        self.agent.as_ref().map(|child| child.id() as i32)
+    }
+
+    /// As `kill -9` of the agent that was started beside the server.
+    pub(crate) fn kill_agent(&mut self) {
+        let mut agent = self.agent.take().expect("an agent");
+        agent.kill().expect("SIGKILL");
+        agent.wait().expect("its status");
     }
 
     /// Stops everything in order (SIGTERM to the server) and asserts that no process is left.

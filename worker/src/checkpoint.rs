@@ -13,6 +13,7 @@ pub use keeper::{Keeper, Kept};
 pub use tensors::read as read_tensors;
 
 use crate::engine::NamedTensors;
+use lockstep_protocol::fault;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -139,11 +140,11 @@ pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
 }
 
 /// Writes a checkpoint under `directory` (the job's `checkpoints`, made if need be); gives the size
-/// of all its files. A whole one of the same name stays as it is: it is of the same step of the same job.
+/// of all its files; `best` is the best one so far, this one included. A whole one of the same name stays as it is: it is of the same step of the same job.
 ///
 /// # Errors
 /// The disk is full or not writable; nothing half done is left under the checkpoint's name.
-pub fn write(directory: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError> {
+pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
     let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
     let name = folder_name(epoch, step);
     let place = directory.join(&name);
@@ -158,9 +159,14 @@ pub fn write(directory: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointErr
     if temporary.exists() {
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
-    let written = write_files(&temporary, snapshot).and_then(|size| {
+    let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
+    reached("checkpoint.begin", &temporary)?;
+    let written = write_files(&temporary, snapshot, best).and_then(|size| {
+        reached("checkpoint.synced", &temporary)?;
         fs::rename(&temporary, &place).map_err(at(&place))?;
+        reached("checkpoint.renamed", &place)?;
         sync_directory(directory)?;
+        reached("checkpoint.written", &place)?;
         Ok(size)
     });
     if written.is_err() {
@@ -170,7 +176,7 @@ pub fn write(directory: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointErr
     written
 }
 
-fn write_files(folder: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError> {
+fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
     fs::create_dir(folder).map_err(at(folder))?;
     let mut manifest = Manifest {
         version: 1,
@@ -180,6 +186,8 @@ fn write_files(folder: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointErro
     };
     let mut total = 0;
     let mut note = |name: &str, written: io::Result<tensors::Written>| {
+        let point = format!("checkpoint.{}", name.split('.').next().unwrap_or_default());
+        let written = written.and_then(|w| fault::point(&point).map(|()| w));
         let written = written.map_err(at(&folder.join(name)))?;
         total += written.size_bytes;
         let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
@@ -189,9 +197,11 @@ fn write_files(folder: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointErro
     let (model, optimizer) = (folder.join(MODEL), folder.join(OPTIMIZER));
     note(MODEL, tensors::write(&model, &snapshot.parameters, Some(snapshot.batches), &snapshot.metadata))?;
     note(OPTIMIZER, tensors::write(&optimizer, &snapshot.optimizer, None, &BTreeMap::new()))?;
-    note(STATE, write_json(&folder.join(STATE), &snapshot.state))?;
+    let state = State { best: best.cloned(), ..snapshot.state.clone() };
+    note(STATE, write_json(&folder.join(STATE), &state))?;
     let path = folder.join(MANIFEST);
     total += write_json(&path, &manifest).map_err(at(&path))?.size_bytes;
+    fault::point("checkpoint.manifest").map_err(at(&path))?;
     sync_directory(folder)?;
     Ok(total)
 }
@@ -297,6 +307,19 @@ pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>
     Ok((None, torn))
 }
 
+/// Takes a damaged checkpoint out of the way: it no longer counts as one, and can still be looked at.
+///
+/// # Errors
+/// It cannot be renamed.
+pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let aside = folder.with_file_name(format!("damaged-{name}"));
+    if aside.exists() {
+        fs::remove_dir_all(&aside).map_err(at(&aside))?;
+    }
+    fs::rename(folder, &aside).map_err(at(folder))
+}
+
 /// Reads a checkpoint after checking it.
 ///
 /// # Errors
@@ -339,6 +362,7 @@ pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointE
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(at(&place))?,
     }
+    fault::point("checkpoint.remove").map_err(at(&hidden))?;
     fs::remove_dir_all(&hidden).map_err(at(&hidden))
 }
 
@@ -384,8 +408,8 @@ mod tests {
     fn what_is_written_is_read_and_the_same_twice() {
         let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let saved = snapshot(2, 120, Some(0.5));
-        let size = write(one.path(), &saved).unwrap();
-        write(two.path(), &saved).unwrap();
+        let size = write(one.path(), &saved, None).unwrap();
+        write(two.path(), &saved, None).unwrap();
         let folder = one.path().join("2-120");
         let (state, parameters, optimizer) = load(&folder).unwrap();
         assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
@@ -412,7 +436,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert!(newest(&dir.path().join("none")).unwrap().0.is_none());
         for step in [9, 10, 11, 100] {
-            write(dir.path(), &snapshot(1, step, None)).unwrap();
+            write(dir.path(), &snapshot(1, step, None), None).unwrap();
         }
         fs::create_dir(dir.path().join(".tmp-1-200")).unwrap();
         let path = dir.path().join("1-100").join(MODEL);
@@ -427,7 +451,7 @@ mod tests {
         assert_eq!(torn[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
         assert!(torn[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{torn:?}");
         // Writing that step again mends it.
-        write(dir.path(), &snapshot(1, 100, None)).unwrap();
+        write(dir.path(), &snapshot(1, 100, None), None).unwrap();
         assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
         remove_leftovers(dir.path()).unwrap();
         assert!(!dir.path().join(".tmp-1-200").exists());
@@ -448,7 +472,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("checkpoints");
         fs::write(&file, "").unwrap();
-        let error = write(&file, &snapshot(1, 1, None)).unwrap_err().to_string();
+        let error = write(&file, &snapshot(1, 1, None), None).unwrap_err().to_string();
         assert!(error.contains("checkpoints"), "{error}");
     }
 }

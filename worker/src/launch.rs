@@ -8,8 +8,11 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File},
-    io,
-    os::unix::process::{CommandExt, ExitStatusExt},
+    io::{self, Write},
+    os::unix::{
+        fs::OpenOptionsExt,
+        process::{CommandExt, ExitStatusExt},
+    },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -67,7 +70,7 @@ impl RankProcess {
         let dir = config.attempt_dir();
         let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         let config_path = rank_file(&dir, config.rank, "json");
-        write_whole(&config_path, &serde_json::to_vec_pretty(config)?)?;
+        write_private(&config_path, &serde_json::to_vec_pretty(config)?)?;
         let stderr_path = rank_file(&dir, config.rank, "stderr");
         let stderr = File::create(&stderr_path).map_err(|e| named(&stderr_path, e))?;
         let stdout = stderr.try_clone()?;
@@ -150,6 +153,38 @@ impl RankProcess {
         }
     }
 
+    /// Processes that are left of it: itself, or others of its group that it started. Each with its state as
+    /// proc_pid_stat(5) names it; `D` is one that the kernel does not let go.
+    pub fn remains(&self) -> Vec<(i32, char)> {
+        if self.mark.pid == 0 {
+            return Vec::new();
+        }
+        let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+        entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+            .filter_map(|pid| Some((pid, stat(pid)?)))
+            // A later process may have its number: that one would be younger than its own group's leader.
+            .filter(|(pid, s)| {
+                let its_group =
+                    s.group == self.mark.pid && (*pid != s.group || s.start_time == self.mark.start_time);
+                its_group && !matches!(s.state, 'Z' | 'X')
+            })
+            .map(|(pid, s)| (pid, s.state))
+            .collect()
+    }
+
+    /// Kills what is left of its group when it has gone itself; true when nothing is left.
+    pub fn sweep(&mut self) -> bool {
+        if self.remains().is_empty() {
+            return true;
+        }
+        if let Some(group) = Pid::from_raw(self.mark.pid) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+        false
+    }
+
     /// Whether it is suspended (SIGSTOP, a debugger) rather than slow.
     pub fn is_suspended(&self) -> bool {
         self.exit.is_none() && stat(self.mark.pid).is_some_and(|s| matches!(s.state, 'T' | 't'))
@@ -196,15 +231,34 @@ fn find_by_argument(config_path: &Path) -> Option<Mark> {
     })
 }
 
+/// As [`write_whole`], for this user's eyes only.
+///
+/// # Errors
+/// The sentence names the file.
+pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
+    write_with(path, content, 0o600)
+}
+
 /// Writes a file that others see complete or not at all.
 ///
 /// # Errors
 /// The sentence names the file.
 pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+    write_with(path, content, 0o644)
+}
+
+fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".new");
     let temporary = PathBuf::from(temporary);
-    fs::write(&temporary, content)
+    // One that an earlier writer left might have another mode.
+    let _ = fs::remove_file(&temporary);
+    File::options()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(&temporary)
+        .and_then(|mut file| file.write_all(content))
         .and_then(|()| fs::rename(&temporary, path))
         .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
@@ -249,6 +303,7 @@ mod tests {
             local_ranks: 1,
             threads: 1,
             gpu: None,
+            lease: None,
             job_dir: job_dir.into(),
         };
         fs::create_dir_all(config.attempt_dir()).unwrap();

@@ -7,6 +7,7 @@ pub mod comm;
 pub mod data;
 pub mod doctor;
 pub mod engine;
+mod fence;
 pub mod gpu;
 pub mod launch;
 pub mod look;

@@ -5,6 +5,7 @@
 
 use crate::{
     comm::{Alone, Communicator, nccl, ring::Ring, watchdog::Watchdog},
+    fence,
     gpu::{
         DeviceChoice, RankGpu,
         libraries::{self, Which},
@@ -45,6 +46,9 @@ pub struct RankConfig {
     /// Absent: it computes on CPU cores.
     #[serde(default)]
     pub gpu: Option<RankGpu>,
+    /// Where its agent keeps until when it may go on without one; absent where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<PathBuf>,
     /// The job's folder; this attempt's is `attempts/<n>` in it.
     pub job_dir: PathBuf,
 }
@@ -88,6 +92,9 @@ const STOP_WITHIN: Duration = Duration::from_millis(3000);
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// For the system's own part of an orderly end: a GPU's memory is given back.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
+/// How often the agent's lease is looked at; it must be over twice in a row, so that a machine that slept is no
+/// reason to end.
+const LEASE_EVERY: Duration = Duration::from_secs(1);
 /// A watchdog, which knows more, speaks up this long before the agent does, or a tenth of the time.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
@@ -154,7 +161,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     };
     let life = Arc::new(Life::default());
     remember_panics();
-    let result = listen_to_signals(&life, &reporter).map_err(RankError::from).and_then(|()| {
+    let result = listen_to_signals(config, &life, &reporter).map_err(RankError::from).and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| attempt(config, &life, &reporter))).unwrap_or_else(|_| {
             let told = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
             Err(RankError::System(std::io::Error::other(told.unwrap_or_else(|| "a panic".into()))))
@@ -228,6 +235,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
+        all_reduce_once(ring.as_ref())?;
         let store = Arc::new(store);
         // The store ends with rank 0's process; others may still be asking.
         let _ = life.store.set(store.clone());
@@ -261,6 +269,18 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
+}
+
+/// The way that gradients will go, tried before anything depends on it.
+fn all_reduce_once(comm: &dyn Communicator) -> Result<(), RankError> {
+    let mut sum = [f64::from(comm.rank())];
+    comm.all_reduce_f64(&mut sum).map_err(TrainError::from)?;
+    let n = f64::from(comm.world_size());
+    if sum[0] == n * (n - 1.0) / 2.0 {
+        return Ok(());
+    }
+    let error = format!("the ranks' first all-reduce gave {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
+    Err(RankError::System(std::io::Error::other(error)))
 }
 
 /// Ends this rank, whatever its GPU is doing, when its steps stop.
@@ -322,21 +342,40 @@ impl Life {
     }
 }
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long; takes no notice of SIGHUP.
-fn listen_to_signals(life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long, and on SIGUSR1 however long the step
+/// takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let (life, reporter) = (life.clone(), reporter.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut int, mut hangup) = {
+    let (mut term, mut int, mut hangup, mut patient) = {
         let _inside = runtime.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?)
+        (
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::hangup())?,
+            signal(SignalKind::user_defined1())?,
+        )
     };
+    let config = config.clone();
     let wait = async move {
+        let mut overdue = 0;
         loop {
             tokio::select! {
                 _ = term.recv() => break,
                 _ = int.recv() => break,
+                _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
+                () = tokio::time::sleep(LEASE_EVERY) => {
+                    overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
+                    if overdue > 1 {
+                        let why = "its agent did not come back within the lease";
+                        life.abort(why);
+                        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
+                        let _ = reporter.flush();
+                        leave(EXIT_FAILED, LEAVE_WITHIN);
+                    }
+                }
             }
         }
         life.stop.store(true, Ordering::Relaxed);

@@ -34,7 +34,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// Up to this many ranks agree after every step whether to go on; more do it every [`SELDOM`] steps.
@@ -257,7 +257,7 @@ impl Run<'_> {
         let verdict = self.agree(&result, lr);
         let all_reduce_secs = result.all_reduce_secs + waited.elapsed().as_secs_f64();
         self.report_step(&result, lr, began.elapsed().as_secs_f64(), data_secs, all_reduce_secs);
-        self.announce_checkpoints()?;
+        self.announce_checkpoints();
         verdict
     }
 
@@ -335,8 +335,13 @@ impl Run<'_> {
 
     /// Hands this moment to the keeper, which writes it while training goes on.
     fn keep(&mut self) -> Result<(), TrainError> {
-        let Some(keeper) = &self.keeper else { return Ok(()) };
+        // On every rank: this writes out what it has said so far, so that no step before a checkpoint is in nobody's
+        // records when its rank is killed right after.
         self.pulse.report("checkpointing");
+        let Some(keeper) = &self.keeper else {
+            self.pulse.report("training");
+            return Ok(());
+        };
         let plan = &self.plan;
         let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
         let step_in_epoch = self.step % plan.steps_per_epoch;
@@ -365,7 +370,8 @@ impl Run<'_> {
             metadata: self.metadata.clone(),
         })?;
         self.pulse.report("training");
-        self.announce_checkpoints()
+        self.announce_checkpoints();
+        Ok(())
     }
 
     fn finished(mut self) -> Result<Outcome, TrainError> {
@@ -383,19 +389,37 @@ impl Run<'_> {
         Ok(Outcome::Stopped { step: self.step })
     }
 
+    /// Waits until the newest checkpoint is on disk. A full disk is waited for as long as a stall may last: what
+    /// is not written is lost with this process.
     fn write_out(&mut self) -> Result<(), TrainError> {
-        if let Some(keeper) = self.keeper.take() {
-            self.pulse.report("checkpointing");
-            announce(self.training.observer, keeper.finish()?);
+        let Some(mut keeper) = self.keeper.take() else { return Ok(()) };
+        self.pulse.report("checkpointing");
+        let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
+        let began = Instant::now();
+        let mut failed = None;
+        while let Some(news) = keeper.finish() {
+            for kept in &news {
+                failed = match kept {
+                    Kept::Failed { reason, .. } => Some(reason.clone()),
+                    Kept::Written(_) => None,
+                    Kept::Removed { .. } => failed,
+                };
+            }
+            announce(self.training.observer, news);
+            if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
+                let waited = began.elapsed().as_secs();
+                return Err(TrainError::System(std::io::Error::other(format!(
+                    "the last checkpoint could not be written for {waited} s: {reason}"
+                ))));
+            }
         }
         Ok(())
     }
 
-    fn announce_checkpoints(&self) -> Result<(), TrainError> {
+    fn announce_checkpoints(&self) {
         if let Some(keeper) = &self.keeper {
-            announce(self.training.observer, keeper.news()?);
+            announce(self.training.observer, keeper.news());
         }
-        Ok(())
     }
 
     fn report_step(&mut self, result: &StepResult, lr: f32, secs: f64, data_secs: f64, all_reduce_secs: f64) {
@@ -452,6 +476,11 @@ fn announce(observer: &dyn Observer, news: Vec<Kept>) {
                 ));
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
+            Kept::Failed { epoch, step, reason, again: false } => observer.log(&format!(
+                "checkpoint {epoch}-{step} could not be written: {reason}; training goes on, the one before it stands"
+            )),
+            Kept::Failed { epoch, step, reason, again: true } => observer
+                .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),
             Kept::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
         }
     }

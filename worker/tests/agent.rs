@@ -77,7 +77,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let start = StartAttempt {
         attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 5 },
         spec: JobSpec::default(),
-        dataset_path: "/none".into(),
+        dataset_path: program.to_string_lossy().into_owned(),
         world_size: 1,
         ranks: vec![(0, 0)],
         master_addr: "127.0.0.1".into(),
@@ -95,6 +95,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         gpus: None,
         only_job: Some(start.attempt.job.clone()),
         program: Some(program),
+        spool_bytes: 1 << 30,
         follow_parent: false,
     };
     (start, options)
@@ -171,7 +172,7 @@ async fn told_to_stop_it_ends_the_ranks_and_says_so() {
     line.welcome(vec![], vec![]).await;
     line.say(&ToAgent::Start(Box::new(start.clone()))).await;
     let reason = "cancelled".to_owned();
-    line.say(&ToAgent::Stop { attempt: start.attempt.clone(), reason }).await;
+    line.say(&ToAgent::Stop { attempt: start.attempt.clone(), reason, patient: false }).await;
     let (source, _, events) = line.report().await;
     assert_eq!((source, events), (Source::Agent, vec![AttemptEvent::Ended(Ending::Stopped)]));
     line.say(&ToAgent::Ack(acknowledged(&start, Source::Agent, 1))).await;

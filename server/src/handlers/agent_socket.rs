@@ -215,10 +215,12 @@ impl Connection<'_> {
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.
         for live in app.store.live_attempts().await.map_err(failed)? {
-            if let Some(reason) = live.stop
+            let patient = live.stop.is_none();
+            let wish = live.stop.or_else(|| live.pausing.then(|| "paused on request".to_owned()));
+            if let Some(reason) = wish
                 && hello.attempts.contains(&live.attempt)
             {
-                send(to, &ToAgent::Stop { attempt: live.attempt, reason }).await?;
+                send(to, &ToAgent::Stop { attempt: live.attempt, reason, patient }).await?;
             }
         }
         Ok(())
@@ -231,7 +233,7 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), None);
                 for attempt in app.dispatch.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
-                    app.agents.tell(&self.id, ToAgent::Stop { attempt, reason });
+                    app.agents.tell(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 app.agents.tell(&self.id, ToAgent::HeartbeatAck);
             }

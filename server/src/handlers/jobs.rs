@@ -1,11 +1,11 @@
-//! Jobs: submit, list, show, cancel, retry, delete.
+//! Jobs: submit, list, show, pause, resume, cancel, retry, delete.
 
 use super::extract::{Document, Path, Query, job_id};
 use crate::{
     app::App,
-    dispatch::{self, device_for, slots_for},
+    dispatch::{self, Wish, device_for, slots_for},
     error::{Error, Problem, Result},
-    lifecycle,
+    lifecycle::{self, Fork},
     store::{Created, JobFilter, NewJob},
 };
 use axum::{
@@ -114,13 +114,26 @@ pub(crate) async fn submit(
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
     let (spec, _) = check(app, document).await.map_err(Error::Invalid)?;
-    let id = JobId::generate();
+    store(app, JobId::generate(), spec, key, None).await
+}
+
+/// Stores a specification that was checked as a job, with its folder.
+///
+/// # Errors
+/// The folder or the database cannot be written.
+pub(super) async fn store(
+    app: &App,
+    id: JobId,
+    spec: JobSpec,
+    key: Option<(String, String)>,
+    fork: Option<Fork>,
+) -> Result<(StatusCode, Job)> {
     // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
     let folder = app.job_dir(&id);
     write_folder(&folder, &spec).await.map_err(|error| {
         Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
     })?;
-    let new = NewJob { id, spec, at: crate::now(), idempotency: key };
+    let new = NewJob { id, spec, at: crate::now(), idempotency: key, fork };
     let created = app.store.create_job(new).await;
     if !matches!(created, Ok(Created::New(_))) {
         let _ = tokio::fs::remove_dir_all(&folder).await;
@@ -140,7 +153,7 @@ async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Resu
     tokio::fs::write(folder.join("spec.json"), text).await
 }
 
-fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Option<(String, String)>> {
+pub(super) fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Option<(String, String)>> {
     let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
     let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
     let key = key.ok_or_else(|| {
@@ -169,7 +182,10 @@ pub(crate) async fn validate(State(app): State<App>, Document(document, _): Docu
 }
 
 /// The document's own mistakes, and those that only this server can know.
-async fn check(app: &App, document: &Value) -> std::result::Result<(JobSpec, Dataset), Vec<SpecError>> {
+pub(super) async fn check(
+    app: &App,
+    document: &Value,
+) -> std::result::Result<(JobSpec, Dataset), Vec<SpecError>> {
     let mut errors = Vec::new();
     let spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
@@ -238,7 +254,7 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
 }
 
 /// Training pictures after validation has taken its part.
-fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
+pub(super) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match spec.data.validation {
         Validation::Fraction(part) => {
@@ -339,8 +355,34 @@ pub(crate) async fn cancel(
     State(app): State<App>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::cancel(&app, &job_id(&id)?).await?;
+    let job = dispatch::stop(&app, &job_id(&id)?, Wish::Cancel).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
+}
+
+/// Pause a job
+///
+/// Its ranks finish their step, keep a checkpoint of it and free their slots; a waiting one pauses at once.
+#[utoipa::path(post, path = "/jobs/{id}/pause", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It neither waits nor runs")))]
+pub(crate) async fn pause(State(app): State<App>, Path(id): Path<String>) -> Result<(StatusCode, Json<Job>)> {
+    let job = dispatch::stop(&app, &job_id(&id)?, Wish::Pause).await?;
+    Ok((StatusCode::ACCEPTED, Json(job)))
+}
+
+/// Resume a paused job
+///
+/// As its next attempt, from its newest checkpoint: the weights are those of never having paused.
+#[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused")))]
+pub(crate) async fn resume(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    let at = crate::now();
+    let changed =
+        app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
+    app.announce(&changed);
+    Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
 /// Run a finished job again

@@ -8,6 +8,7 @@ pub(crate) mod checkpoints;
 pub(crate) mod datasets;
 pub(crate) mod evaluation;
 pub(crate) mod extract;
+pub(crate) mod fork;
 pub(crate) mod health;
 pub(crate) mod jobs;
 pub(crate) mod logs;

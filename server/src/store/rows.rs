@@ -1,6 +1,6 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
-use crate::lifecycle::Progress;
+use crate::lifecycle::{Fork, Progress};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
@@ -21,6 +21,8 @@ pub struct NewJob {
     pub at: Timestamp,
     /// The client's key and the hash of its request.
     pub idempotency: Option<(String, String)>,
+    /// From which checkpoint of another job it goes on.
+    pub fork: Option<Fork>,
 }
 
 /// What [`super::Store::create_job`] did.
@@ -121,6 +123,8 @@ pub struct AttemptRow {
     pub places: Vec<Place>,
     /// Why it is being stopped, if it is.
     pub stop: Option<String>,
+    /// It is to keep a checkpoint and end.
+    pub pausing: bool,
 }
 
 /// Records of one source of an attempt, as they came.

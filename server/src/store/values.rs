@@ -48,3 +48,8 @@ pub(super) fn small(value: i64) -> u32 {
 pub(super) fn plain(text: &str) -> Cow<'_, str> {
     if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
 }
+
+/// A point at which a fault may be asked for; see [`lockstep_protocol::fault`].
+pub(super) fn reached(point: &str) -> Result<()> {
+    lockstep_protocol::fault::point(point).map_err(|e| StoreError::Unavailable(e.to_string()))
+}

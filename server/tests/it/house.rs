@@ -5,6 +5,7 @@ use futures_util::StreamExt;
 use lockstep_protocol::job::{Job, JobState};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use serde_json::{Value, json};
+use sqlx::Connection;
 use std::{net::SocketAddr, time::Duration};
 use tempfile::TempDir;
 use tokio::{
@@ -140,6 +141,25 @@ impl House {
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
         Stream::open(format!("ws://{}/api/v1/jobs/{id}/stream?since={since}", self.address)).await
+    }
+
+    /// Up to which event a job's metrics are in chunks, and the first and last step of its losses there.
+    pub async fn sealed(&self, id: &str) -> (i64, (i64, i64)) {
+        const QUERY: &str = "SELECT (SELECT seq FROM metric_sealed WHERE job_id = $1), min(first_step), max(last_step) \
+            FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
+        type Found = (Option<i64>, Option<i64>, Option<i64>);
+        let (sealed, first, last): Found = match database_of(&self.dir) {
+            Some(url) => {
+                let mut db = sqlx::PgConnection::connect(&url).await.unwrap();
+                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
+            }
+            None => {
+                let url = format!("sqlite://{}", self.dir.path().join("lockstep.db").display());
+                let mut db = sqlx::SqliteConnection::connect(&url).await.unwrap();
+                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
+            }
+        };
+        (sealed.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
     }
 
     /// What the database holds of a job's events, as frames.

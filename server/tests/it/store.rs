@@ -22,6 +22,7 @@ async fn story(store: &dyn Store) {
         spec: JobSpec { name: "told".into(), ..JobSpec::default() },
         at,
         idempotency: Some((key.into(), request.into())),
+        fork: None,
     };
     let Created::New(made) = store.create_job(new("key", "one")).await.unwrap() else {
         panic!("made before")

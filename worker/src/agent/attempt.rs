@@ -32,6 +32,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// From TERM to KILL.
 const GRACE: Duration = Duration::from_secs(5);
+/// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
+const PAUSE: Duration = Duration::from_secs(120);
+const LEAVE: Duration = Duration::from_secs(20);
+/// Ranks that are still there this long after the first KILL are named and given up.
+const UNKILLABLE: Duration = Duration::from_secs(30);
 /// A rank that only lost contact to another waits this long for the other's own reason.
 const SETTLE: Duration = Duration::from_secs(1);
 /// What is shown of what a dead rank printed outside its log.
@@ -41,9 +46,9 @@ const STDERR_BYTES: usize = 64 << 10;
 /// What the agent tells an attempt to do.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// The server says so.
-    Stop,
-    /// This agent is about to end, in order.
+    /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
+    Stop { patient: bool },
+    /// This agent is about to end, in order, or has no room for what they say.
     Leave(String),
 }
 
@@ -60,6 +65,10 @@ pub(super) struct Attempt {
 pub(super) struct Surroundings {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
+    /// Where ranks find until when they may go on without an agent.
+    pub(super) fence: PathBuf,
+    /// What must be so before ranks are started.
+    pub(super) check: fn(&Held) -> Result<(), String>,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
     /// The UUIDs of this machine's GPUs, by slot.
@@ -86,6 +95,7 @@ impl Attempt {
             let over = over.clone();
             let held = held.clone();
             tokio::spawn(async move {
+                let beginning = checked(beginning, &held, around.check).await;
                 Supervisor::new(held, &around, beginning).run(received, &around).await;
                 over.store(true, Ordering::Release);
                 around.bell.notify_one();
@@ -115,6 +125,16 @@ impl Attempt {
     pub(super) fn order(&self, order: Order) {
         // Over already: there is nobody left to tell.
         let _ = self.orders.send(order);
+    }
+}
+
+/// A beginning whose preflight is done: looking at a large dataset takes its time.
+async fn checked(beginning: Beginning, held: &Held, check: fn(&Held) -> Result<(), String>) -> Beginning {
+    let Beginning::Launch { refusal: None } = beginning else { return beginning };
+    let held = held.clone();
+    let found = tokio::task::spawn_blocking(move || check(&held)).await;
+    Beginning::Launch {
+        refusal: found.unwrap_or_else(|e| Err(format!("looking at what they need failed: {e}"))).err(),
     }
 }
 
@@ -230,20 +250,32 @@ struct Supervisor {
     verdict: Option<Ending>,
     /// Since when the ranks are told to end, and how often they were killed.
     ending: Option<(Instant, u32)>,
+    /// Until then they may finish their step and keep a checkpoint.
+    patience: Option<Instant>,
     trouble_since: Option<Instant>,
+    /// Processes that the kernel's OOM killer had ended when this began.
+    oom_kills: Option<u64>,
 }
 
 impl Supervisor {
     fn new(held: Held, around: &Surroundings, beginning: Beginning) -> Self {
         let dir = held.attempt_dir();
-        let mut this =
-            Self { held, dir, ranks: Vec::new(), verdict: None, ending: None, trouble_since: None };
+        let mut this = Self {
+            held,
+            dir,
+            ranks: Vec::new(),
+            verdict: None,
+            ending: None,
+            patience: None,
+            trouble_since: None,
+            oom_kills: machine::oom_kills(),
+        };
         match beginning {
             Beginning::Launch { refusal } => {
                 let launched = refusal.map_or_else(|| this.launch(around), |r| Err(io::Error::other(r)));
                 if let Err(error) = launched {
-                    let reason = format!("the ranks could not be started: {error}");
-                    this.end(Some(Ending::Failed { reason, retriable: false }));
+                    let reason = format!("the ranks were not started: {error}");
+                    this.end(Some(Ending::Failed { reason, retriable: false }), None);
                 }
             }
             Beginning::Adopt => {
@@ -272,6 +304,7 @@ impl Supervisor {
                 local_ranks,
                 threads,
                 gpu,
+                lease: Some(around.fence.clone()),
                 job_dir: self.held.job_dir.clone(),
             };
             let process = RankProcess::start(&around.program, &config)?;
@@ -288,7 +321,7 @@ impl Supervisor {
                 () = tokio::time::sleep(LOOK_EVERY) => {}
             }
             self.ranks.iter_mut().for_each(|rank| rank.look(&self.dir));
-            if self.ranks.iter().all(|rank| rank.end.exit.is_some()) {
+            if self.ranks.iter().all(|rank| rank.end.exit.is_some()) || self.is_hopeless() {
                 break;
             }
             if read_at.elapsed() >= READ_EVERY {
@@ -301,40 +334,59 @@ impl Supervisor {
     }
 
     fn obey(&mut self, order: Order) {
-        let verdict = match order {
-            Order::Stop => Ending::Stopped,
-            Order::Leave(reason) => Ending::Failed { reason, retriable: true },
+        let (verdict, patience) = match order {
+            Order::Stop { patient: false } => (Ending::Stopped, None),
+            Order::Stop { patient: true } => (Ending::Stopped, Some(PAUSE)),
+            Order::Leave(reason) => (Ending::Failed { reason, retriable: true }, Some(LEAVE)),
         };
+        if self.ending.is_some() && patience.is_none() && self.patience.take().is_some() {
+            // Asked nicely before; now it is urgent.
+            self.ending = Some((Instant::now(), 0));
+            return self.signal(Signal::TERM);
+        }
         // What was decided first stays.
-        self.end(self.ending.is_none().then_some(verdict));
+        self.end(self.ending.is_none().then_some(verdict), patience);
     }
 
     /// Ends the ranks when there is a reason to, and sees to it that they do end.
     fn decide(&mut self, around: &Surroundings) {
+        if let Some(until) = self.patience {
+            let broken = self.ranks.iter().any(|r| {
+                r.end.exit.is_some_and(|e| !matches!(e, Exit::Status(crate::rank::EXIT_STOPPED | 0)))
+            });
+            if broken || Instant::now() >= until {
+                self.patience = None;
+                self.ending = Some((Instant::now(), 0));
+                self.signal(Signal::TERM);
+            }
+            return;
+        }
         if let Some((since, killed)) = self.ending {
             if since.elapsed() >= GRACE + Duration::from_secs(1) * killed {
                 self.ending = Some((since, killed + 1));
                 self.signal(Signal::KILL);
-                if killed == 10 {
-                    tracing::error!(attempt = %self.dir.display(), "ranks do not die of SIGKILL (blocked in the kernel?)");
-                }
             }
             return;
         }
         if let Some(silent) = around.lease.overdue() {
             let secs = silent.as_secs();
             let reason = format!("the server was silent for {secs} s, so its agent ended the ranks");
-            return self.end(Some(Ending::Failed { reason, retriable: true }));
+            return self.end(Some(Ending::Failed { reason, retriable: true }), None);
         }
         let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
         if let Some((_, provisional)) = cause(&ends) {
             let since = *self.trouble_since.get_or_insert_with(Instant::now);
             if !provisional || since.elapsed() >= SETTLE {
-                self.end(None);
+                self.end(None, None);
             }
         } else if let Some(reason) = self.stalled() {
-            self.end(Some(Ending::Failed { reason, retriable: true }));
+            self.end(Some(Ending::Failed { reason, retriable: true }), None);
         }
+    }
+
+    /// Whether ranks were killed again and again and are still there.
+    fn is_hopeless(&self) -> bool {
+        self.patience.is_none() && self.ending.is_some_and(|(since, _)| since.elapsed() > GRACE + UNKILLABLE)
     }
 
     /// Which rank holds up the others, when one has had nothing to say for too long.
@@ -352,7 +404,7 @@ impl Supervisor {
         Some(format!("rank {rank} made no progress for {secs} s at step {step}{suspended}"))
     }
 
-    fn end(&mut self, verdict: Option<Ending>) {
+    fn end(&mut self, verdict: Option<Ending>, patience: Option<Duration>) {
         if self.verdict.is_none() {
             self.verdict = verdict;
         }
@@ -362,7 +414,8 @@ impl Supervisor {
                 rank.look(&self.dir);
                 rank.end.told_to_end = rank.end.exit.is_none();
             }
-            self.signal(Signal::TERM);
+            self.patience = patience.map(|p| Instant::now() + p);
+            self.signal(if patience.is_some() { Signal::USR1 } else { Signal::TERM });
         }
     }
 
@@ -373,6 +426,7 @@ impl Supervisor {
     /// Every rank is gone: writes what is left to say, the verdict last.
     async fn conclude(mut self) {
         self.ranks.iter_mut().for_each(Watched::read);
+        let left = self.verify_gone().await;
         let mut events = Vec::new();
         for watched in &self.ranks {
             let RankEnd { rank, ref exit, .. } = watched.end;
@@ -395,9 +449,61 @@ impl Supervisor {
             let unexplained = || Ending::Failed { reason: "the ranks ended".into(), retriable: true };
             self.verdict.clone().or_else(|| Some(cause(&ends)?.0)).unwrap_or_else(unexplained)
         };
+        let ending = self.labelled(ending, &ends, left);
         tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, ?ending, "attempt ended");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
+    }
+
+    /// Proof that nothing of the ranks is left, also of what they started; names what cannot be killed.
+    async fn verify_gone(&mut self) -> Option<String> {
+        let until = Instant::now() + UNKILLABLE;
+        loop {
+            let swept = self.ranks.iter_mut().map(|rank| rank.process.sweep()).fold(true, |a, b| a && b);
+            if swept {
+                return None;
+            }
+            if self.is_hopeless() || Instant::now() > until {
+                break;
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        let named = self.ranks.iter().flat_map(|rank| {
+            let of = rank.end.rank;
+            rank.process.remains().into_iter().map(move |(pid, state)| {
+                let why = if state == 'D' { ", blocked in the kernel" } else { "" };
+                format!("rank {of} (process {pid}, state {state}{why})")
+            })
+        });
+        let named: Vec<_> = named.collect();
+        (!named.is_empty()).then(|| named.join(", "))
+    }
+
+    /// Adds to the verdict what only the machine knows.
+    fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
+        let killed = |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end;
+        let by_kernel = self.oom_kills.zip(machine::oom_kills()).is_some_and(|(before, now)| now > before);
+        match (ending, left) {
+            (ending, Some(left)) => {
+                let before = match ending {
+                    Ending::Failed { reason, .. } => format!("{reason}; "),
+                    _ => String::new(),
+                };
+                let machine = machine::hostname();
+                let reason = format!(
+                    "{before}{left} does not end, not even by SIGKILL: it holds its memory until {machine} is restarted"
+                );
+                Ending::Failed { reason, retriable: false }
+            }
+            (Ending::Failed { reason, .. }, None) if by_kernel && ends.iter().any(killed) => {
+                let reason = format!(
+                    "killed: out of memory ({reason}; the kernel ended it to free memory). Lower train.batch_size or \
+                     parallel.ranks, or use a machine with more memory"
+                );
+                Ending::Failed { reason, retriable: false }
+            }
+            (ending, None) => ending,
+        }
     }
 
     /// A full disk delays the verdict; it does not lose it.
@@ -477,6 +583,8 @@ mod tests {
         let around = Surroundings {
             program,
             lease: Arc::new(Lease::new()),
+            fence: dir.path().join("lease"),
+            check: |_| Ok(()),
             bell: Arc::new(Notify::new()),
             gpus: Arc::default(),
         };
@@ -560,9 +668,55 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let told = Instant::now();
-        attempt.order(Order::Stop);
+        attempt.order(Order::Stop { patient: false });
         assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
         assert!(told.elapsed() >= GRACE);
+    }
+
+    #[tokio::test]
+    async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
+        let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
+        for urgent in [false, true] {
+            let place = place(2, script);
+            let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+            let said = |rank| {
+                fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap_or_default()
+            };
+            while said(0).is_empty() || said(1).is_empty() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            attempt.order(Order::Stop { patient: true });
+            if urgent {
+                attempt.order(Order::Stop { patient: false });
+            }
+            assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+            assert_eq!(said(0).contains("kept") && said(1).contains("kept"), !urgent);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_a_rank_started_ends_with_it() {
+        let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        place.end_of(&attempt).await;
+        let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+        let child = said.trim();
+        let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+        assert!(state.is_empty() || state.contains(") Z"), "{state}");
+    }
+
+    #[tokio::test]
+    async fn what_is_missing_is_said_before_anything_starts() {
+        let mut place = place(2, "exit 0");
+        place.around.check = super::super::preflight::check;
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        match place.end_of(&attempt).await {
+            Ending::Failed { reason, retriable: false } => {
+                assert!(reason.contains("dataset /none cannot be read"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
     }
 
     #[tokio::test]

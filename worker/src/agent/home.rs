@@ -7,7 +7,7 @@
 //! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
 //! ```
 
-use crate::launch::write_whole;
+use crate::launch::{write_private, write_whole};
 use lockstep_protocol::agent::{AttemptRef, StartAttempt};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -124,7 +124,7 @@ impl Home {
     /// # Errors
     /// The disk says no.
     pub fn hold(&self, held: &Held) -> io::Result<()> {
-        write_whole(&self.held_path(&held.start.attempt), &serde_json::to_vec_pretty(held)?)
+        write_private(&self.held_path(&held.start.attempt), &serde_json::to_vec_pretty(held)?)
     }
 
     /// Forgets an attempt: the server knows all of it, or wants none of it.

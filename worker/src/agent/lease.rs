@@ -6,7 +6,10 @@ use std::{
 };
 
 /// Until the server has said how long a lease is.
-const UNTIL_TOLD: Duration = Duration::from_secs(60);
+const UNTIL_TOLD: Duration = Duration::from_secs(20);
+
+/// Ranks look at their lease seldom, and take a moment to end.
+const MARGIN: Duration = Duration::from_secs(4);
 
 /// Renewed by every `Welcome` and `HeartbeatAck`; once over, the server may have given the work to
 /// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
@@ -33,6 +36,14 @@ impl Lease {
     pub(super) fn overdue(&self) -> Option<Duration> {
         let (last, length) = *self.lock();
         Some(last.elapsed()).filter(|silent| *silent > length)
+    }
+
+    /// How long ranks may go on if nothing more is heard. A little less than the server waits, so that they have
+    /// ended when it gives the work to others.
+    pub(super) fn left(&self) -> Option<Duration> {
+        let (last, length) = *self.lock();
+        let length = length.saturating_sub((length / 5).min(MARGIN));
+        length.checked_sub(last.elapsed())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {

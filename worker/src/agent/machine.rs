@@ -72,6 +72,12 @@ fn memory_bytes() -> u64 {
     kibibytes.unwrap_or(0) * 1024
 }
 
+/// How many processes the kernel has ended so far because memory ran out.
+pub(super) fn oom_kills() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/vmstat").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,10 +7,11 @@ pub mod home;
 mod lease;
 pub mod machine;
 mod outbox;
+mod preflight;
 mod session;
 mod verdict;
 
-use crate::{gpu::devices, launch};
+use crate::{fence::Fence, gpu::devices, launch};
 use attempt::{Attempt, Order, Surroundings};
 use home::{Held, Home, HomeError};
 use lease::Lease;
@@ -36,6 +37,11 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 /// is gone; the rest is on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 
+/// How often ranks are told that their agent is there.
+const FENCE_EVERY: Duration = Duration::from_millis(500);
+/// How often the spool is measured.
+const MEASURE_EVERY: Duration = Duration::from_secs(5);
+
 /// How an agent runs.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -56,6 +62,8 @@ pub struct Options {
     pub only_job: Option<JobId>,
     /// The program that ranks are, started with `rank FILE ...`; this very binary when absent.
     pub program: Option<PathBuf>,
+    /// What ranks have said and no server has taken may use so much of the disk; then they keep a checkpoint and end.
+    pub spool_bytes: u64,
     /// End when the process that started this one has ended and no rank is alive here.
     pub follow_parent: bool,
 }
@@ -103,12 +111,18 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let home = Home::open(&options.dir)?;
+    let fence = Fence::open(home.dir())?;
+    let lease = Arc::new(Lease::new());
     let around = Surroundings {
         program: options.program.clone().map_or_else(launch::own_program, Ok)?,
-        lease: Arc::new(Lease::new()),
+        lease: lease.clone(),
+        fence: fence.path().to_owned(),
+        check: preflight::check,
         bell: Arc::new(Notify::new()),
         gpus: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
+    // Before ranks are adopted that look at it; ends with this process.
+    let fencing = tokio::spawn(keep_fence(fence, lease));
     let adopted: Vec<_> = home.held();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(machine::hostname),
@@ -118,6 +132,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         around,
         attempts: BTreeMap::new(),
         leaving: None,
+        spool_bytes: options.spool_bytes,
+        measured: Instant::now(),
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
         only_job_over: None,
@@ -126,7 +142,23 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, "found an earlier agent's attempt");
         agent.take(Attempt::adopt(held, agent.around.clone()));
     }
-    agent.serve(&options.server, &request).await
+    let result = agent.serve(&options.server, &request).await;
+    fencing.abort();
+    result
+}
+
+/// Tells ranks again and again until when they may go on, while there is word from the server.
+async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
+    let mut complained = false;
+    loop {
+        if let Some(left) = lease.left()
+            && let Err(error) = fence.set(left)
+            && !std::mem::replace(&mut complained, true)
+        {
+            tracing::error!(%error, path = %fence.path().display(), "ranks cannot be told that their agent is there");
+        }
+        tokio::time::sleep(FENCE_EVERY).await;
+    }
 }
 
 /// Where ranks can run here.
@@ -171,6 +203,9 @@ struct Agent {
     attempts: BTreeMap<(u64, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Leaving>,
+    spool_bytes: u64,
+    /// When the spool was last measured.
+    measured: Instant,
     /// The process that started this one, when its end is to be followed.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
@@ -225,6 +260,7 @@ impl Agent {
         let mut pause = RETRY.0;
         let mut complained = false;
         loop {
+            let asked = Instant::now();
             let connecting = Session::connect(request);
             let session = tokio::select! {
                 session = connecting => session,
@@ -252,7 +288,12 @@ impl Agent {
                         }
                     }
                 }
-                Err(reason) => reason,
+                Err(no) => {
+                    if no.nobody_there {
+                        self.around.lease.renew(asked);
+                    }
+                    no.reason
+                }
             };
             if !std::mem::replace(&mut complained, true) {
                 tracing::warn!(%server, %lost, "no connection to the server; trying on");
@@ -321,9 +362,37 @@ impl Agent {
         Turn::GoOn
     }
 
+    /// While no server takes them, records stay on this machine's disk; there is an end to that.
+    fn measure_spool(&mut self) {
+        if self.measured.elapsed() < MEASURE_EVERY {
+            return;
+        }
+        self.measured = Instant::now();
+        let size = |a: &Attempt| {
+            let dir = a.held().attempt_dir();
+            let ranks = a.held().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
+            ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
+        };
+        let bytes: u64 = self.attempts.values().map(size).sum();
+        if bytes > self.spool_bytes {
+            let reason = format!(
+                "the spool of agent {:?} is full: {:.0} MB of records wait for the server (--spool-mib)",
+                self.name,
+                bytes as f64 / 1e6
+            );
+            tracing::error!(reason, "the ranks keep a checkpoint and end");
+            for attempt in self.attempts.values().filter(|a| !a.is_over()) {
+                attempt.order(Order::Leave(reason.clone()));
+            }
+        }
+    }
+
     /// Whether it is time to end.
     fn look_around(&mut self, connected: bool) -> Turn {
         let all_over = self.attempts.values().all(Attempt::is_over);
+        if !connected && !all_over {
+            self.measure_spool();
+        }
         if let Some(leaving) = &mut self.leaving {
             if !all_over {
                 return Turn::GoOn;
@@ -353,12 +422,15 @@ impl Agent {
         if self.attempts.contains_key(&key) || self.leaving.is_some() {
             return;
         }
+        let mut no_port = None;
         if start.master_port == 0 {
             // Free now; should somebody take it before rank 0 does, the rank says so and the next
             // attempt gets another one.
             match std::net::TcpListener::bind((start.master_addr.as_str(), 0)).and_then(|l| l.local_addr()) {
                 Ok(address) => start.master_port = address.port(),
-                Err(error) => tracing::error!(%error, address = start.master_addr, "no free port"),
+                Err(error) => {
+                    no_port = Some(format!("{} has no free port for them: {error}", start.master_addr))
+                }
             }
         }
         let own_dir = self.home.job_dir(&start.attempt);
@@ -370,7 +442,7 @@ impl Agent {
         }
         // Ranks without a note of them on disk would be lost with this process.
         let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.home.hold(&held));
-        let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}"));
+        let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;

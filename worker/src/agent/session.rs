@@ -11,6 +11,8 @@ use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent};
 use std::{
     collections::{HashMap, HashSet},
+    io::ErrorKind,
+    net::IpAddr,
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, task::JoinSet, time};
@@ -86,22 +88,41 @@ impl Outcome {
     }
 }
 
+/// Why there is no connection.
+#[derive(Debug)]
+pub(super) struct NoSession {
+    pub(super) reason: String,
+    /// No process of this machine listens at the server's address, which is on this machine: there is no server
+    /// that could have given the work to others.
+    pub(super) nobody_there: bool,
+}
+
+fn is_this_machine(host: &str) -> bool {
+    let host = host.trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|a| a.is_loopback())
+}
+
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
 }
 
 impl Session {
-    pub(super) async fn connect(address: &Address) -> Result<Self, String> {
+    pub(super) async fn connect(address: &Address) -> Result<Self, NoSession> {
         let connecting = tokio_tungstenite::connect_async_with_config(address.0.clone(), None, true);
+        let failed = |reason: String| Err(NoSession { reason, nobody_there: false });
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
-            Err(_) => Err("it does not answer".into()),
+            Err(_) => failed("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),
             Ok(Err(tungstenite::Error::Http(answer))) => {
                 let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
-                Err(format!("it answered {} {}", answer.status(), body.trim()))
+                failed(format!("it answered {} {}", answer.status(), body.trim()))
             }
-            Ok(Err(error)) => Err(error.to_string()),
+            Ok(Err(tungstenite::Error::Io(error))) if error.kind() == ErrorKind::ConnectionRefused => {
+                let nobody_there = address.0.uri().host().is_some_and(is_this_machine);
+                Err(NoSession { reason: error.to_string(), nobody_there })
+            }
+            Ok(Err(error)) => failed(error.to_string()),
         }
     }
 
@@ -176,7 +197,7 @@ impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
             tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "no longer ours: ending its ranks");
-            self.end(agent, &attempt);
+            self.end(agent, &attempt, false);
             self.unwanted.insert(attempt);
         }
         let mut heartbeat = time::interval(self.heartbeat);
@@ -281,9 +302,9 @@ impl Connected {
                 }
             }
             ToAgent::Start(start) => agent.start(*start),
-            ToAgent::Stop { attempt, reason } => {
+            ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "told to stop");
-                self.end(agent, &attempt);
+                self.end(agent, &attempt, patient);
                 if agent.attempts.values().any(|a| *a.attempt() == attempt && a.is_over()) {
                     self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                 }
@@ -295,9 +316,9 @@ impl Connected {
         Ok(())
     }
 
-    fn end(&self, agent: &Agent, attempt: &AttemptRef) {
+    fn end(&self, agent: &Agent, attempt: &AttemptRef, patient: bool) {
         if let Some(attempt) = agent.attempts.values().find(|a| a.attempt() == attempt) {
-            Attempt::order(attempt, Order::Stop);
+            Attempt::order(attempt, Order::Stop { patient });
         }
     }
 

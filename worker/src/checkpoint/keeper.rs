@@ -4,8 +4,13 @@ use super::{Best, CheckpointError, Snapshot, list, remove, write};
 use lockstep_protocol::{agent::CheckpointInfo, spec::CheckpointSpec};
 use std::{
     path::{Path, PathBuf},
-    sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel},
+    },
     thread::JoinHandle,
+    time::Duration,
 };
 
 /// What became of a snapshot.
@@ -20,14 +25,30 @@ pub enum Kept {
         /// Its step.
         step: u64,
     },
+    /// It could not be written (the disk is full): the one before it stands.
+    Failed {
+        /// Its epoch.
+        epoch: u32,
+        /// Its step.
+        step: u64,
+        /// What the system said.
+        reason: String,
+        /// It is tried again until it is written, as it is the newest there will be.
+        again: bool,
+    },
 }
+
+/// Between two tries to write the last snapshot on a full disk.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// A thread that takes snapshots and keeps the newest and the best.
 #[derive(Debug)]
 pub struct Keeper {
     snapshots: Option<SyncSender<Snapshot>>,
-    news: Receiver<Result<Kept, CheckpointError>>,
+    news: Receiver<Kept>,
     thread: Option<JoinHandle<()>>,
+    /// Nobody waits for a disk that is full any more.
+    give_up: Arc<AtomicBool>,
 }
 
 impl Keeper {
@@ -38,7 +59,9 @@ impl Keeper {
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
         // One may wait while another is being written; a third holds up training, rather than memory.
         let (snapshots, incoming) = sync_channel::<Snapshot>(1);
-        let (outgoing, news) = sync_channel(1024);
+        let (outgoing, news) = channel();
+        let give_up = Arc::new(AtomicBool::new(false));
+        let given_up = give_up.clone();
         let mut shelf = Shelf {
             directory: directory.into(),
             keep: (spec.keep as usize).max(2),
@@ -46,71 +69,53 @@ impl Keeper {
             best,
         };
         let keep = move || {
+            let mut unwritten = None;
             for snapshot in incoming {
-                let result = shelf.take(snapshot);
-                let failed = result.is_err();
-                let news = match result {
-                    Ok(kept) => kept.into_iter().map(Ok).collect(),
-                    Err(error) => vec![Err(error)],
-                };
-                for item in news {
-                    if outgoing.send(item).is_err() {
-                        return;
-                    }
-                }
-                if failed {
+                unwritten = shelf.try_to_take(snapshot, false, &outgoing);
+            }
+            // There will be no newer one: this one is worth waiting for, as long as somebody does.
+            while let Some(snapshot) = unwritten {
+                std::thread::sleep(RETRY);
+                if given_up.load(Ordering::Relaxed) {
                     return;
                 }
+                unwritten = shelf.try_to_take(snapshot, true, &outgoing);
             }
         };
         let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(keep)?;
-        Ok(Self { snapshots: Some(snapshots), news, thread: Some(thread) })
+        Ok(Self { snapshots: Some(snapshots), news, thread: Some(thread), give_up })
     }
 
-    /// Hands over a snapshot; its `state.best` is filled in here.
+    /// Hands over a snapshot; its `state.best` is filled in here. Waits while two are not written yet.
     ///
     /// # Errors
-    /// An earlier one could not be written.
-    pub fn keep(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
+    /// The thread is gone.
+    pub fn keep(&self, snapshot: Snapshot) -> std::io::Result<()> {
         let gone = self.snapshots.as_ref().is_none_or(|to| to.send(snapshot).is_err());
-        if gone { self.next_error() } else { Ok(()) }
-    }
-
-    fn next_error(&self) -> Result<(), CheckpointError> {
-        self.news.iter().find_map(Result::err).map_or(Ok(()), Err)
+        if gone { Err(std::io::Error::other("the thread that writes checkpoints ended")) } else { Ok(()) }
     }
 
     /// What has become of snapshots since the last call.
-    ///
-    /// # Errors
-    /// One could not be written.
-    pub fn news(&self) -> Result<Vec<Kept>, CheckpointError> {
-        let mut news = Vec::new();
-        loop {
-            match self.news.try_recv() {
-                Ok(item) => news.push(item?),
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(news),
-            }
-        }
+    pub fn news(&self) -> Vec<Kept> {
+        self.news.try_iter().collect()
     }
 
-    /// Waits until all snapshots are on disk.
-    ///
-    /// # Errors
-    /// One could not be written.
-    pub fn finish(mut self) -> Result<Vec<Kept>, CheckpointError> {
+    /// No snapshot follows; `None` when all are on disk and told of, else the next news, if any came within a
+    /// while. A full disk is waited for: dropping the keeper gives up.
+    pub fn finish(&mut self) -> Option<Vec<Kept>> {
         self.snapshots = None;
-        let news = self.news.iter().collect();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        match self.news.recv_timeout(Duration::from_millis(500)) {
+            Ok(first) => Some(std::iter::once(first).chain(self.news.try_iter()).collect()),
+            Err(RecvTimeoutError::Timeout) => Some(Vec::new()),
+            Err(RecvTimeoutError::Disconnected) => None,
         }
-        news
     }
 }
 
 impl Drop for Keeper {
     /// A process that ends because of another's failure still finishes the snapshot in hand.
     fn drop(&mut self) {
+        self.give_up.store(true, Ordering::Relaxed);
         self.snapshots = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -126,7 +131,31 @@ struct Shelf {
 }
 
 impl Shelf {
-    fn take(&mut self, mut snapshot: Snapshot) -> Result<Vec<Kept>, CheckpointError> {
+    /// Writes a snapshot and tells what became of it and of older ones; gives it back when it could not be written.
+    fn try_to_take(&mut self, snapshot: Snapshot, again: bool, news: &Sender<Kept>) -> Option<Snapshot> {
+        let mut kept = Vec::new();
+        let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
+        let before = self.best.clone();
+        let result = self.take(&snapshot, &mut kept);
+        let unwritten = kept.is_empty();
+        // Nobody listens any more: then what is on disk is all that counts.
+        let _ = kept.into_iter().try_for_each(|item| news.send(item));
+        match result {
+            Ok(()) => None,
+            // It is written; an older one could not be removed, and will be the next time.
+            Err(error) if !unwritten => {
+                tracing::warn!(%error, "an old checkpoint stays for now");
+                None
+            }
+            Err(error) => {
+                self.best = before;
+                let _ = news.send(Kept::Failed { epoch, step, reason: error.to_string(), again });
+                Some(snapshot)
+            }
+        }
+    }
+
+    fn take(&mut self, snapshot: &Snapshot, kept: &mut Vec<Kept>) -> Result<(), CheckpointError> {
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
         let measured = match self.metric.as_str() {
             "val_accuracy" => snapshot.state.val_accuracy,
@@ -143,16 +172,15 @@ impl Shelf {
         if let Some(value) = new_best {
             self.best = Some(Best { metric: self.metric.clone(), value, epoch, step });
         }
-        snapshot.state.best.clone_from(&self.best);
-        let size_bytes = write(&self.directory, &snapshot)?;
-        let mut kept = vec![Kept::Written(CheckpointInfo {
+        let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
+        kept.push(Kept::Written(CheckpointInfo {
             epoch,
             step,
             val_accuracy: snapshot.state.val_accuracy,
             val_loss: snapshot.state.val_loss,
             best: self.best.as_ref().is_some_and(|best| best.step == step),
             size_bytes,
-        })];
+        }));
         // Newest by step; there may be later ones than this, of an attempt that went further.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
@@ -164,7 +192,7 @@ impl Shelf {
                 kept.push(Kept::Removed { epoch, step });
             }
         }
-        Ok(kept)
+        Ok(())
     }
 }
 
@@ -177,7 +205,15 @@ mod tests {
         for (step, accuracy) in accuracies {
             keeper.keep(snapshot(1, *step, *accuracy)).unwrap();
         }
-        keeper.finish().unwrap()
+        to_the_end(keeper)
+    }
+
+    fn to_the_end(mut keeper: Keeper) -> Vec<Kept> {
+        let mut all = Vec::new();
+        while let Some(news) = keeper.finish() {
+            all.extend(news);
+        }
+        all
     }
 
     #[test]
@@ -191,7 +227,7 @@ mod tests {
             .iter()
             .filter_map(|k| match k {
                 Kept::Written(info) => Some((info.step, info.best)),
-                Kept::Removed { .. } => None,
+                _ => None,
             })
             .collect();
         assert_eq!(best, [(10, true), (20, true), (30, false), (40, false), (50, false)]);
@@ -209,12 +245,31 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_says_no_is_reported() {
+    fn a_disk_that_says_no_is_reported_and_waited_for() {
         let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("checkpoints");
-        std::fs::write(&file, "").unwrap();
-        let keeper = Keeper::start(&file, &CheckpointSpec::default(), None).unwrap();
+        let place = dir.path().join("checkpoints");
+        std::fs::write(&place, "").unwrap();
+        let mut keeper = Keeper::start(&place, &CheckpointSpec::default(), None).unwrap();
         keeper.keep(snapshot(1, 1, None)).unwrap();
-        assert!(keeper.finish().unwrap_err().to_string().contains("checkpoints"));
+        let mut failures = 0;
+        let mut written = Vec::new();
+        while let Some(news) = keeper.finish() {
+            for item in news {
+                match item {
+                    Kept::Failed { step: 1, reason, again, .. } => {
+                        assert!(reason.contains("checkpoints"), "{reason}");
+                        assert_eq!(again, failures > 0);
+                        failures += 1;
+                        if failures == 2 {
+                            std::fs::remove_file(&place).unwrap();
+                        }
+                    }
+                    Kept::Written(info) => written.push(info.step),
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert_eq!((failures, written), (2, vec![1]));
+        assert!(super::super::load(&place.join("1-1")).is_ok());
     }
 }

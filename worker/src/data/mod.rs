@@ -2,6 +2,7 @@
 
 mod augment;
 mod cifar;
+pub mod fingerprint;
 mod idx;
 mod image_folder;
 mod inspect;

@@ -7,6 +7,7 @@ use crate::{
     comm::Communicator,
     engine::{Engine, NamedTensors},
 };
+use lockstep_protocol::agent::AttemptEvent;
 use std::path::Path;
 
 /// Differences between a file and the network that are named.
@@ -92,7 +93,7 @@ fn resume(
     folder: &Path,
 ) -> Result<Beginning, TrainError> {
     let comm = training.comm.as_ref();
-    let loaded = if comm.rank() == 0 { Some(checkpoint::load(folder)?) } else { None };
+    let loaded = if comm.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
     let (state, parameters, optimizer) = match loaded {
         Some((state, parameters, optimizer)) => (Some(state), Some(parameters), Some(optimizer)),
         None => (None, None, None),
@@ -133,6 +134,42 @@ fn resume(
         best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
     });
     Ok(Beginning { step, best })
+}
+
+/// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;
+/// with none left the run does not begin anew by itself: that is for a person to decide.
+fn newest_whole(
+    training: &Training<'_>,
+    folder: &Path,
+) -> Result<(State, NamedTensors, NamedTensors), TrainError> {
+    let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
+    let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
+        // Somebody's own folder, named on the command line.
+        return Ok(checkpoint::load(folder)?);
+    };
+    let mut candidates = vec![(epoch, step)];
+    let older = checkpoint::list(training.checkpoints)?;
+    candidates.extend(older.into_iter().rev().filter(|(e, s)| (*s, *e) < (step, epoch)));
+    let mut damage = Vec::new();
+    for (epoch, step) in candidates {
+        let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
+        match checkpoint::load(&place) {
+            Ok(loaded) => return Ok(loaded),
+            Err(error) => {
+                let observer = training.observer;
+                observer.log(&format!("{error}; it is set aside and the one before it is used"));
+                if place.exists() {
+                    checkpoint::set_aside(&place)?;
+                }
+                observer.event(&AttemptEvent::CheckpointRemoved { epoch, step });
+                damage.push(error.to_string());
+            }
+        }
+    }
+    Err(TrainError::Impossible(format!(
+        "no whole checkpoint is left to go on from ({}); submit the job anew to begin from the start",
+        damage.join("; ")
+    )))
 }
 
 /// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.

@@ -5,7 +5,7 @@ use crate::{
     lifecycle,
     store::{
         Changed, Ingested, JobRow, Report, Result,
-        values::{int, small, uint},
+        values::{int, reached, small, uint},
     },
 };
 use lockstep_protocol::{
@@ -52,6 +52,7 @@ async fn is_ours(db: &mut Connection, attempt: &AttemptRef) -> Result<bool> {
 impl SqlStore {
     pub(super) async fn store_reports(&self, reports: Vec<Report>) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
+        reached("ingest.begin")?;
         let mut rows: HashMap<JobId, Option<JobRow>> = HashMap::new();
         let mut answers = Vec::with_capacity(reports.len());
         let mut at = crate::now();
@@ -70,7 +71,9 @@ impl SqlStore {
         for row in rows.values().flatten() {
             jobs::save(&mut db, row, at).await?;
         }
+        reached("ingest.commit")?;
         db.commit().await?;
+        reached("ingest.committed")?;
         Ok(answers)
     }
 
@@ -121,7 +124,10 @@ async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> 
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = moves.then(|| row.clone());
         match lifecycle::report(row, event, leaving.as_deref(), at) {
-            Ok(bodies) => stored_events.extend(jobs::append(db, row, bodies, at).await?),
+            Ok(bodies) => {
+                stored_events.extend(jobs::append(db, row, bodies, at).await?);
+                reached("ingest.event")?;
+            }
             Err(refused) => {
                 tracing::warn!(job = %row.job.id, %refused, "a report does not fit the job's state");
                 if let Some(before) = before {
@@ -140,6 +146,7 @@ async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> 
     .bind(int(end))
     .execute(db)
     .await?;
+    reached("ingest.acknowledged")?;
     let changed = Changed { job: row.job.clone(), events: stored_events };
     Ok(Ingested::Stored {
         acknowledged: Acknowledged { attempt, source, records: end },

@@ -6,7 +6,7 @@ use crate::{
     store::{
         AttemptRow, Change, Changed, Claim, Claimed, Created, EventRow, JobFilter, JobRow, NewJob, Page,
         Place, Result, StoreError,
-        values::{from_json, int, json, plain, small, time, uint},
+        values::{from_json, int, json, plain, reached, small, time, uint},
     },
 };
 use jiff::Timestamp;
@@ -217,6 +217,7 @@ async fn change(
 impl SqlStore {
     pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
+        reached("create.begin")?;
         if let Some((key, request)) = &new.idempotency {
             let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
                 .bind(key)
@@ -253,9 +254,11 @@ impl SqlStore {
                 .await?;
         }
         let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
-        let first = EventBody::State { state: JobState::Queued, reason: None, attempt: 0 };
-        let changed = change(&mut db, row, new.at, |_| Ok(vec![first])).await?;
+        let fork = new.fork.as_ref();
+        let changed = change(&mut db, row, new.at, |row| Ok(lifecycle::created(row, fork))).await?;
+        reached("create.commit")?;
         db.commit().await?;
+        reached("create.committed")?;
         Ok(Created::New(Box::new(changed)))
     }
 
@@ -323,6 +326,7 @@ impl SqlStore {
 
     pub(super) async fn make_attempt(&self, claim: Claim) -> Result<Option<Claimed>> {
         let mut db = self.begin().await?;
+        reached("claim.begin")?;
         // The one statement that decides: of two claims only one finds the job still waiting.
         let claimed = sqlx::query(
             "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
@@ -366,13 +370,15 @@ impl SqlStore {
             lifecycle::started(row, claim.at)
         })
         .await?;
+        reached("claim.commit")?;
         db.commit().await?;
+        reached("claim.committed")?;
         Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, token }, resume, changed }))
     }
 
     pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
         let rows = sqlx::query(
-            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop FROM attempts a \
+            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.token = a.token ORDER BY a.token",
         )
         .fetch_all(&self.reader)
@@ -389,6 +395,7 @@ impl SqlStore {
                     },
                     places,
                     stop: row.try_get("stop")?,
+                    pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
                 })
             })
             .collect()

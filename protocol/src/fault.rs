@@ -1,0 +1,113 @@
+//! Faults on demand, to prove that crash points are survived: `LOCKSTEP_FAULT` names points of the program
+//! and what is to happen there. Nothing happens when the variable is absent.
+//!
+//! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (as a
+//! failed assertion ends it), `error` (the disk is full) or `error*` (every time from then on), each with `@N` for
+//! the N-th time the point is reached. With `FILE` a point strikes once only, whatever process reaches it:
+//! it makes the file.
+
+use std::{
+    fs::File,
+    io,
+    path::PathBuf,
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// Every point, in the order in which writing passes them.
+pub const CHECKPOINT_POINTS: [&str; 9] = [
+    "checkpoint.begin",
+    "checkpoint.model",
+    "checkpoint.optimizer",
+    "checkpoint.state",
+    "checkpoint.manifest",
+    "checkpoint.synced",
+    "checkpoint.renamed",
+    "checkpoint.written",
+    "checkpoint.remove",
+];
+/// Every point inside a transaction that stores what ranks report, and right after it.
+pub const INGEST_POINTS: [&str; 5] =
+    ["ingest.begin", "ingest.event", "ingest.acknowledged", "ingest.commit", "ingest.committed"];
+/// Every point inside the transactions that make and change jobs.
+pub const JOB_POINTS: [&str; 6] =
+    ["create.begin", "create.commit", "create.committed", "claim.begin", "claim.commit", "claim.committed"];
+
+#[derive(Debug)]
+struct Fault {
+    point: String,
+    action: String,
+    /// Strikes when the point is reached for this time, from 1.
+    at: u64,
+    once: Option<PathBuf>,
+    reached: AtomicU64,
+}
+
+fn parse(text: &str) -> Vec<Fault> {
+    text.split(',')
+        .filter_map(|fault| {
+            let mut parts = fault.trim().splitn(3, ':');
+            let (point, action) = (parts.next()?, parts.next()?);
+            let (action, at) = action.split_once('@').unwrap_or((action, "1"));
+            Some(Fault {
+                point: point.into(),
+                action: action.into(),
+                at: at.parse().ok()?,
+                once: parts.next().map(PathBuf::from),
+                reached: AtomicU64::new(0),
+            })
+        })
+        .collect()
+}
+
+static FAULTS: LazyLock<Vec<Fault>> =
+    LazyLock::new(|| std::env::var("LOCKSTEP_FAULT").map(|text| parse(&text)).unwrap_or_default());
+
+/// The program has reached `point`.
+///
+/// # Errors
+/// When a fault says that the disk is full here.
+pub fn point(point: &str) -> io::Result<()> {
+    for fault in FAULTS.iter().filter(|f| f.point == point) {
+        let time = fault.reached.fetch_add(1, Ordering::Relaxed) + 1;
+        let lasting = fault.action == "error*" && time > fault.at;
+        if time != fault.at && !lasting {
+            continue;
+        }
+        if let Some(path) = &fault.once
+            && !lasting
+            && File::create_new(path).is_err()
+        {
+            continue;
+        }
+        match fault.action.as_str() {
+            "kill" => {
+                // The one way to die that no handler and no destructor sees, without unsafe code.
+                let pid = std::process::id().to_string();
+                let _ = std::process::Command::new("kill").args(["-KILL", &pid]).status();
+            }
+            "abort" => std::process::abort(),
+            _ => {
+                let error = format!("no space left on device (LOCKSTEP_FAULT {point})");
+                return Err(io::Error::new(io::ErrorKind::StorageFull, error));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_read_and_strike_at_their_time() {
+        let faults = parse("a.b:kill@3:/tmp/x, c:error");
+        assert_eq!((faults[0].point.as_str(), faults[0].action.as_str(), faults[0].at), ("a.b", "kill", 3));
+        assert_eq!(faults[0].once.as_deref(), Some(std::path::Path::new("/tmp/x")));
+        assert_eq!((faults[1].point.as_str(), faults[1].at, faults[1].once.is_none()), ("c", 1, true));
+        assert!(point("nothing.is.set").is_ok());
+    }
+}

@@ -1,0 +1,192 @@
+//! Fork: a new job that goes on from a checkpoint of another, with changed settings.
+
+use super::{
+    extract::{Body, Path, job_id},
+    jobs,
+};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+    lifecycle::Fork,
+    store::CheckpointRow,
+};
+use axum::{
+    Json,
+    extract::State,
+    http::{HeaderMap, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::{
+    Job, JobId,
+    spec::{SpecError, apply_set},
+};
+use serde::Deserialize;
+use serde_json::Value;
+use std::{fs, io, path::Path as FilePath};
+use utoipa::ToSchema;
+
+/// From which checkpoint, and what is different.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct ForkRequest {
+    /// A checkpoint's id, `best`, `latest` (the default), or the number of a step.
+    #[schema(value_type = Option<String>)]
+    checkpoint: Value,
+    /// Keys of the specification with their new values, nested (`{"train": {"lr": 0.1}}`) or by path
+    /// (`{"train.lr": 0.1}`); null takes a key back to its default.
+    #[schema(value_type = Object)]
+    set: serde_json::Map<String, Value>,
+}
+
+/// Fork a job
+///
+/// Makes a new job that goes on from a checkpoint of this one. Weights, optimizer state and the place in the data carry
+/// over, also to another number of ranks or another batch size.
+#[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
+        ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    request_body = ForkRequest,
+    responses((status = 202, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+        (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"), (status = 422, body = Problem)))]
+pub(crate) async fn fork(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Body(request, bytes): Body<ForkRequest>,
+) -> Result<Response> {
+    let key = jobs::idempotency_key(&headers, &bytes)?;
+    let source = jobs::find(&app, &id).await?;
+    let from = choose(&app, &source, &request.checkpoint).await?;
+    let mut document =
+        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+    set(&mut document, "name", Value::String(fork_name(&source.name)))?;
+    for (path, value) in request.set {
+        merge(&mut document, &path, value)?;
+    }
+    let (spec, dataset) = jobs::check(&app, &document).await.map_err(Error::Invalid)?;
+    let mut mistakes = Vec::new();
+    for (pointer, same) in [
+        ("/model/arch", spec.model.arch == source.spec.model.arch),
+        ("/model/stem", spec.model.stem == source.spec.model.stem),
+    ] {
+        if !same {
+            let detail = "the checkpoint's tensors are of the job it comes from; submit a new job to train another network";
+            mistakes.push(SpecError { pointer: pointer.into(), detail: detail.into() });
+        }
+    }
+    let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
+    if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
+        let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
+        let detail = format!(
+            "the checkpoint is of step {} and the training ends at step {total}: nothing is left to do; set more",
+            from.info.step
+        );
+        mistakes.push(SpecError { pointer: pointer.into(), detail });
+    }
+    if !mistakes.is_empty() {
+        return Err(Error::Invalid(mistakes));
+    }
+    let new = JobId::generate();
+    let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
+    let folder = format!("{}-{}", from.info.epoch, from.info.step);
+    let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
+    if let Err(error) = copied.map_err(io::Error::other).flatten() {
+        let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
+        return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
+    }
+    let reason = format!("forked from {:?} ({}) at step {}", source.name, source.id, from.info.step);
+    let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
+    let (status, job) = jobs::store(&app, new, spec, key, Some(Fork { reason, checkpoint })).await?;
+    let status =
+        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+fn fork_name(name: &str) -> String {
+    let mut short = name.to_owned();
+    short.truncate(short.floor_char_boundary(190));
+    format!("{short} (fork)")
+}
+
+fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
+    match document.as_object_mut() {
+        Some(table) => {
+            table.insert(key.to_owned(), value);
+            Ok(())
+        }
+        None => Err(Error::Internal("a specification that is no table".into())),
+    }
+}
+
+/// Puts a value at a path of keys; a table is laid over the one that is there.
+fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
+    if let Value::Object(inner) = value {
+        for (key, value) in inner {
+            merge(document, &format!("{path}.{key}"), value)?;
+        }
+        return Ok(());
+    }
+    // One way to read paths: the command line's.
+    apply_set(document, &format!("{path}=")).map_err(|detail| {
+        Error::Invalid(vec![SpecError { pointer: format!("/{}", path.replace('.', "/")), detail }])
+    })?;
+    if let Some(place) = document.pointer_mut(&format!("/{}", path.replace('.', "/"))) {
+        *place = value;
+    }
+    // One of the two says how large a step is.
+    let (given, other) = match path {
+        "train.batch_size" => (true, "global_batch_size"),
+        "train.global_batch_size" => (true, "batch_size"),
+        "train.epochs" => (true, "steps"),
+        "train.steps" => (true, "epochs"),
+        "checkpoint.every_steps" => (true, "every_epochs"),
+        "checkpoint.every_epochs" => (true, "every_steps"),
+        _ => (false, ""),
+    };
+    let table = path.split('.').next().unwrap_or_default();
+    if given && let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
+        table.remove(other);
+    }
+    Ok(())
+}
+
+async fn choose(app: &App, job: &Job, wanted: &Value) -> Result<CheckpointRow> {
+    let all = app.store.checkpoints(&job_id(job.id.as_str())?).await?;
+    let text = match wanted {
+        Value::Null => "latest".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Number(step) => step.to_string(),
+        _ => return Err(Error::BadRequest("checkpoint is an id, best, latest or a step".into())),
+    };
+    let found = match text.as_str() {
+        "latest" => all.first(),
+        "best" => all.iter().find(|c| c.info.best).or(all.first()),
+        text => all.iter().find(|c| c.id == text || c.info.step.to_string() == text),
+    };
+    found.cloned().ok_or_else(|| {
+        let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
+        let there = if steps.is_empty() {
+            "it has none yet".into()
+        } else {
+            format!("there are those of steps {}", steps.join(", "))
+        };
+        Error::Conflict(format!("the job has no checkpoint {text}; {there}"), Some(job.state))
+    })
+}
+
+/// The files of a checkpoint under another job: links, as they never change, or copies on another disk. It
+/// appears whole or not at all, and stays when the other job's is deleted.
+fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
+    let temporary = to.join(format!(".tmp-{folder}"));
+    fs::create_dir_all(&temporary)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let target = temporary.join(entry.file_name());
+        if fs::hard_link(entry.path(), &target).is_err() {
+            fs::copy(entry.path(), &target)?;
+            fs::File::open(&target)?.sync_all()?;
+        }
+    }
+    fs::File::open(&temporary)?.sync_all()?;
+    fs::rename(&temporary, to.join(folder))?;
+    fs::File::open(to)?.sync_all()
+}

@@ -1,0 +1,51 @@
+//! `lockstep checkpoints`: what a job has kept.
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output,
+};
+use serde_json::Value;
+
+/// List a job's checkpoints, newest first
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Prints them.
+///
+/// # Errors
+/// Exit status 2 when there is no such job.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = Api::new(&args.server.server)?;
+    let answer: Value = block_on(async {
+        let job = api.find_job(&args.job).await?;
+        api.get(&format!("/jobs/{}/checkpoints", job.id)).await
+    })?;
+    if args.server.json {
+        return output::json(&answer["checkpoints"]);
+    }
+    let empty = Vec::new();
+    let all = answer["checkpoints"].as_array().unwrap_or(&empty);
+    if all.is_empty() {
+        return output::line("no checkpoint yet");
+    }
+    let rows: Vec<_> = all.iter().map(row).collect();
+    output::table(["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"], &rows)
+}
+
+fn row(checkpoint: &Value) -> [String; 7] {
+    let number = |key: &str| checkpoint[key].as_u64().map(|n| n.to_string()).unwrap_or_default();
+    [
+        number("step"),
+        number("epoch"),
+        number("attempt"),
+        checkpoint["val_accuracy"].as_f64().map(|a| format!("{:.1} %", a * 100.0)).unwrap_or_default(),
+        checkpoint["size_bytes"].as_f64().map(|b| format!("{:.1} MB", b / 1e6)).unwrap_or_default(),
+        if checkpoint["best"] == true { "best".into() } else { String::new() },
+        checkpoint["id"].as_str().unwrap_or_default().to_owned(),
+    ]
+}

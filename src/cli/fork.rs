@@ -1,0 +1,50 @@
+//! `lockstep fork`: a new job from a checkpoint of another.
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output, watch, wrong,
+};
+use lockstep_protocol::{Job, spec::apply_set};
+use serde_json::{Value, json};
+
+/// Start a new job from a checkpoint of another one, with changed settings
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    /// best, latest, or a step
+    #[arg(long, default_value = "latest")]
+    checkpoint: String,
+    /// Change a key of its specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// Stay and show its progress; exit with 1 unless it succeeds
+    #[arg(long)]
+    watch: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Asks the server; prints the new job.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or checkpoint, or the changed settings have mistakes.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let mut set = Value::Object(serde_json::Map::new());
+    for one in &args.sets {
+        apply_set(&mut set, one).map_err(|e| wrong(format!("--set {one}: {e}")))?;
+    }
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let source = api.find_job(&args.job).await?;
+        let request = json!({"checkpoint": args.checkpoint, "set": set});
+        let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
+        if args.watch {
+            return watch::to_the_end(&api, job, args.server.json).await;
+        }
+        if args.server.json {
+            return output::json(&job);
+        }
+        output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
+    })
+}

@@ -1,0 +1,74 @@
+//! `lockstep metrics`: the numbers behind the charts.
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output,
+};
+use futures_util::StreamExt;
+use reqwest::Method;
+use serde_json::Value;
+use std::io::Write;
+
+/// Print a job's metrics
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    /// Such as loss, val_accuracy, images_per_second [default: every one]
+    #[arg(long)]
+    name: Option<String>,
+    /// Every point as CSV: attempt, rank, name, step, value
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Prints points as CSV or JSON, else the newest value, minimum and maximum of each series.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or metric.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let job = api.find_job(&args.job).await?;
+        let name = args.name.as_ref().map(|n| format!("name={n}")).unwrap_or_default();
+        if args.csv {
+            let path = format!("/jobs/{}/metrics.csv?{name}", job.id);
+            let mut body = api.request(Method::GET, &path, None::<&()>).await?.bytes_stream();
+            let mut out = std::io::stdout().lock();
+            while let Some(part) = body.next().await {
+                out.write_all(&part?)?;
+            }
+            return Ok(out.flush()?);
+        }
+        let answer: Value = api.get(&format!("/jobs/{}/metrics?points=10000&{name}", job.id)).await?;
+        if args.server.json {
+            return output::json(&answer);
+        }
+        let empty = Vec::new();
+        let rows: Vec<_> = answer["series"].as_array().unwrap_or(&empty).iter().map(row).collect();
+        output::table(["METRIC", "ATTEMPT", "RANK", "STEPS", "LAST", "MIN", "MAX"], &rows)
+    })
+}
+
+fn row(series: &Value) -> [String; 7] {
+    let numbers = |key: &str| -> Vec<f64> {
+        series[key].as_array().map(|v| v.iter().filter_map(Value::as_f64).collect()).unwrap_or_default()
+    };
+    let shown = |value: Option<f64>| value.map(|v| format!("{v:.4}")).unwrap_or_default();
+    let steps = numbers("steps");
+    let range = match (steps.first(), steps.last()) {
+        (Some(first), Some(last)) => format!("{first} to {last}"),
+        _ => String::new(),
+    };
+    [
+        series["name"].as_str().unwrap_or_default().to_owned(),
+        series["attempt"].to_string(),
+        series["rank"].to_string(),
+        range,
+        shown(numbers("mean").last().copied()),
+        shown(numbers("min").into_iter().reduce(f64::min)),
+        shown(numbers("max").into_iter().reduce(f64::max)),
+    ]
+}

@@ -1,0 +1,76 @@
+//! `lockstep pause`, `resume` and `retry`: a job's moves at a person's wish.
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output, watch,
+};
+use lockstep_protocol::{Job, JobState};
+
+/// Which job.
+#[derive(clap::Args)]
+pub(crate) struct Which {
+    /// Its id, the start of its id, or its name
+    job: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Pause a job: its ranks keep a checkpoint and free their slots
+#[derive(clap::Args)]
+pub(crate) struct PauseArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Let a paused job go on, as if it had never paused
+#[derive(clap::Args)]
+pub(crate) struct ResumeArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Let a failed or cancelled job go on from its newest checkpoint
+#[derive(clap::Args)]
+pub(crate) struct RetryArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
+/// Asks the server, and waits until the job stands still.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or it neither waits nor runs.
+pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
+    let still = |job: &Job| job.state == JobState::Paused || job.state.is_final();
+    ask(&args.which, "pause", still)
+}
+
+/// Asks the server.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or it is not paused.
+pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
+    ask(&args.which, "resume", |_| true)
+}
+
+/// Asks the server.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or it is not over.
+pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
+    ask(&args.which, "retry", |_| true)
+}
+
+fn ask(which: &Which, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
+    let api = Api::new(&which.server.server)?;
+    block_on(async {
+        let job = api.find_job(&which.job).await?;
+        let job: Job = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await?;
+        let job = watch::until(&api, job, done).await?;
+        if which.server.json {
+            return output::json(&job);
+        }
+        let reason = job.reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
+        output::line(format_args!("{} {}{reason}", job.id, job.state))
+    })
+}

@@ -1,0 +1,171 @@
+//! Every crash point inside writing a checkpoint and inside the database's transactions, one after the other, by
+//! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
+
+use crate::{
+    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    postgres,
+    server::{Agents, Server, number, turn},
+    specs,
+};
+use lockstep_protocol::fault::{CHECKPOINT_POINTS, INGEST_POINTS, JOB_POINTS};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
+
+/// Faults that strike once each, with their marks in `folder`; `nth` says how often a point is passed before.
+fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
+    let each = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
+    vec![("LOCKSTEP_FAULT".into(), points.iter().map(each).collect::<Vec<_>>().join(","))]
+}
+
+#[tokio::test]
+async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let calm = with_pictures(Server::start().await).await;
+    let model = undisturbed(&calm, STEPS).await;
+    calm.stop().await;
+    for point in CHECKPOINT_POINTS {
+        // Its third time, so that there is a checkpoint to go back to.
+        let environment = faults(marks.path(), &[point], "kill", 3);
+        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        runs_past(&server, &id, EVERY).await;
+        let row = Row::begin(&format!("kill -9 at {point}"));
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 2, "it was struck once at {point}");
+        assert!(marks.path().join(point).exists(), "{point} was reached");
+        let left: Vec<_> = std::fs::read_dir(server.job_dir(&id).join("checkpoints"))
+            .expect("checkpoints")
+            .flatten()
+            .map(|e| e.file_name().to_string_lossy().into_owned())
+            .filter(|name| name.starts_with(".tmp"))
+            .collect();
+        assert!(left.is_empty(), "what a dead writer left is removed: {left:?}");
+        row.passed("same weights, nothing half done left");
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let calm = with_pictures(Server::start().await).await;
+    let model = undisturbed(&calm, STEPS).await;
+    calm.stop().await;
+    let points = &CHECKPOINT_POINTS[..8];
+    for point in points {
+        let environment = faults(marks.path(), &[point], "error", 2);
+        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let row = Row::begin(&format!("disk full at {point}"));
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training went on");
+        let logged = server.cli(&["logs", &id, "--rank", "0"]);
+        let words = "could not be written";
+        assert!(
+            logged.ok().contains(words) && logged.stdout.contains("the one before it stands"),
+            "{}",
+            logged.stdout
+        );
+        row.passed("training went on, the log says so");
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn the_last_checkpoint_waits_for_room() {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let environment = faults(marks.path(), &["checkpoint.model"], "error", 1);
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
+    let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
+    let row = Row::begin("disk full at the last checkpoint, then room");
+    server.succeeded(&id).await;
+    assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
+    row.passed("waited for and written");
+    server.stop().await;
+}
+
+async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let calm = with_pictures(Server::start().await).await;
+    let model = undisturbed(&calm, STEPS).await;
+    calm.stop().await;
+
+    // While reports are stored: one job, struck again and again.
+    for point in INGEST_POINTS {
+        let environment = faults(marks.path(), &[point], "kill", 20);
+        let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
+        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        server.serve_again().await;
+        row.mended_now();
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+        row.passed("same attempt");
+        server.stop().await;
+        std::fs::remove_file(marks.path().join(point)).expect("its mark");
+    }
+
+    // While a job is made and given out.
+    for point in JOB_POINTS {
+        let environment = faults(marks.path(), &[point], "kill", 1);
+        let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
+        let send = |server: &Server| {
+            let request = server.http.post(server.api("/jobs")).header("idempotency-key", "mine");
+            request.json(&spec("disturbed", STEPS)).send()
+        };
+        let row = Row::begin(&format!("server killed at {point} ({kind})"));
+        let first = send(&server).await;
+        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        server.serve_again().await;
+        // The client does what clients do that had no answer: it asks again with its key.
+        let again = send(&server).await.expect("an answer").json::<Value>().await.expect("JSON");
+        let id = again["id"].as_str().expect("an id").to_owned();
+        if let Ok(first) = first
+            && let Ok(first) = first.json::<Value>().await
+        {
+            assert_eq!(first["id"], *id, "what was acknowledged is there");
+        }
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1), "one job");
+        row.passed("one job, nothing lost");
+        server.stop().await;
+        std::fs::remove_file(marks.path().join(point)).expect("its mark");
+    }
+}
+
+#[tokio::test]
+async fn the_server_dies_at_every_point_of_writing_to_sqlite() {
+    server_dies_at_every_point(|| None, "SQLite").await;
+}
+
+#[tokio::test]
+async fn the_server_dies_at_every_point_of_writing_to_postgres() {
+    server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
+}
+
+#[tokio::test]
+async fn the_database_s_disk_is_full_for_a_while() {
+    let _turn = turn().await;
+    let calm = with_pictures(Server::start().await).await;
+    let model = undisturbed(&calm, STEPS).await;
+    calm.stop().await;
+    for (point, at) in [("ingest.begin", 5), ("ingest.event", 50), ("ingest.commit", 5)] {
+        let fault = format!("{point}:error@{at},{point}:error@{},{point}:error@{}", at + 1, at + 2);
+        let environment = vec![("LOCKSTEP_FAULT".into(), fault)];
+        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let row = Row::begin(&format!("the database's disk is full at {point}"));
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+        row.passed("reports waited, training went on");
+        server.stop().await;
+    }
+}

@@ -1,0 +1,128 @@
+//! Databases that go away, and `kill -9` of the server and of both databases under load.
+
+use crate::{
+    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    postgres::Cluster,
+    server::{Agents, Server, number, turn},
+};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
+
+async fn postgres_away(secs: u64, steps: u64) {
+    let _turn = turn().await;
+    let mut cluster = Cluster::new(true);
+    let url = cluster.database("away");
+    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let model = undisturbed(&server, steps).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let length = || fs::metadata(&log).map_or(0, |m| m.len());
+    let mut row = Row::begin(&format!("Postgres away for {secs} s"));
+    cluster.stop();
+    let before = length();
+    let began = Instant::now();
+    let answer = server.request(reqwest::Method::GET, "/jobs", None).await;
+    let told = answer.problem(503)["detail"].to_string();
+    assert!(told.contains("database"), "{told}");
+    let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
+    assert_eq!(refused.status.as_u16(), 503, "{}", refused.text);
+    while began.elapsed() < Duration::from_secs(secs) {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(length() > before, "the ranks trained on");
+    cluster.start();
+    row.mended_now();
+    judge(&server, &id, steps, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    row.passed("503 with a reason, ranks trained on, same attempt");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn postgres_is_away_for_a_moment() {
+    postgres_away(3, 1000).await;
+}
+
+#[tokio::test]
+#[ignore = "slow: half a minute away"]
+async fn slow_postgres_is_away_for_half_a_minute() {
+    postgres_away(30, 8000).await;
+}
+
+/// Jobs one after the other; every second or so what `kill` kills.
+async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
+    let model = undisturbed(&server, STEPS).await;
+    let mut row = Row::begin(&format!("{name} under load, 50 times"));
+    let mut killed = 0;
+    let mut longest = Duration::ZERO;
+    let mut jobs = 0;
+    while killed < 50 {
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        jobs += 1;
+        for step in [20, 90, 160] {
+            let job = server.job(&id).await;
+            if killed == 50 || crate::server::state_of(&job).is_final() {
+                break;
+            }
+            runs_past(&server, &id, step).await;
+            let began = Instant::now();
+            kill(&mut server).await;
+            longest = longest.max(began.elapsed());
+            killed += 1;
+        }
+        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
+    }
+    row.mended_now();
+    row.passed(&format!("{killed} kills in {jobs} jobs, back within {:.1} s", longest.as_secs_f64()));
+    server.stop().await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn kill_50_times_the_server_on_sqlite() {
+    let _turn = turn().await;
+    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    kill_again_and_again("kill -9 of the server and its SQLite", server, async |server: &mut Server| {
+        server.kill_serve();
+        server.serve_again().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn kill_50_times_the_server_on_postgres() {
+    let _turn = turn().await;
+    let cluster = Cluster::new(true);
+    let url = cluster.database("again");
+    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    kill_again_and_again("kill -9 of the server on Postgres", server, async |server: &mut Server| {
+        server.kill_serve();
+        server.serve_again().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn kill_50_times_postgres() {
+    let _turn = turn().await;
+    let mut cluster = Cluster::new(true);
+    let url = cluster.database("again");
+    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    kill_again_and_again("kill -9 of Postgres", server, async |server: &mut Server| {
+        cluster.kill();
+        cluster.start();
+        let ready = async |s: &Server| {
+            s.http.get(format!("{}/readyz", s.url)).send().await.is_ok_and(|a| a.status().is_success())
+        };
+        server.until("the server is ready again", ready).await;
+    })
+    .await;
+}

@@ -1,0 +1,251 @@
+//! What must hold after a fault, whichever it was.
+
+use crate::{
+    pictures,
+    server::{Server, number},
+    socket::stored,
+    specs,
+};
+use lockstep_protocol::agent::AttemptEvent;
+use lockstep_worker::report::{Tail, events_path};
+use serde_json::{Value, json};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::Write,
+    time::{Duration, Instant},
+};
+
+/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch.
+pub(crate) const STEPS: u64 = 240;
+pub(crate) const EVERY: u64 = 40;
+
+/// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows
+/// in the weights.
+pub(crate) fn spec(name: &str, steps: u64) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, steps),
+        json!({
+            "data": {"crop_padding": 2, "horizontal_flip": true},
+            "train": {"schedule": "cosine"},
+            "checkpoint": {"every_epochs": null, "every_steps": EVERY, "keep": 2},
+            "recovery": {"max_restarts": 10, "stall_timeout_secs": 10},
+        }),
+    )
+}
+
+pub(crate) async fn with_pictures(server: Server) -> Server {
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    server
+}
+
+/// The weights of a job that nothing disturbs.
+pub(crate) async fn undisturbed(server: &Server, steps: u64) -> Vec<u8> {
+    let id = server.submit(&spec("disturbed", steps)).await;
+    server.succeeded(&id).await;
+    server.last_model(&id).await
+}
+
+/// What a rank wrote down itself: its points and the numbers of its lines.
+#[derive(Debug, Default, PartialEq)]
+struct Record {
+    /// (name, step) and the value's bits.
+    points: BTreeMap<(String, u64), u32>,
+    lines: BTreeSet<u64>,
+    checkpoints: BTreeSet<u64>,
+}
+
+impl Record {
+    fn point(&mut self, name: &str, step: u64, value: f32) {
+        let bits = if value.is_finite() { value.to_bits() } else { f32::NAN.to_bits() };
+        assert!(self.points.insert((name.into(), step), bits).is_none(), "{name} of step {step} twice");
+    }
+
+    fn line(&mut self, number: u64) {
+        assert!(self.lines.insert(number), "line {number} twice");
+    }
+
+    fn is_part_of(&self, all: &Record) -> bool {
+        self.points.iter().all(|(at, value)| all.points.get(at) == Some(value))
+            && self.lines.is_subset(&all.lines)
+            && self.checkpoints.is_subset(&all.checkpoints)
+    }
+}
+
+/// From the rank's own file.
+fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
+    let dir = server.job_dir(id).join("attempts").join(attempt.to_string());
+    let mut tail = Tail::open(&events_path(&dir, rank), 0);
+    let mut record = Record::default();
+    loop {
+        let events = tail.poll().expect("the rank's own record");
+        if events.is_empty() {
+            return record;
+        }
+        for event in events {
+            match event {
+                AttemptEvent::Metrics { columns, .. } => {
+                    for column in columns {
+                        for (step, value) in column.steps.iter().zip(&column.values) {
+                            record.point(&column.name, *step, *value);
+                        }
+                    }
+                }
+                AttemptEvent::Log { lines, .. } => lines.iter().for_each(|line| record.line(line.number)),
+                AttemptEvent::Checkpoint(info) => drop(record.checkpoints.insert(info.step)),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// From the server's events, by attempt and rank; lines that the agent added are those above the rank's own.
+fn told(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
+    let mut records: BTreeMap<(u64, u32), Record> = BTreeMap::new();
+    for event in events {
+        let rank = event["rank"].as_u64().unwrap_or(0) as u32;
+        let key = (event["attempt"].as_u64().unwrap_or(0), rank);
+        match event["type"].as_str() {
+            Some("metrics") => {
+                let name = event["name"].as_str().expect("a name");
+                let values = event["values"].as_array().expect("values");
+                for (step, value) in event["steps"].as_array().expect("steps").iter().zip(values) {
+                    let value = value.as_f64().map_or(f32::NAN, |v| v as f32);
+                    records.entry(key).or_default().point(name, number(step), value);
+                }
+            }
+            Some("log") => {
+                for line in event["lines"].as_array().expect("lines") {
+                    records.entry(key).or_default().line(number(&line["number"]));
+                }
+            }
+            Some("checkpoint") => {
+                records.entry(key).or_default().checkpoints.insert(number(&event["step"]));
+            }
+            _ => {}
+        }
+    }
+    records
+}
+
+/// The pass conditions: the job has succeeded, its events are numbered without a gap, every record of every rank is
+/// stored exactly once (of attempts in `fenced` only what came before the fence), every step was trained, and
+/// the weights are those of the undisturbed run, bit for bit.
+pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], fenced: &[u64]) {
+    let job = server.succeeded(id).await;
+    let events = stored(server, id).await;
+    let attempts = number(&job["attempt"]);
+    let told = told(&events);
+    let empty = Record::default();
+    for attempt in 1..=attempts {
+        for rank in 0..2 {
+            let own = recorded(server, id, attempt, rank);
+            let stored = told.get(&(attempt, rank)).unwrap_or(&empty);
+            if fenced.contains(&attempt) {
+                assert!(
+                    stored.is_part_of(&own),
+                    "attempt {attempt}, rank {rank}: something that it never said"
+                );
+                continue;
+            }
+            assert_eq!(stored.points, own.points, "points of attempt {attempt}, rank {rank}");
+            assert_eq!(stored.checkpoints, own.checkpoints, "checkpoints of attempt {attempt}, rank {rank}");
+            // Its agent may have added what it printed before it died.
+            let added: Vec<_> = stored.lines.difference(&own.lines).collect();
+            assert!(own.lines.is_subset(&stored.lines), "lines of attempt {attempt}, rank {rank}");
+            assert!(added.iter().all(|n| own.lines.last().is_none_or(|last| *n > last)), "{added:?}");
+        }
+    }
+    for rank in 0..2 {
+        let done: BTreeSet<_> = told
+            .iter()
+            .filter(|((_, r), _)| *r == rank)
+            .flat_map(|(_, record)| record.points.keys().filter(|(name, _)| name == "loss").map(|(_, s)| *s))
+            .collect();
+        assert_eq!(done, (1..=steps).collect(), "steps of rank {rank}");
+    }
+    assert!(server.last_model(id).await == model, "the weights are not those of the undisturbed run");
+    // What is listed as a checkpoint is one.
+    for checkpoint in server.checkpoints(id).await {
+        let folder = format!("checkpoints/{}-{}", number(&checkpoint["epoch"]), number(&checkpoint["step"]));
+        let folder = server.job_dir(id).join(folder);
+        lockstep_worker::checkpoint::validate(&folder)
+            .unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    }
+    assert!(server.ranks(id).is_empty(), "no rank is left");
+}
+
+/// A row of the matrix as it went.
+pub(crate) struct Row {
+    fault: String,
+    began: Instant,
+    noticed: Option<Duration>,
+    mended: Option<Duration>,
+}
+
+impl Row {
+    /// The fault happens now.
+    pub(crate) fn begin(fault: &str) -> Self {
+        Self { fault: fault.into(), began: Instant::now(), noticed: None, mended: None }
+    }
+
+    /// Waits for the job to say that something is wrong, and then for it to train again.
+    pub(crate) async fn until_mended(&mut self, server: &Server, id: &str, attempt: u64) {
+        let deadline = Instant::now() + Duration::from_secs(100);
+        loop {
+            if let Ok(answer) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
+                && let Ok(job) = answer.json::<Value>().await
+            {
+                let now = job["attempt"].as_u64().unwrap_or(0);
+                let state = job["state"].as_str().unwrap_or_default();
+                if self.noticed.is_none() && (now > attempt || matches!(state, "restarting" | "lost")) {
+                    self.noticed = Some(self.began.elapsed());
+                }
+                if now > attempt && matches!(state, "running" | "succeeded") {
+                    self.mended = Some(self.began.elapsed());
+                    return;
+                }
+            }
+            assert!(Instant::now() < deadline, "{}: not mended", self.fault);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    pub(crate) fn mended_now(&mut self) {
+        self.mended = Some(self.began.elapsed());
+    }
+
+    pub(crate) fn mended(&self) -> Duration {
+        self.mended.expect("it was mended")
+    }
+
+    /// Every condition held.
+    pub(crate) fn passed(self, note: &str) {
+        let secs = |d: Option<Duration>| d.map(|d| (d.as_secs_f64() * 100.0).round() / 100.0);
+        let (noticed, mended) = (secs(self.noticed), secs(self.mended));
+        let line = json!({"fault": self.fault, "noticed_secs": noticed, "mended_secs": mended, "note": note});
+        println!("{line}");
+        if let Ok(path) = std::env::var("LOCKSTEP_FAULTS_REPORT") {
+            let file = fs::OpenOptions::new().append(true).create(true).open(path);
+            let written = file.and_then(|mut file| writeln!(file, "{line}"));
+            written.expect("LOCKSTEP_FAULTS_REPORT is a file that can be written");
+        }
+    }
+}
+
+/// Waits until both ranks have done `step` steps and a checkpoint is there.
+pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
+    let log = |rank: u32, attempt: u64| {
+        let path = server.job_dir(id).join(format!("attempts/{attempt}/rank.{rank}.log"));
+        fs::read_to_string(path).unwrap_or_default()
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let job = server.job(id).await;
+        if number(&job["step"]) >= step && !log(0, number(&job["attempt"])).is_empty() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "the job does not get to step {step}: {job:#}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}

@@ -1,0 +1,32 @@
+//! The fault matrix: what may break is broken, against the real program, and what must hold is checked.
+//!
+//! `processes.rs`, `crash_points.rs` and `databases.rs` hold a test a row of the matrix; `judge.rs` is what every one of
+//! them must pass. The fast rows run with all other tests. The rows that take long, the soak and the repeated kills
+//! are marked `ignored` and have commands of their own:
+//!
+//! ```sh
+//! cargo test --release --test faults -- --ignored slow       # minutes away, leases that run out
+//! cargo test --release --test faults -- --ignored kill_50    # kill -9 under load, 50 times each
+//! cargo test --release --test faults -- --ignored soak       # 200 jobs, a random fault every few seconds
+//! ```
+//!
+//! With `LOCKSTEP_FAULTS_REPORT=FILE` every row appends what it measured as a line of JSON.
+#![allow(dead_code, unreachable_pub)] // Modules are shared with the acceptance tests.
+
+#[path = "../it/pictures.rs"]
+mod pictures;
+#[path = "../../server/tests/it/postgres.rs"]
+mod postgres;
+#[path = "../it/server.rs"]
+mod server;
+#[path = "../it/socket.rs"]
+mod socket;
+#[path = "../it/specs.rs"]
+mod specs;
+
+mod judge;
+
+mod crash_points;
+mod databases;
+mod processes;
+mod soak;

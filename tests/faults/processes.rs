@@ -1,0 +1,336 @@
+//! Ranks, agents and servers that die, hang, are stopped or are cut off.
+
+use crate::{
+    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    server::{Agents, Server, number, signal, turn},
+    socket::stored,
+    specs,
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+async fn server() -> Server {
+    with_pictures(Server::start().await).await
+}
+
+#[tokio::test]
+async fn ranks_that_are_killed_or_crash() {
+    let _turn = turn().await;
+    let server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    let faults: [(&str, &[u32], Signal); 4] = [
+        ("kill -9 of rank 0", &[0], Signal::KILL),
+        ("kill -9 of the last rank", &[1], Signal::KILL),
+        ("kill -9 of all ranks", &[0, 1], Signal::KILL),
+        ("SIGSEGV of a rank", &[1], Signal::SEGV),
+    ];
+    for (fault, hit, with) in faults {
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        runs_past(&server, &id, EVERY + 20).await;
+        let ranks = server.ranks(&id);
+        let mut row = Row::begin(fault);
+        for (_, process) in ranks.iter().filter(|(rank, _)| hit.contains(rank)) {
+            signal(process.pid, with);
+        }
+        row.until_mended(&server, &id, 1).await;
+        assert!(row.mended() < Duration::from_secs(5), "{fault}: training again after {:?}", row.mended());
+        judge(&server, &id, STEPS, &model, &[]).await;
+        let events = stored(&server, &id).await;
+        let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
+        let reason = restarting["reason"].as_str().expect("a reason");
+        let number = if with == Signal::KILL { 9 } else { 11 };
+        assert!(reason.contains(&format!("was killed by signal {number} at step")), "{reason}");
+        assert!(reason.contains("attempt 2 starts from step"), "{reason}");
+        row.passed("same weights");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_rank_that_hangs() {
+    let _turn = turn().await;
+    let server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    let id = server
+        .submit(&specs::with(spec("disturbed", STEPS), json!({"recovery": {"stall_timeout_secs": 10}})))
+        .await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let (_, rank) = server.ranks(&id).remove(1);
+    let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
+    signal(rank.pid, Signal::STOP);
+    row.until_mended(&server, &id, 1).await;
+    judge(&server, &id, STEPS, &model, &[]).await;
+    let events = stored(&server, &id).await;
+    let reason = events.iter().find(|e| e["state"] == "restarting").expect("a restart")["reason"].to_string();
+    assert!(
+        reason.contains("rank 1 made no progress for 10 s at step") && reason.contains("suspended"),
+        "{reason}"
+    );
+    row.passed("same weights");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
+    let _turn = turn().await;
+    let server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
+    let mut row = Row::begin("kill -9 of the agent, back within the lease");
+    signal(agent.pid, Signal::KILL);
+    let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
+    server.until("the agent is started again", back).await;
+    row.mended_now();
+    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "its ranks were taken over");
+    row.passed("same attempt");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_killed_and_started_again() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin("kill -9 of the server, started again at once");
+    server.kill_serve();
+    server.serve_again().await;
+    row.mended_now();
+    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    row.passed("same attempt");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    for (fault, with) in [("Ctrl-C of serve", Signal::INT), ("SIGTERM of serve", Signal::TERM)] {
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        runs_past(&server, &id, EVERY + 20).await;
+        let mut row = Row::begin(fault);
+        assert_eq!(server.end_serve(with).await.code(), Some(0));
+        assert!(server.processes().is_empty(), "nothing is left: {:?}", server.processes());
+        // A checkpoint of the very step at which it stopped.
+        let kept =
+            lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
+        let at = kept.last().expect("a checkpoint").1;
+        assert!(at >= EVERY + 20 && !at.is_multiple_of(EVERY) || at > EVERY + 20, "{kept:?}");
+        server.serve_again().await;
+        row.until_mended(&server, &id, 1).await;
+        judge(&server, &id, STEPS, &model, &[]).await;
+        let events = stored(&server, &id).await;
+        let queued: Vec<_> = events.iter().filter(|e| e["state"] == "queued").collect();
+        let reason = queued.iter().rev().find_map(|e| e["reason"].as_str()).expect("a reason");
+        assert!(
+            reason.contains("was stopped") && reason.contains(&format!("goes on from step {at}")),
+            "{reason}"
+        );
+        let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
+        assert_eq!(number(&plan["start_step"]), at);
+        assert!(!events.iter().any(|e| e["state"] == "restarting"), "it is no restart");
+        row.passed("queued with a checkpoint of its last step");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_newest_checkpoint_is_torn() {
+    let _turn = turn().await;
+    let server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    for (fault, harm) in [
+        (
+            "the newest checkpoint is torn",
+            (|bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2)) as fn(&mut Vec<u8>),
+        ),
+        ("the newest checkpoint is corrupted", |bytes: &mut Vec<u8>| {
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+        }),
+    ] {
+        let id = server.submit(&spec("disturbed", STEPS)).await;
+        runs_past(&server, &id, 2 * EVERY + 20).await;
+        server.cli(&["pause", &id]).ok();
+        let all = server.checkpoints(&id).await;
+        let (newest, before) = (number(&all[0]["step"]), number(&all[1]["step"]));
+        let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&all[0]["epoch"]));
+        let file = server.job_dir(&id).join(name);
+        let mut bytes = fs::read(&file).expect("the newest checkpoint");
+        harm(&mut bytes);
+        fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("harm");
+        let row = Row::begin(fault);
+        server.cli(&["resume", &id]).ok();
+        judge(&server, &id, STEPS, &model, &[]).await;
+        let events = stored(&server, &id).await;
+        let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
+        assert_eq!(number(&plan["start_step"]), before, "{all:?}");
+        let logged = server.cli(&["logs", &id, "--rank", "0"]);
+        let words = format!("-{newest} is damaged");
+        assert!(
+            logged.ok().contains(&words) && logged.stdout.contains("the one before it is used"),
+            "{}",
+            logged.stdout
+        );
+        row.passed("the one before it is used, the log says so");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
+    let _turn = turn().await;
+    let server = server().await;
+    let model = undisturbed(&server, STEPS).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    server.cli(&["pause", &id]).ok();
+    let place = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
+    let aside = format!("{place}.aside");
+    let row = Row::begin("the dataset vanished");
+    fs::rename(&place, &aside).expect("moved away");
+    server.cli(&["resume", &id]).ok();
+    let job = server.ended(&id).await;
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(
+        job["state"] == "failed" && reason.contains("cannot be read") && reason.contains("retry"),
+        "{reason}"
+    );
+    row.passed("failed, not restarted; retried when it was back");
+
+    let row = Row::begin("the dataset changed");
+    fs::create_dir(&place).expect("another one");
+    for entry in fs::read_dir(&aside).expect("files").flatten() {
+        let mut bytes = fs::read(entry.path()).expect("a file");
+        if let Some(last) = bytes.last_mut() {
+            *last ^= 1;
+        }
+        fs::write(std::path::Path::new(&place).join(entry.file_name()), bytes).expect("a file");
+    }
+    server.cli(&["retry", &id]).ok();
+    let job = server.ended(&id).await;
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
+    fs::remove_dir_all(&place).and_then(|()| fs::rename(&aside, &place)).expect("back again");
+    server.cli(&["retry", &id]).ok();
+    judge(&server, &id, STEPS, &model, &[]).await;
+    row.passed("failed with the reason; retried when it was back");
+    server.stop().await;
+}
+
+/// Long enough for a lease (15 s) to run out and more.
+const LONG: u64 = 6000;
+
+#[tokio::test]
+#[ignore = "slow: leases run out"]
+async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
+    let _turn = turn().await;
+    let mut server = with_pictures(Server::start_with(Agents::Beside { cpu_slots: 2 }).await).await;
+    let model = undisturbed(&server, LONG).await;
+
+    // Killed: its ranks end by themselves before the server gives the job to another.
+    let id = server.submit(&spec("disturbed", LONG)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let ranks = server.ranks(&id);
+    assert_eq!(ranks.len(), 2);
+    let mut row = Row::begin("kill -9 of an agent that comes back after the lease");
+    server.kill_agent();
+    let before = number(&server.job(&id).await["step"]);
+    server
+        .until("the job is no longer this attempt's", async |s: &Server| {
+            s.job(&id).await["state"] != "running"
+        })
+        .await;
+    assert!(server.ranks(&id).is_empty(), "its ranks ended within the lease");
+    assert!(number(&server.job(&id).await["step"]) >= before);
+    server.start_agent(2).await;
+    row.until_mended(&server, &id, 1).await;
+    judge(&server, &id, LONG, &model, &[1]).await;
+    row.passed("ranks ended themselves within the lease, attempt fenced");
+
+    // Cut off for longer than the lease, then back as a zombie.
+    for (fault, secs, same_attempt) in [
+        ("the agent is cut off (SIGSTOP) for 5 s", 5, true),
+        ("the agent is cut off (SIGSTOP) for 25 s, then returns", 25, false),
+    ] {
+        let id = server.submit(&spec("disturbed", LONG)).await;
+        runs_past(&server, &id, EVERY + 20).await;
+        let agent = server.agent_beside().expect("the agent");
+        let mut row = Row::begin(fault);
+        signal(agent, Signal::STOP);
+        tokio::time::sleep(Duration::from_secs(secs)).await;
+        signal(agent, Signal::CONT);
+        if same_attempt {
+            row.mended_now();
+        } else {
+            row.until_mended(&server, &id, 1).await;
+        }
+        judge(&server, &id, LONG, &model, if same_attempt { &[] } else { &[1] }).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
+        row.passed(if same_attempt { "same attempt" } else { "no stale write, no doubled attempt" });
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+#[ignore = "slow: the server is away for a minute"]
+async fn slow_a_server_that_is_away_for_longer() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    // Longer than it is away, on a fast machine too.
+    let steps = 12_000;
+    let model = undisturbed(&server, steps).await;
+    for secs in [20, 60] {
+        let id = server.submit(&spec("disturbed", steps)).await;
+        runs_past(&server, &id, EVERY + 20).await;
+        let mut row = Row::begin(&format!("kill -9 of the server, away for {secs} s"));
+        server.kill_serve();
+        let began = Instant::now();
+        let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+        let length = || fs::metadata(&log).map_or(0, |m| m.len());
+        let mut trained_on = 0;
+        let mut last = length();
+        while began.elapsed() < Duration::from_secs(secs) {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            trained_on += u64::from(length() > last);
+            last = length();
+        }
+        server.serve_again().await;
+        row.mended_now();
+        judge(&server, &id, steps, &model, &[]).await;
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks all along");
+        row.passed(&format!("same attempt; ranks trained on in {trained_on} of {secs} s"));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn submitting_twice_with_a_key_makes_one_job() {
+    let _turn = turn().await;
+    let server = server().await;
+    let send = || {
+        let request = server.http.post(server.api("/jobs")).header("idempotency-key", "one");
+        request.json(&spec("once", 20)).send()
+    };
+    let (one, two) = tokio::join!(send(), send());
+    let ids: Vec<Value> = [
+        one.expect("an answer").json::<Value>().await.expect("JSON")["id"].clone(),
+        two.expect("an answer").json::<Value>().await.expect("JSON")["id"].clone(),
+    ]
+    .into();
+    assert!(ids[0].is_string() && ids[0] == ids[1], "{ids:?}");
+    server.succeeded(ids[0].as_str().expect("an id")).await;
+    assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1));
+    Row::begin("submit retried with the same key").passed("one job");
+    server.stop().await;
+}

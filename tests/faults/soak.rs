@@ -1,0 +1,111 @@
+//! Many jobs and a random fault every few seconds.
+
+use crate::{
+    judge::{Row, judge, spec, undisturbed, with_pictures},
+    server::{Agents, Server, number, signal, state_of, turn},
+    specs,
+};
+use rustix::process::Signal;
+use serde_json::json;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+const JOBS: usize = 200;
+const STEPS: u64 = 80;
+const FOR: Duration = Duration::from_secs(600);
+
+/// Xorshift: the same faults for the same seed.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+}
+
+#[tokio::test]
+#[ignore = "takes ten minutes and more"]
+async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
+    let _turn = turn().await;
+    let seed = std::env::var("LOCKSTEP_SOAK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_721);
+    let mut chance = Chance(seed);
+    let mut server = with_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
+    let model = undisturbed(&server, STEPS).await;
+    let mut row =
+        Row::begin(&format!("soak: {JOBS} jobs, a random fault every 2 to 5 s for {} s", FOR.as_secs()));
+    let soaked = |name: &str| {
+        specs::with(
+            spec(name, STEPS),
+            json!({
+                "checkpoint": {"every_steps": 20},
+                "recovery": {"max_restarts": 1000, "stall_timeout_secs": 10},
+            }),
+        )
+    };
+    let mut ids = Vec::new();
+    for _ in 0..JOBS {
+        // The name is in no weights: all are the same job.
+        ids.push(server.submit(&soaked("disturbed")).await);
+    }
+    let began = Instant::now();
+    let mut faults: BTreeMap<&str, u32> = BTreeMap::new();
+    loop {
+        let left = server.get("/jobs?limit=1000").await;
+        let left = left["jobs"].as_array().expect("jobs").iter().filter(|j| !state_of(j).is_final()).count();
+        if left == 0 {
+            break;
+        }
+        assert!(began.elapsed() < FOR * 3, "{left} jobs are left after {:?}; {faults:?}", began.elapsed());
+        tokio::time::sleep(Duration::from_millis(2000 + chance.below(3000))).await;
+        if began.elapsed() > FOR {
+            continue;
+        }
+        let processes = server.processes();
+        let ranks: Vec<_> = processes.iter().filter(|p| p.command() == "rank").collect();
+        let fault = match chance.below(10) {
+            0..=3 if !ranks.is_empty() => {
+                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::KILL);
+                "kill -9 of a rank"
+            }
+            4 if !ranks.is_empty() => {
+                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::SEGV);
+                "SIGSEGV of a rank"
+            }
+            5 if !ranks.is_empty() => {
+                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::STOP);
+                "SIGSTOP of a rank"
+            }
+            6 | 7 => {
+                let Some(agent) = processes.iter().find(|p| p.command() == "agent") else { continue };
+                signal(agent.pid, Signal::KILL);
+                "kill -9 of the agent"
+            }
+            8 => {
+                server.kill_serve();
+                server.serve_again().await;
+                "kill -9 of the server"
+            }
+            9 => {
+                assert_eq!(server.end_serve(Signal::INT).await.code(), Some(0));
+                server.serve_again().await;
+                "Ctrl-C of the server"
+            }
+            _ => continue,
+        };
+        *faults.entry(fault).or_default() += 1;
+    }
+    row.mended_now();
+    let mut attempts = 0;
+    for id in &ids {
+        judge(&server, id, STEPS, &model, &[]).await;
+        attempts += number(&server.job(id).await["attempt"]);
+    }
+    let total: u32 = faults.values().sum();
+    row.passed(&format!("seed {seed}: {total} faults {faults:?}, {JOBS} jobs in {attempts} attempts"));
+    server.stop().await;
+}

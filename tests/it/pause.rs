@@ -1,0 +1,198 @@
+//! Pause, resume, fork: a job goes on as if nothing had been.
+
+use crate::{
+    pictures,
+    server::{Server, number, turn},
+    socket::{Socket, is_metric, last_step, stored},
+    specs,
+};
+use serde_json::{Value, json};
+use std::fs;
+
+const STEPS: u64 = 120;
+
+/// In the middle of an epoch of 40 steps, of three.
+fn spec(name: &str) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, STEPS),
+        json!({
+            "data": {"crop_padding": 2, "horizontal_flip": true},
+            "train": {"schedule": "cosine"},
+            "checkpoint": {"every_epochs": null, "every_steps": 25, "keep": 10},
+        }),
+    )
+}
+
+async fn server() -> Server {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    server
+}
+
+async fn runs_past(server: &Server, id: &str, step: u64) {
+    let mut socket = Socket::of_job(server, id, 0).await;
+    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
+}
+
+#[tokio::test]
+async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
+    let _turn = turn().await;
+    let server = server().await;
+    let undisturbed = server.submit(&spec("paused")).await;
+    server.succeeded(&undisturbed).await;
+
+    let id = server.submit(&spec("paused")).await;
+    runs_past(&server, &id, 30).await;
+    let told = server.cli(&["pause", &id]);
+    assert!(told.ok().contains("paused: paused on request; goes on from step"), "{}", told.stdout);
+    let job = server.job(&id).await;
+    let at = number(&job["step"]);
+    assert!(at >= 30 && at < STEPS, "{job:#}");
+    // A checkpoint of that very step, and nobody left.
+    assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), at);
+    assert!(server.ranks(&id).is_empty());
+    let other = server.submit(&specs::short("meanwhile", "fashion", 2, 5)).await;
+    server.succeeded(&other).await;
+    assert_eq!(server.job(&id).await["state"], "paused");
+
+    server.cli(&["resume", "paused"]).wrong(&["2 jobs are called paused"]);
+    server.cli(&["resume", &id]).ok();
+    let job = server.succeeded(&id).await;
+    assert_eq!(number(&job["attempt"]), 2);
+    assert!(
+        server.last_model(&id).await == server.last_model(&undisturbed).await,
+        "going on gives the weights of never having stopped, bit for bit"
+    );
+    let events = stored(&server, &id).await;
+    let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
+    states.dedup();
+    assert_eq!(
+        states,
+        ["queued", "starting", "running", "pausing", "paused", "queued", "starting", "running", "succeeded"]
+    );
+    // Every step once: the second attempt begins where the first one ended.
+    let points = server.points(&id, "loss").await;
+    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
+    server.cli(&["pause", &id]).wrong(&["the job is succeeded"]);
+    server.cli(&["resume", &id]).wrong(&["the job is succeeded", "retry"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_waiting_job_pauses_at_once() {
+    let _turn = turn().await;
+    let server = server().await;
+    let first = server.submit(&spec("first")).await;
+    let second = server.submit(&spec("second")).await;
+    runs_past(&server, &first, 1).await;
+    let paused = server.post(&format!("/jobs/{second}/pause"), &json!({})).await;
+    assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
+    server.succeeded(&first).await;
+    assert_eq!(server.job(&second).await["state"], "paused");
+    assert_eq!(server.post(&format!("/jobs/{second}/resume"), &json!({})).await.status.as_u16(), 202);
+    server.succeeded(&second).await;
+    assert_eq!(
+        server.post(&format!("/jobs/{second}/resume"), &json!({})).await.problem(409)["state"],
+        "succeeded"
+    );
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = server.submit(&spec("origin")).await;
+    server.succeeded(&id).await;
+    let model = server.last_model(&id).await;
+
+    // The same settings again: the same weights at the end, whatever the number of ranks.
+    let same = server.cli(&["fork", &id, "--checkpoint", "50", "--json"]).json();
+    let one_rank = server
+        .cli(&[
+            "fork",
+            &id,
+            "--checkpoint",
+            "75",
+            "--set",
+            "parallel.ranks=1",
+            "--set",
+            "train.batch_size=16",
+            "--json",
+        ])
+        .json();
+    let colder = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "colder"}});
+    let colder = server.post(&format!("/jobs/{id}/fork"), &colder).await;
+    assert_eq!(colder.status.as_u16(), 202, "{}", colder.text);
+    for (fork, from) in [(&same, 50), (&one_rank, 75), (&colder.json(), 50)] {
+        let fork_id = fork["id"].as_str().expect("an id");
+        let reason = fork["reason"].as_str().expect("where it comes from");
+        assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
+        let done = server.succeeded(fork_id).await;
+        assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
+        let points = server.points(fork_id, "loss").await;
+        let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+        assert_eq!(steps, (from + 1..=STEPS).collect::<Vec<_>>());
+    }
+    let tensors = |file: &[u8]| {
+        file[8 + u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize..].to_vec()
+    };
+    let of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
+    assert!(of(&same).await == model, "nothing changed, so nothing differs");
+    assert!(tensors(&of(&one_rank).await) == tensors(&model), "the same weights at another number of ranks");
+    assert!(tensors(&of(&colder.json()).await) != tensors(&model));
+    assert_eq!(colder.json()["name"], "colder");
+
+    // The fork keeps its checkpoint when the origin goes.
+    let kept = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
+    server.cli(&["delete", &id]).ok();
+    assert!(fs::metadata(kept).is_ok());
+
+    let same_id = same["id"].as_str().expect("an id").to_owned();
+    let fork = |request: Value| {
+        let (server, path) = (&server, format!("/jobs/{same_id}/fork"));
+        async move { server.post(&path, &request).await }
+    };
+    assert!(
+        fork(json!({"checkpoint": 51})).await.problem(409)["detail"]
+            .as_str()
+            .is_some_and(|d| d.contains("step"))
+    );
+    fork(json!({"checkpoint": 75, "set": {"model.arch": "resnet32"}}))
+        .await
+        .mistakes(&[("/model/arch", &["another network"])]);
+    fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
+    fork(json!({})).await.mistakes(&[("/train/steps", &["nothing is left to do"])]);
+    let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
+    assert_eq!(further.status.as_u16(), 202, "{}", further.text);
+    assert_eq!(
+        number(&server.succeeded(further.json()["id"].as_str().expect("an id")).await["step"]),
+        STEPS + 10
+    );
+
+    let listed = server.cli(&["checkpoints", &same_id]);
+    assert!(listed.ok().lines().count() > 3 && listed.stdout.contains("STEP"), "{}", listed.stdout);
+    let csv = server.cli(&["metrics", &same_id, "--name", "loss", "--csv"]);
+    assert_eq!(csv.ok().lines().count(), 1 + 2 * 70, "a heading and every point of two ranks");
+    assert!(server.cli(&["metrics", &same_id]).ok().contains("val_loss"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn another_jobs_checkpoint_can_be_pretrained_weights() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = server.submit(&spec("teacher")).await;
+    server.succeeded(&id).await;
+    let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
+    let taught =
+        specs::with(specs::short("taught", "fashion", 2, 5), json!({"model": {"pretrained": checkpoint}}));
+    let with = server.submit(&taught).await;
+    let without = server.submit(&specs::short("untaught", "fashion", 2, 5)).await;
+    server.succeeded(&with).await;
+    server.succeeded(&without).await;
+    let first = async |id: &str| server.points(id, "loss").await[0].3;
+    assert!(first(&with).await < first(&without).await - 0.3, "it knows something already");
+    server.stop().await;
+}

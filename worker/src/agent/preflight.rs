@@ -1,0 +1,93 @@
+//! What must be so before an attempt's ranks are started: a reason on the job is better than a job that hangs or
+//! fails an hour later.
+
+use super::home::Held;
+use crate::{data::fingerprint::Fingerprint, launch::write_whole, net};
+use lockstep_protocol::spec::{Device, JobSpec};
+use std::{fs, path::Path};
+
+/// Room that everything but checkpoints needs: records and logs.
+const BESIDES: u64 = 16 << 20;
+/// Shared memory that NCCL takes for each rank on a machine.
+const SHARED_MEMORY: u64 = 32 << 20;
+
+/// Looks at the dataset, the disk and shared memory.
+///
+/// # Errors
+/// For a person: what is wrong, and what to change.
+pub(super) fn check(held: &Held) -> Result<(), String> {
+    let start = &held.start;
+    dataset(held, Path::new(&start.dataset_path))?;
+    disk(held, &start.spec)?;
+    if start.spec.parallel.device == Device::Cuda && start.ranks.len() > 1 {
+        let needed = SHARED_MEMORY * start.ranks.len() as u64;
+        let free = free_bytes(Path::new("/dev/shm"));
+        if free.is_some_and(|free| free < needed) {
+            return Err(format!(
+                "/dev/shm has {} free, and {} ranks of NCCL need {}; in a container raise --shm-size",
+                megabytes(free.unwrap_or(0)),
+                start.ranks.len(),
+                megabytes(needed)
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The dataset can be read, and is the one that the job began with.
+fn dataset(held: &Held, path: &Path) -> Result<(), String> {
+    let found = Fingerprint::of(path).map_err(|e| {
+        format!("the dataset {} cannot be read: {e}; bring it back and retry the job", path.display())
+    })?;
+    let note = held.job_dir.join("dataset.json");
+    match fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Fingerprint>(&text).ok()) {
+        Some(before) if before != found => Err(format!(
+            "the dataset {} is not what the job began with: {} files of {} now, {} of {} then, or other content; \
+             bring the old one back and retry the job, or submit a new one",
+            path.display(),
+            found.files,
+            megabytes(found.bytes),
+            before.files,
+            megabytes(before.bytes)
+        )),
+        Some(_) => Ok(()),
+        None => {
+            let text = serde_json::to_vec(&found).map_err(|e| e.to_string())?;
+            write_whole(&note, &text).map_err(|e| e.to_string())
+        }
+    }
+}
+
+/// There is room for the checkpoints that will be kept.
+fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
+    let side = spec.data.image_size.unwrap_or(32) as usize;
+    // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
+    let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
+    let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
+    // Weights and momentum, float32.
+    let each = values as u64 * 8;
+    let kept = crate::checkpoint::list(&held.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
+    // The kept ones, the best one, and the one that is being written.
+    let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
+    let needed = each * missing + BESIDES;
+    match free_bytes(&held.job_dir) {
+        Some(free) if free < needed => Err(format!(
+            "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); make room or lower \
+             checkpoint.keep, and retry the job",
+            held.job_dir.display(),
+            megabytes(free),
+            megabytes(needed),
+            megabytes(each)
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn free_bytes(path: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(path).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+fn megabytes(bytes: u64) -> String {
+    format!("{:.0} MB", bytes as f64 / 1e6)
+}

@@ -233,7 +233,7 @@ def across(stage):
             'name = "across"',
             '[model]\narch = "resnet20"',
             f'[data]\ndataset = "{stage.dataset}"',
-            "[train]\nepochs = 1\nglobal_batch_size = 128\nlr = 0.05",
+            "[train]\nepochs = 1\nglobal_batch_size = 128\nlr = 0.01",
             "[parallel]\nranks = 1",
         ]
     )
@@ -256,7 +256,7 @@ def across(stage):
     one, first = train(stage.device, 1)
     two, second = train(other, 2, one)
     _, third = train(stage.device, 3, two)
-    expect(first > 0.3 and second > first - 0.05 and third > second - 0.05, "accuracy was lost on the way")
+    expect(first > 0.3 and second > first - 0.1 and third > second - 0.1, "accuracy was lost on the way")
 
 
 STORIES = {story.__name__: story for story in (stream, twenty, kill, give_up, cancel, suspend, across)}

@@ -156,6 +156,9 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
+    if let Some(watchdog) = &training.watchdog {
+        watchdog.goes_on_from(beginning.step);
+    }
     let keeper = match comm.rank() {
         0 => {
             crate::checkpoint::remove_leftovers(training.checkpoints)?;

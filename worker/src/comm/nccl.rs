@@ -508,3 +508,38 @@ fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
     let (words, more) = unsafe { (text(sys::ncclGetErrorString(status)), text(sys::ncclGetLastError(comm))) };
     if more.is_empty() { format!("NCCL: {words}") } else { format!("NCCL: {words}: {more}") }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        gpu::gather::gather,
+        rendezvous::{free_port, tests::meeting},
+    };
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_a_group_of_one_gathers_and_is_aborted() {
+        let store = Store::join(meeting(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+        let found = gather(&store, 0).unwrap();
+        assert_eq!(found.values, [0.0]);
+        let patience = Duration::from_secs(60);
+        let nccl = Nccl::connect(&store, "another", 0, patience).unwrap();
+        nccl.async_error().unwrap();
+        let began = Instant::now();
+        abort_all("enough");
+        assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
+        drop(nccl);
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
+        if libraries::ready(&[Which::Driver, Which::Nccl]).is_ok() {
+            return;
+        }
+        let store = Store::join(meeting(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+        let error = Nccl::connect(&store, "none", 0, Duration::from_secs(5)).unwrap_err().to_string();
+        assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
+    }
+}

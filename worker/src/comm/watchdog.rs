@@ -31,6 +31,8 @@ pub struct Watchdog {
 struct Shared {
     began: Instant,
     rank: u32,
+    /// Steps that an earlier attempt had done.
+    base: AtomicU64,
     submitted: AtomicU64,
     done: AtomicU64,
     /// Milliseconds after `began` at which a step was last done, or waited for anew.
@@ -75,6 +77,7 @@ impl Watchdog {
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
+            base: AtomicU64::new(0),
             submitted: AtomicU64::new(0),
             done: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
@@ -94,7 +97,12 @@ impl Watchdog {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// Step number `step` (from 1) is on its way to the GPU: from now on it is waited for.
+    /// Steps are counted from here, when training goes on from a checkpoint of step `base`.
+    pub fn goes_on_from(&self, base: u64) {
+        self.shared.base.store(base, Ordering::Release);
+    }
+
+    /// Step number `step` (from 1, of this process) is on its way to the GPU: from now on it is waited for.
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
         if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
@@ -139,7 +147,12 @@ impl Shared {
             let since = self.began.elapsed().saturating_sub(moved);
             if waits && since > limit && !self.is_over() {
                 let board = self.board.lock().unwrap_or_else(PoisonError::into_inner);
-                let text = board.describe(limit, self.rank, done, Instant::now());
+                let text = board.describe(
+                    limit,
+                    self.rank,
+                    self.base.load(Ordering::Acquire) + done,
+                    Instant::now(),
+                );
                 drop(board);
                 stalled(self.verdict.get_or_init(|| text));
                 return;
@@ -154,7 +167,8 @@ impl Shared {
         let mut beat = 0u64;
         while !self.is_over() {
             beat += 1;
-            let mut value = self.done.load(Ordering::Acquire).to_le_bytes().to_vec();
+            let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
+            let mut value = at.to_le_bytes().to_vec();
             // Changes although the step does not: a rank that still posts is alive.
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
@@ -255,12 +269,14 @@ mod tests {
             .collect();
         // Rank 1 never gets to step 813, and waits for nothing itself.
         for (rank, dog) in dogs.iter().enumerate() {
-            dog.submitted(812);
-            dog.done(812);
+            // From a checkpoint: a process counts its own steps.
+            dog.goes_on_from(800);
+            dog.submitted(12);
+            dog.done(12);
             if rank != 1 {
-                dog.submitted(813);
-                dog.done(813);
-                dog.submitted(814);
+                dog.submitted(13);
+                dog.done(13);
+                dog.submitted(14);
             }
         }
         for _ in 0..2 {

@@ -361,4 +361,19 @@ mod tests {
     fn a_machine_without_nvidia_s_driver_has_no_gpu_and_no_error() {
         assert_eq!(all(&Libraries::default()).unwrap(), []);
     }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_devices_are_numbered_as_cuda_numbers_them() {
+        let libraries = Libraries::find();
+        let ours: Vec<_> = visible(&libraries).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        let cuda: Vec<_> = by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        assert!(!ours.is_empty());
+        assert_eq!(ours, cuda);
+        for library in libraries.found.iter().filter(|library| library.which != Which::Nvml) {
+            let version = library.version().unwrap();
+            assert!(version.contains('.') && !version.starts_with("0."), "{library:?}: {version}");
+        }
+        libraries::ready(Which::needed(2)).unwrap();
+    }
 }

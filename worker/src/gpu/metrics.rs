@@ -177,4 +177,18 @@ mod tests {
         assert!(began.elapsed() < Duration::from_secs(10));
         assert_eq!(looks.load(Ordering::Relaxed), 2, "it looked while nothing moved");
     }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_metrics_are_those_of_a_gpu() {
+        let libraries = Libraries::find();
+        let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
+        let nvml =
+            Nvml::builder().lib_path(libraries.get(Which::Nvml).unwrap().path.as_os_str()).init().unwrap();
+        let seen = sample(&nvml, &gpu.uuid).unwrap();
+        assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");
+        assert!(seen.utilization.is_none_or(|u| (0.0..=1.0).contains(&u)), "{seen:?}");
+        assert!(seen.power_watts.is_none_or(|w| (1.0..2000.0).contains(&w)), "{seen:?}");
+        assert!(seen.temperature_celsius.is_none_or(|t| (5.0..110.0).contains(&t)), "{seen:?}");
+    }
 }

@@ -28,7 +28,7 @@ use lockstep_protocol::{
 use measure::Pulse;
 use setup::Plan;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     path::Path,
     sync::{
         Arc,
@@ -150,9 +150,11 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let Training { spec, comm, observer, .. } = training;
     let mut pulse = Pulse::new(*observer, comm.rank());
     pulse.report("starting");
-    let data = setup::open_data(training)?;
+    let mut data = setup::open_data(training)?;
     let plan = Plan::new(spec, &data.shape, comm.as_ref())?;
     let mut engine = setup::build_engine(training, &data.shape)?;
+    let form = engine.take_data(&data)?;
+    data.set_form(form);
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
@@ -175,6 +177,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         metadata: setup::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         step: beginning.step,
+        under_way: VecDeque::new(),
         evaluation: None,
         plan,
         data,
@@ -183,6 +186,15 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         pulse,
     };
     run.epochs()
+}
+
+/// A step that was started.
+struct UnderWay {
+    step: u64,
+    lr: f32,
+    began: Instant,
+    /// Of that, the wait for its batches.
+    data_secs: f64,
 }
 
 struct Run<'a> {
@@ -196,8 +208,10 @@ struct Run<'a> {
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     pulse: Pulse<'a>,
-    /// Optimizer steps done.
+    /// Optimizer steps started.
     step: u64,
+    /// Of these, the ones whose results are not told yet, oldest first.
+    under_way: VecDeque<UnderWay>,
     /// The newest.
     evaluation: Option<Evaluation>,
 }
@@ -252,36 +266,48 @@ impl Run<'_> {
         let data_secs = began.elapsed().as_secs_f64();
         let lr = self.schedule.lr(self.step);
 
-        let result = self.engine.train_step(&micro_batches, lr)?;
+        let result = self.engine.start_step(&micro_batches, lr)?;
 
         self.step += 1;
-        self.training.progress.store(self.step, Ordering::Relaxed);
+        self.under_way.push_back(UnderWay { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
-        let verdict = self.agree(&result, lr);
-        let all_reduce_secs = result.all_reduce_secs + waited.elapsed().as_secs_f64();
-        self.report_step(&result, lr, began.elapsed().as_secs_f64(), data_secs, all_reduce_secs);
+        let verdict = self.agree(result.as_ref());
+        if let Some(result) = result {
+            self.report_step(&result, waited.elapsed().as_secs_f64());
+        }
         self.announce_checkpoints();
         verdict
     }
 
+    /// Waits for the steps under way: the engine's state is then that of [`Run::step`].
+    fn settle(&mut self) -> Result<(), TrainError> {
+        for result in self.engine.finish_steps()? {
+            let verdict = self.agree(Some(&result));
+            self.report_step(&result, 0.0);
+            verdict?;
+        }
+        Ok(())
+    }
+
     /// Whether all go on: a rank that is told to stop, or whose numbers are spoilt, tells the others.
-    fn agree(&self, result: &StepResult, lr: f32) -> Result<bool, TrainError> {
+    fn agree(&self, result: Option<&StepResult>) -> Result<bool, TrainError> {
         let comm = &self.training.comm;
         if comm.world_size() > FEW_RANKS && !self.step.is_multiple_of(SELDOM) {
             return Ok(true);
         }
-        let spoilt = result.samples > 0 && !result.loss.is_finite();
+        let spoilt = result.is_some_and(|r| r.samples > 0 && !r.loss.is_finite());
         let stop = self.training.stop.load(Ordering::Relaxed);
         let mut votes = [f64::from(u8::from(stop)), f64::from(u8::from(spoilt))];
         comm.all_reduce_f64(&mut votes)?;
         let [stop, spoilt] = votes;
         if spoilt > 0.0 {
+            let of = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
             return Err(TrainError::Diverged {
-                step: self.step,
-                epoch: self.plan.epoch_of(self.step),
+                step: of.0,
+                epoch: self.plan.epoch_of(of.0),
                 ranks: spoilt as u32,
                 world_size: comm.world_size(),
-                lr,
+                lr: of.1,
             });
         }
         Ok(stop == 0.0)
@@ -293,6 +319,7 @@ impl Run<'_> {
         if self.data.shape.validation_samples == 0 {
             return Ok(());
         }
+        self.settle()?;
         self.pulse.report("evaluating");
         let began = Instant::now();
         let Training { comm, observer, spec, .. } = self.training;
@@ -338,6 +365,7 @@ impl Run<'_> {
 
     /// Hands this moment to the keeper, which writes it while training goes on.
     fn keep(&mut self) -> Result<(), TrainError> {
+        self.settle()?;
         // On every rank: this writes out what it has said so far, so that no step before a checkpoint is in nobody's
         // records when its rank is killed right after.
         self.pulse.report("checkpointing");
@@ -367,8 +395,8 @@ impl Run<'_> {
         };
         keeper.keep(Snapshot {
             state,
-            parameters: self.engine.parameters(),
-            optimizer: self.engine.optimizer_state(),
+            parameters: self.engine.parameters()?,
+            optimizer: self.engine.optimizer_state()?,
             batches: self.step * plan.accumulate as u64,
             metadata: self.metadata.clone(),
         })?;
@@ -378,6 +406,7 @@ impl Run<'_> {
     }
 
     fn finished(mut self) -> Result<Outcome, TrainError> {
+        self.settle()?;
         self.write_out()?;
         self.pulse.report("finished");
         Ok(Outcome::Finished { step: self.step })
@@ -425,27 +454,37 @@ impl Run<'_> {
         }
     }
 
-    fn report_step(&mut self, result: &StepResult, lr: f32, secs: f64, data_secs: f64, all_reduce_secs: f64) {
+    /// Tells about the oldest step under way; `waited_secs` were spent on other ranks after it.
+    fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
+        let Some(UnderWay { step, lr, began, data_secs }) = self.under_way.pop_front() else { return };
+        // An engine that runs behind takes time of its own; the caller's includes that of other steps.
+        let secs = if result.step_secs > 0.0 { result.step_secs } else { began.elapsed().as_secs_f64() };
+        let all_reduce_secs = if result.step_secs > 0.0 {
+            result.all_reduce_secs
+        } else {
+            result.all_reduce_secs + waited_secs
+        };
+        self.training.progress.store(step, Ordering::Relaxed);
         let observer = self.training.observer;
         let plan = &self.plan;
-        let epoch = plan.epoch_of(self.step);
+        let epoch = plan.epoch_of(step);
         if result.samples > 0 {
-            observer.metric("loss", self.step, result.loss);
-            observer.metric("accuracy", self.step, result.correct as f32 / result.samples as f32);
-            let step_in_epoch = (self.step - 1) % plan.steps_per_epoch + 1;
+            observer.metric("loss", step, result.loss);
+            observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
+            let step_in_epoch = (step - 1) % plan.steps_per_epoch + 1;
             if let Some(line) = self.lines.line(epoch, step_in_epoch, plan.steps_per_epoch, result.loss) {
                 observer.log(&line);
             }
         }
-        observer.metric("step_ms", self.step, (secs * 1e3) as f32);
-        observer.metric("data_ms", self.step, (data_secs * 1e3) as f32);
-        observer.metric("all_reduce_ms", self.step, (all_reduce_secs * 1e3) as f32);
+        observer.metric("step_ms", step, (secs * 1e3) as f32);
+        observer.metric("data_ms", step, (data_secs * 1e3) as f32);
+        observer.metric("all_reduce_ms", step, (all_reduce_secs * 1e3) as f32);
         if self.is_first() {
-            observer.metric("lr", self.step, lr);
-            observer.metric("grad_norm", self.step, result.grad_norm);
-            observer.metric("images_per_second", self.step, (plan.global_batch_size as f64 / secs) as f32);
+            observer.metric("lr", step, lr);
+            observer.metric("grad_norm", step, result.grad_norm);
+            observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
-        self.pulse.step(self.step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
     }
 
     fn epoch_plan(&self) -> EpochPlan {

@@ -85,7 +85,7 @@ fn names_shapes_and_logits_of_every_architecture() {
             assert_eq!(ours, expected.parameters, "{arch}, {stem} stem");
 
             let images = values(&format!("{arch}.{stem}.images"), 2 * image_size * image_size * channels);
-            let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1] };
+            let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
             let logits = engine(network, 2, 0.0).predict(&batch).unwrap();
             let largest = expected.logits.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
             for (ours, theirs) in logits.chunks(classes).zip(&expected.logits) {
@@ -124,7 +124,7 @@ fn twenty_training_steps_follow_pytorch_s_losses() {
                     noise.iter().zip(&patterns[label as usize * picture..]).map(|(n, p)| n * 0.5 + p)
                 })
                 .collect();
-            let batch = Batch { images, labels, indices: Vec::new() };
+            let batch = Batch { images, labels, ..Batch::default() };
             let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
             assert!(
                 (loss - expected).abs() <= 1e-3 * expected,

@@ -26,6 +26,47 @@ impl Recipe {
     pub(super) fn normalisation(mean: &[f32], std: &[f32]) -> Vec<[f32; 256]> {
         mean.iter().zip(std).map(|(m, s)| std::array::from_fn(|v| (v as f32 / 255.0 - m) / s)).collect()
     }
+
+    /// Bytes to the network's input.
+    pub(super) fn normalise(&self, bytes: &[u8], out: &mut [f32]) {
+        match &self.table[..] {
+            [grey] => out.iter_mut().zip(bytes).for_each(|(o, v)| *o = grey[usize::from(*v)]),
+            tables => {
+                for (o, v) in out.chunks_exact_mut(tables.len()).zip(bytes.chunks_exact(tables.len())) {
+                    for ((o, v), table) in o.iter_mut().zip(v).zip(tables) {
+                        *o = table[usize::from(*v)];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What chance decides about one picture in one epoch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Draw {
+    /// First row of the window in the padded picture.
+    pub(super) top: usize,
+    /// First column of the window in the padded picture.
+    pub(super) left: usize,
+    /// Mirrored left to right.
+    pub(super) flip: bool,
+}
+
+impl Draw {
+    /// `picture` is its place in the split, `epoch` counts from 0.
+    pub(super) fn new(recipe: &Recipe, epoch: u32, picture: u64) -> Self {
+        let mut random = Random::new(&[recipe.seed, AUGMENT, u64::from(epoch), picture]);
+        // Always drawn, so that one switch does not change what the other one does.
+        let range = 2 * recipe.crop_padding as u64 + 1;
+        let (top, left) = (random.below(range) as usize, random.below(range) as usize);
+        Self { top, left, flip: random.below(2) == 1 && recipe.horizontal_flip }
+    }
+
+    /// In 31 bits: 15 of `top`, 15 of `left`, `flip`.
+    pub(super) fn packed(self) -> u32 {
+        (self.top as u32 & 0x7fff) | (self.left as u32 & 0x7fff) << 15 | u32::from(self.flip) << 30
+    }
 }
 
 /// Makes inputs; one a thread, as it keeps its buffers.
@@ -47,47 +88,36 @@ impl<'a> Augmenter<'a> {
         }
     }
 
-    /// For training: `picture` is its place in the split, `epoch` counts from 0.
-    pub(super) fn training(&mut self, pixels: &[u8], epoch: u32, picture: u64, out: &mut [f32]) {
-        let recipe = self.recipe;
-        let mut random = Random::new(&[recipe.seed, AUGMENT, u64::from(epoch), picture]);
-        // Always drawn, so that one switch does not change what the other one does.
-        let range = 2 * recipe.crop_padding as u64 + 1;
-        let (top, left) = (random.below(range) as usize, random.below(range) as usize);
-        let flip = random.below(2) == 1 && recipe.horizontal_flip;
-        if recipe.crop_padding == 0 && !flip {
-            return self.plain(pixels, out);
+    /// For training: a window of the padded picture, flipped or not, then scaled.
+    pub(super) fn cropped_and_scaled<'b>(&'b mut self, pixels: &'b [u8], draw: Draw) -> &'b [u8] {
+        if self.recipe.crop_padding == 0 && !draw.flip {
+            return self.scaled(pixels);
         }
-        self.crop(pixels, top, left, flip);
-        let cropped = std::mem::take(&mut self.cropped);
-        self.plain(&cropped, out);
-        self.cropped = cropped;
+        self.crop(pixels, draw);
+        match &mut self.scaler {
+            Some(scaler) => {
+                let (width, height) = (self.recipe.width as u32, self.recipe.height as u32);
+                scaler.scale(&self.cropped, width, height, None, &mut self.scaled);
+                &self.scaled
+            }
+            None => &self.cropped,
+        }
     }
 
-    /// For evaluation: scaled and normalised only.
-    pub(super) fn plain(&mut self, pixels: &[u8], out: &mut [f32]) {
-        let recipe = self.recipe;
-        let source = match &mut self.scaler {
+    /// For evaluation: scaled only.
+    pub(super) fn scaled<'b>(&'b mut self, pixels: &'b [u8]) -> &'b [u8] {
+        match &mut self.scaler {
             Some(scaler) => {
-                scaler.scale(pixels, recipe.width as u32, recipe.height as u32, None, &mut self.scaled);
-                &self.scaled[..]
+                let (width, height) = (self.recipe.width as u32, self.recipe.height as u32);
+                scaler.scale(pixels, width, height, None, &mut self.scaled);
+                &self.scaled
             }
             None => pixels,
-        };
-        match &recipe.table[..] {
-            [grey] => out.iter_mut().zip(source).for_each(|(o, v)| *o = grey[usize::from(*v)]),
-            tables => {
-                for (o, v) in out.chunks_exact_mut(tables.len()).zip(source.chunks_exact(tables.len())) {
-                    for ((o, v), table) in o.iter_mut().zip(v).zip(tables) {
-                        *o = table[usize::from(*v)];
-                    }
-                }
-            }
         }
     }
 
-    /// The window at (`top`, `left`) of the padded picture, mirrored when `flip`, into `cropped`.
-    fn crop(&mut self, pixels: &[u8], top: usize, left: usize, flip: bool) {
+    /// The drawn window of the padded picture into `cropped`.
+    fn crop(&mut self, pixels: &[u8], Draw { top, left, flip }: Draw) {
         let Recipe { height, width, channels, crop_padding, .. } = *self.recipe;
         self.cropped.fill(0);
         // Columns of the window that lie inside the picture: from `first` in the window, `count` of them.

@@ -2,7 +2,7 @@
 
 use super::{
     Catalog, DataError, Picture, Samples,
-    augment::{Augmenter, Recipe},
+    augment::{Augmenter, Draw, Recipe},
     inspect::{STATISTICS_SAMPLES, Statistics},
     picture, shard,
 };
@@ -19,11 +19,27 @@ const CACHE_BYTES: usize = 1 << 30;
 /// Batches that each thread prepares ahead.
 const AHEAD: usize = 2;
 
-/// A batch ready for an engine.
+/// What a batch holds of its pictures; engines differ in what they do themselves.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// [`Batch::images`].
+    #[default]
+    Normalised,
+    /// [`Batch::bytes`]: cropped, flipped and scaled, but not normalised.
+    Bytes,
+    /// [`Batch::draws`]: the engine has the pictures.
+    Draws,
+}
+
+/// A batch ready for an engine, in one [`Form`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
     pub images: Vec<f32>,
+    /// NHWC, as many bytes.
+    pub bytes: Vec<u8>,
+    /// The augmentation of each picture; see [`Draw::packed`].
+    pub draws: Vec<u32>,
     /// Class of each picture.
     pub labels: Vec<u32>,
     /// Place of each picture in its split, for tests and for naming mistakes.
@@ -61,6 +77,22 @@ pub struct DataSource {
     train: Arc<Part>,
     validation: Arc<Part>,
     seed: u64,
+    form: Form,
+}
+
+/// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
+#[derive(Debug, Clone)]
+pub struct Resident {
+    /// Of the training split: height, width, channels of each picture, one after another.
+    pub train: Arc<Vec<u8>>,
+    /// Of the validation split; the same ones where it is a fraction held out of training.
+    pub validation: Arc<Vec<u8>>,
+    /// Height of a picture in pixels.
+    pub height: usize,
+    /// Width of a picture in pixels.
+    pub width: usize,
+    /// Black pixels around a picture before a crop of its own size is taken.
+    pub crop_padding: usize,
 }
 
 /// Which batches of an epoch a rank wants.
@@ -259,7 +291,68 @@ impl DataSource {
             train: Arc::new(train),
             validation: Arc::new(validation),
             seed,
+            form: Form::default(),
         })
+    }
+
+    /// `count` made-up colour pictures of 32 x 32 pixels in 10 classes, cropped, flipped and scaled to
+    /// `side`: CIFAR-10 as far as speed can tell.
+    pub(crate) fn made_up(count: usize, side: usize, seed: u64) -> Self {
+        let (height, width, channels) = (32, 32, 3);
+        let size = height * width * channels;
+        let mut random = super::Random::new(&[seed, count as u64]);
+        let bytes: Vec<u8> = (0..count * size / 8).flat_map(|_| random.next_u64().to_le_bytes()).collect();
+        let labels = Arc::new((0..count as u32).map(|i| i % 10).collect::<Vec<_>>());
+        let bytes = Arc::new(bytes);
+        let part =
+            |chosen| Part { pixels: Pixels::Memory(bytes.clone()), labels: labels.clone(), chosen, size };
+        let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
+        let recipe = Recipe {
+            height,
+            width,
+            channels,
+            side,
+            crop_padding: 4,
+            horizontal_flip: true,
+            seed,
+            table: Recipe::normalisation(&mean, &std),
+        };
+        let shape = Shape {
+            image_size: side,
+            channels,
+            classes: (0..10).map(|c| c.to_string()).collect(),
+            train_samples: count as u64,
+            validation_samples: 0,
+            mean,
+            std,
+            skipped: Vec::new(),
+        };
+        let train = part((0..count as u32).collect());
+        let validation = part(Vec::new());
+        Self {
+            shape,
+            recipe: Arc::new(recipe),
+            train: Arc::new(train),
+            validation: Arc::new(validation),
+            seed,
+            form: Form::default(),
+        }
+    }
+
+    /// Has batches made in another form.
+    pub fn set_form(&mut self, form: Form) {
+        self.form = form;
+    }
+
+    /// The pictures, when all of them are in memory.
+    pub fn resident(&self) -> Option<Resident> {
+        let memory = |part: &Part| match &part.pixels {
+            Pixels::Memory(bytes) => Some(bytes.clone()),
+            Pixels::Files { .. } => None,
+        };
+        let Recipe { height, width, crop_padding, .. } = *self.recipe;
+        let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
+        Some(Resident { train, validation, height, width, crop_padding })
     }
 
     /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
@@ -270,14 +363,14 @@ impl DataSource {
     /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
         let (part, recipe) = (self.train.clone(), self.recipe.clone());
-        let samples = part.chosen.len();
+        let (samples, form) = (part.chosen.len(), self.form);
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
         prepare_ahead(steps as usize * plan.accumulate, plan.threads, move |number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let places = shard::places(samples, &plan, step, number % plan.accumulate);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            make_batch(&part, &recipe, &chosen, Some(plan.epoch))
+            make_batch(&part, &recipe, &chosen, Some(plan.epoch), form)
         })
     }
 
@@ -300,7 +393,7 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let batch = make_batch(part, &self.recipe, &[chosen], epoch)?;
+        let batch = make_batch(part, &self.recipe, &[chosen], epoch, Form::Normalised)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;
@@ -321,11 +414,11 @@ impl DataSource {
     ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
         let (part, recipe) = (self.validation.clone(), self.recipe.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
-        let batch_size = batch_size.max(1);
+        let (batch_size, form) = (batch_size.max(1), self.form);
         prepare_ahead(share.len().div_ceil(batch_size), threads, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
-            make_batch(&part, &recipe, chosen, None)
+            make_batch(&part, &recipe, chosen, None, form)
         })
     }
 }
@@ -471,18 +564,39 @@ fn open_splits(
 }
 
 /// `epoch` is `None` for evaluation.
-fn make_batch(part: &Part, recipe: &Recipe, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
+fn make_batch(
+    part: &Part,
+    recipe: &Recipe,
+    chosen: &[u32],
+    epoch: Option<u32>,
+    form: Form,
+) -> Result<Batch, DataError> {
     let size = recipe.side * recipe.side * recipe.channels;
+    let room = |wanted: Form| if form == wanted { chosen.len() * size } else { 0 };
+    let draw = |place: u32| epoch.map_or_else(Draw::default, |epoch| Draw::new(recipe, epoch, place.into()));
     let mut batch = Batch {
-        images: vec![0.0; chosen.len() * size],
+        images: vec![0.0; room(Form::Normalised)],
+        bytes: vec![0; room(Form::Bytes)],
+        draws: Vec::new(),
         labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
         indices: chosen.iter().map(|c| u64::from(*c)).collect(),
     };
+    if form == Form::Draws {
+        batch.draws = chosen.iter().map(|place| draw(*place).packed()).collect();
+        return Ok(batch);
+    }
     let mut augmenter = Augmenter::new(recipe);
-    for (place, out) in chosen.iter().zip(batch.images.chunks_exact_mut(size)) {
-        part.with_picture(*place as usize, |pixels| match epoch {
-            Some(epoch) => augmenter.training(pixels, epoch, u64::from(*place), out),
-            None => augmenter.plain(pixels, out),
+    for (number, place) in chosen.iter().enumerate() {
+        let range = number * size..(number + 1) * size;
+        part.with_picture(*place as usize, |pixels| {
+            let scaled = match epoch {
+                Some(_) => augmenter.cropped_and_scaled(pixels, draw(*place)),
+                None => augmenter.scaled(pixels),
+            };
+            match form {
+                Form::Normalised => recipe.normalise(scaled, &mut batch.images[range]),
+                Form::Bytes | Form::Draws => batch.bytes[range].copy_from_slice(scaled),
+            }
         })?;
     }
     Ok(batch)

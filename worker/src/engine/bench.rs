@@ -1,9 +1,13 @@
 //! Training throughput of named cases on made-up pictures.
 
-use super::{EngineConfig, build_cpu};
+use super::{Engine, EngineConfig, StepResult, build_cpu, build_cuda};
 use crate::{
     comm::{Alone, Communicator, ring::Ring},
-    data::loader::Batch,
+    data::{
+        DataError,
+        loader::{Batch, DataSource, EpochPlan},
+    },
+    gpu::GpuConfig,
     made_up::values,
     net::{init, resnet},
     rendezvous::{Meeting, Store, free_port},
@@ -89,6 +93,10 @@ pub struct Measurement {
     pub fastest_step_ms: f64,
     /// Of the median step: rank 0's wait for gradients and statistics of others.
     pub all_reduce_ms: f64,
+    /// From the beginning to the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
+    pub first_step_secs: f64,
+    /// What rank 0 holds of its GPU's memory. 0 on the CPU.
+    pub gpu_memory_mb: f64,
 }
 
 /// Trains `case` for 13 steps on the CPU with `threads` threads a rank and times the last ten.
@@ -171,21 +179,123 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
+        first_step_secs: 0.0,
+        gpu_memory_mb: 0.0,
     })
 }
 
+/// Steps on a GPU before the clock runs: the first ones load kernels and record the step.
+const GPU_WARM_UP: u64 = 15;
+/// Steps of which the time is taken.
+const GPU_MEASURED: u64 = 60;
+/// Pictures in the made-up dataset, as CIFAR-10 has.
+const PICTURES: usize = 50_000;
+
 /// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on the GPU that `gpu`
-/// names.
+/// names: pictures on the GPU, cropped, flipped, scaled and normalised there.
 ///
 /// # Errors
 /// Whatever keeps the engine from running.
 pub fn run_gpu_rank(
     case: &Case,
-    _sync_batch_norm: bool,
-    _comm: Arc<dyn Communicator>,
-    _gpu: crate::gpu::GpuConfig,
+    sync_batch_norm: bool,
+    comm: Arc<dyn Communicator>,
+    gpu: GpuConfig,
 ) -> Result<Measurement, String> {
-    Err(format!("{}: this build has no CUDA engine", case.name))
+    let began = Instant::now();
+    let (mut engine, data) = on_gpu(case, sync_batch_norm, comm.clone(), gpu)?;
+    let mut batches = batches(&data, case, comm.as_ref());
+    let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
+        let mut results = Vec::new();
+        for _ in 0..steps {
+            let batch = batches.next().ok_or("the data ended")?.map_err(|e| e.to_string())?;
+            results.extend(engine.start_step(&[batch], 0.01).map_err(|e| e.to_string())?);
+        }
+        results.extend(engine.finish_steps().map_err(|e| e.to_string())?);
+        Ok(results)
+    };
+    run(1)?;
+    let first_step_secs = began.elapsed().as_secs_f64();
+    run(GPU_WARM_UP)?;
+    comm.barrier().map_err(|e| e.to_string())?;
+    let clock = Instant::now();
+    let results = run(GPU_MEASURED)?;
+    let secs = clock.elapsed().as_secs_f64() / GPU_MEASURED as f64;
+    let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (median, waited) = steps[steps.len() / 2];
+    Ok(Measurement {
+        case: case.name.clone(),
+        device: engine.device_name(),
+        threads: 1,
+        ranks: comm.world_size(),
+        images_per_second: f64::from(comm.world_size()) * case.batch_size as f64 / secs,
+        step_ms: 1e3 * median,
+        fastest_step_ms: 1e3 * steps[0].0,
+        all_reduce_ms: 1e3 * waited,
+        first_step_secs,
+        gpu_memory_mb: engine.memory_bytes() as f64 / 1e6,
+    })
+}
+
+/// Where a step of `case` spends its time on a GPU: (call, milliseconds), in order.
+///
+/// # Errors
+/// Whatever keeps the engine from running.
+pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, String> {
+    let (mut engine, data) = on_gpu(case, true, Arc::new(Alone), gpu)?;
+    let mut batches = batches(&data, case, &Alone);
+    let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
+    // The first ones load kernels.
+    for _ in 0..3 {
+        engine.train_step(&[next()?], 0.01).map_err(|e| e.to_string())?;
+    }
+    engine.profile_step(&next()?).map_err(|e| e.to_string())
+}
+
+/// The engine, and CIFAR-10 as far as speed can tell.
+fn on_gpu(
+    case: &Case,
+    sync_batch_norm: bool,
+    comm: Arc<dyn Communicator>,
+    gpu: GpuConfig,
+) -> Result<(Box<dyn Engine>, DataSource), String> {
+    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let initial = init::initial_parameters(&network, false, 0);
+    let config = EngineConfig {
+        batch_size: case.batch_size,
+        optimizer: OptimizerKind::Momentum,
+        momentum: 0.9,
+        weight_decay: 5e-4,
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm,
+        gradients_mean: true,
+        threads: 1,
+    };
+    let mut engine = build_cuda(network, &initial, config, comm, gpu).map_err(|e| e.to_string())?;
+    let mut data = DataSource::made_up(PICTURES, case.image_size, 0);
+    data.set_form(engine.take_data(&data).map_err(|e| e.to_string())?);
+    Ok((engine, data))
+}
+
+/// This rank's batches, epoch after epoch.
+fn batches<'a>(
+    data: &'a DataSource,
+    case: &Case,
+    comm: &dyn Communicator,
+) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
+    let plan = EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank: comm.rank(),
+        world_size: comm.world_size(),
+        batch_size: case.batch_size,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 2,
+    };
+    (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
 }
 
 /// Speed does not depend on what is in a picture.
@@ -194,6 +304,7 @@ fn made_up(pictures: usize, image_size: usize, rank: u32) -> Batch {
         images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
         labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),
         indices: (0..pictures as u64).collect(),
+        ..Batch::default()
     }
 }
 

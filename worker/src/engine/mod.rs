@@ -3,10 +3,11 @@
 
 pub mod bench;
 pub mod cpu;
+pub mod cuda;
 
 use crate::{
     comm::{CommError, Communicator},
-    data::loader::Batch,
+    data::loader::{Batch, DataSource, Form},
     gpu::GpuConfig,
 };
 use lockstep_protocol::spec::OptimizerKind;
@@ -51,6 +52,8 @@ pub struct StepResult {
     pub samples: u32,
     /// L2 norm of the reduced gradient, before weight decay.
     pub grad_norm: f32,
+    /// Seconds that the step took where the engine runs behind the caller; 0: as long as the call.
+    pub step_secs: f64,
     /// Seconds in which this rank waited for others' gradients or statistics.
     pub all_reduce_secs: f64,
 }
@@ -74,28 +77,56 @@ pub enum EngineError {
     /// What the device, its driver or a library does not do; another attempt would not fare better.
     #[error("{0}")]
     Device(String),
+    /// The GPU or one of its libraries.
+    #[error(transparent)]
+    Cuda(#[from] cuda::CudaError),
 }
 
 /// One rank's copy of the network and its optimizer.
 pub trait Engine: Send {
-    /// One optimizer step over `micro_batches` (as many as `accumulate`): forward and backward of
+    /// How this engine wants the pictures of its batches; it may take a copy of those in memory.
+    fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
+        Ok(Form::Normalised)
+    }
+    /// Starts one optimizer step over `micro_batches` (as many as `accumulate`): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
-    fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError>;
+    ///
+    /// An engine may run behind its caller: results come in the order of steps, the oldest one that
+    /// has not been told yet with each call, `None` while the first steps are under way.
+    fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
+    /// Waits for the steps under way; their results, oldest first.
+    fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
+        Ok(Vec::new())
+    }
+    /// A step from beginning to end.
+    fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
+        let told = self.start_step(micro_batches, lr)?;
+        Ok(self.finish_steps()?.pop().or(told).unwrap_or_default())
+    }
+    /// A step (with a learning rate of 0) in which each call is timed by itself: (what, milliseconds), in
+    /// order. Empty where the engine cannot tell.
+    fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
+        Ok(Vec::new())
+    }
     /// Forward with running statistics; no change of state, no communication.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
     /// Logits `[samples, classes]` with running statistics.
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
     /// Weights, biases and running statistics.
-    fn parameters(&self) -> NamedTensors;
+    fn parameters(&self) -> Result<NamedTensors, EngineError>;
     /// Replaces weights, biases and running statistics; `values` must hold all of them.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Momentum buffers under their parameters' names.
-    fn optimizer_state(&self) -> NamedTensors;
+    fn optimizer_state(&self) -> Result<NamedTensors, EngineError>;
     /// Replaces the momentum buffers.
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
-    /// `CPU, 2 threads`, `NVIDIA H200`.
+    /// Memory of the device that this process holds; 0 on the CPU.
+    fn memory_bytes(&self) -> u64 {
+        0
+    }
+    /// `CPU, 2 threads`, `NVIDIA H200, fp16`.
     fn device_name(&self) -> String;
 }
 
@@ -117,14 +148,11 @@ pub fn build_cpu(
 /// # Errors
 /// When the initial tensors do not fit the network, or the device cannot be used.
 pub fn build_cuda(
-    _network: Arc<crate::net::Network>,
-    _initial: &NamedTensors,
-    _config: EngineConfig,
-    _comm: Arc<dyn Communicator>,
+    network: Arc<crate::net::Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn Communicator>,
     gpu: GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    Err(EngineError::Device(format!(
-        "GPU {}: no CUDA engine in this build; parallel.device = \"cpu\" trains on the CPU",
-        gpu.ordinal
-    )))
+    cuda::build(network, initial, config, comm, &gpu)
 }

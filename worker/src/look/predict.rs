@@ -21,6 +21,7 @@ pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Pred
             images: readable.iter().flat_map(|i| i.iter().copied()).collect(),
             labels: vec![0; readable.len()],
             indices: (0..readable.len() as u64).collect(),
+            ..Batch::default()
         };
         let found = if readable.is_empty() { Vec::new() } else { model.probabilities(&batch)? };
         let mut found = found.into_iter();

@@ -167,12 +167,10 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
 
 pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {
     let Training { spec, comm, observer, .. } = training;
-    let weights: usize = engine
-        .parameters()
-        .iter()
-        .filter(|(name, _)| !name.contains("running_"))
-        .map(|(_, tensor)| tensor.values.len())
-        .sum();
+    let weights: usize = engine.parameters().map_or(0, |all| {
+        let trained = all.iter().filter(|(name, _)| !name.contains("running_"));
+        trained.map(|(_, tensor)| tensor.values.len()).sum()
+    });
     observer.log(&format!(
         "{} of {weights} parameters, {} classes, {}x{} pixels; {} training and {} validation pictures",
         spec.model.arch.name(),

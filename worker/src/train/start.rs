@@ -32,7 +32,7 @@ pub(super) fn begin(
     if let Some(path) = pretrained
         && training.comm.rank() == 0
     {
-        let weights = pretrained_weights(training, Path::new(path), engine.parameters())?;
+        let weights = pretrained_weights(training, Path::new(path), engine.parameters()?)?;
         engine.set_parameters(&weights)?;
     }
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
@@ -98,9 +98,9 @@ fn resume(
         Some((state, parameters, optimizer)) => (Some(state), Some(parameters), Some(optimizer)),
         None => (None, None, None),
     };
-    let parameters = shared(comm, engine.parameters(), parameters, folder)?;
+    let parameters = shared(comm, engine.parameters()?, parameters, folder)?;
     engine.set_parameters(&parameters)?;
-    let optimizer = shared(comm, engine.optimizer_state(), optimizer, folder)?;
+    let optimizer = shared(comm, engine.optimizer_state()?, optimizer, folder)?;
     engine.set_optimizer_state(&optimizer)?;
     let state = shared_state(comm, state)?;
 

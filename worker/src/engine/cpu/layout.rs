@@ -140,7 +140,7 @@ impl Layout {
 ///
 /// # Errors
 /// Every tensor that is missing, unknown or of another shape (the first three are named).
-pub(super) fn check(
+pub(in crate::engine) fn check(
     network: &Network,
     tensors: &NamedTensors,
     wanted: impl Fn(&Parameter) -> bool,

@@ -185,6 +185,7 @@ impl Machine {
             correct: measured.correct as u32,
             samples: samples as u32,
             grad_norm: square_sum.sqrt() as f32,
+            step_secs: 0.0,
             all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
         })
     }

@@ -11,14 +11,14 @@ mod batch_norm;
 pub mod conv;
 mod forward;
 mod gradient;
-mod layout;
+pub(super) mod layout;
 mod linear;
 mod loss;
 mod machine;
-mod plan;
+pub(super) mod plan;
 mod pool;
 mod reduce;
-mod sgd;
+pub(super) mod sgd;
 mod simd;
 
 use super::{Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, StepResult};
@@ -51,12 +51,12 @@ struct CpuEngine {
 }
 
 impl Engine for CpuEngine {
-    fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
+    fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         for batch in micro_batches {
             check_batch(&self.network, batch)?;
         }
         let machine = &mut self.machine;
-        self.threads.install(|| machine.train_step(micro_batches, lr))
+        self.threads.install(|| machine.train_step(micro_batches, lr)).map(Some)
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
@@ -71,7 +71,7 @@ impl Engine for CpuEngine {
         self.threads.install(|| machine.infer(batch))
     }
 
-    fn parameters(&self) -> NamedTensors {
+    fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
         self.machine.layout.export(&self.machine.weights, &mut all);
         for norm in &self.machine.norms {
@@ -81,7 +81,7 @@ impl Engine for CpuEngine {
                 all.insert(format!("{}.{suffix}", norm.name), tensor);
             }
         }
-        all
+        Ok(all)
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -98,10 +98,10 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
-    fn optimizer_state(&self) -> NamedTensors {
+    fn optimizer_state(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
         self.machine.layout.export(&self.machine.momentum, &mut all);
-        all
+        Ok(all)
     }
 
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {

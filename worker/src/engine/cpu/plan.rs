@@ -9,7 +9,7 @@ use crate::{
 
 /// What the engine runs, in forward order; backward runs it in reverse.
 #[derive(Debug, Clone)]
-pub(super) enum Step {
+pub(in crate::engine) enum Step {
     Conv {
         name: String,
         /// With a batch of 1; the real batch is put in at run time.
@@ -65,7 +65,7 @@ impl Step {
 ///
 /// # Errors
 /// A network that this engine does not run: a ReLU or an addition that no batch norm feeds.
-pub(super) fn compile(network: &Network) -> Result<Vec<Step>, EngineError> {
+pub(in crate::engine) fn compile(network: &Network) -> Result<Vec<Step>, EngineError> {
     let consumers = |tensor: TensorId| -> Vec<&Op> {
         network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
     };

@@ -5,7 +5,7 @@ use lockstep_protocol::spec::OptimizerKind;
 use rayon::prelude::*;
 
 /// Trust coefficient eta of LARS: the value of You, Gitman and Ginsburg (2017), section 5.
-pub(super) const LARS_TRUST: f32 = 0.001;
+pub(in crate::engine) const LARS_TRUST: f32 = 0.001;
 
 /// Values of a task.
 const CHUNK: usize = 1 << 14;

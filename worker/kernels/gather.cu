@@ -1,0 +1,186 @@
+// From uint8 pictures to the network's input, on the GPU: random crop and flip at the picture's own size, bilinear
+// scaling to `side` in the fixed-point arithmetic of the host's scaler (vertical pass first, each pass rounded to a
+// byte), then a table from byte to normalised value. Channels are padded with zeros to PADDED (4 or 8).
+
+struct Source {
+    const u8* pictures; // [count, height, width, channels]
+    u32 height, width, channels;
+    u32 side;
+    u32 crop_padding;
+    u32 mode; // 0: by the control block's index and draw; 1: by its index, as they are; 2: in order, as they are
+};
+#define SOURCE_PARAMETERS \
+    const u8 *pictures, u32 height, u32 width, u32 channels, u32 side, u32 crop_padding, u32 mode
+#define SOURCE_ \
+    Source { pictures, height, width, channels, side, crop_padding, mode }
+
+// Where picture `n` of the batch is and how it is cut.
+struct Cut {
+    const u8* pixels;
+    int top, left; // of the window, from the picture's corner
+    bool flip;
+    __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n) {
+        u32 index = s.mode == 2 ? n : indices(control)[n], draw = s.mode == 0 ? indices(control)[batch + n] : 0;
+        pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
+        top = s.mode == 0 ? (int)(draw & 0x7fff) - (int)s.crop_padding : 0;
+        left = s.mode == 0 ? (int)(draw >> 15 & 0x7fff) - (int)s.crop_padding : 0;
+        flip = draw >> 30 & 1;
+    }
+    // A pixel of the window, its channels from the lowest byte; black outside the picture.
+    __device__ __forceinline__ u32 pixel(const Source& s, int y, int x) const {
+        int row = y + top, column = (flip ? (int)s.width - 1 - x : x) + left;
+        if (row < 0 || row >= (int)s.height || column < 0 || column >= (int)s.width) return 0;
+        const u8* p = pixels + ((u64)row * s.width + column) * s.channels;
+        return s.channels == 1 ? p[0] : p[0] | p[1] << 8 | p[2] << 16;
+    }
+};
+
+__device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
+    float a = table[bytes & 255], b = 0, c = 0;
+    if (channels == 3) {
+        b = table[256 + (bytes >> 8 & 255)];
+        c = table[512 + (bytes >> 16)];
+    }
+#if DTYPE == 0
+    float4* q = (float4*)to + pixel * (padded / 4);
+    q[0] = {a, b, c, 0};
+    if (padded == 8) q[1] = {0, 0, 0, 0};
+#else
+    if (padded == 4)
+        ((uint2*)to)[pixel] = {pair(a, b), pair(c, 0)};
+    else
+        ((uint4*)to)[pixel] = {pair(a, b), pair(c, 0), 0, 0};
+#endif
+}
+__device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
+#if DTYPE == 0
+    float4* q = (float4*)to + pixel * (padded / 4);
+    q[0] = {0, 0, 0, 0};
+    if (padded == 8) q[1] = {0, 0, 0, 0};
+#else
+    if (padded == 4)
+        ((uint2*)to)[pixel] = {0, 0};
+    else
+        ((uint4*)to)[pixel] = {0, 0, 0, 0};
+#endif
+}
+// What a pixel becomes: [channels][256] values, kept in shared memory.
+__device__ __forceinline__ void keep_table(const float* table, u32 channels, float* kept) {
+    for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) kept[i] = table[i];
+}
+
+// For pictures that have the input's size already. blockIdx.y is the picture; a thread takes every
+// gridDim.x * 256th pixel.
+extern "C" __global__ void __launch_bounds__(256)
+    gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded) {
+    enter();
+    SHARED(float, kept, 768);
+    Source s = SOURCE_;
+    u32 n = blockIdx.y, pixels = side * side;
+    keep_table(table, channels, kept);
+    __syncthreads();
+    bool real = !control || n < control->valid;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
+        u64 at = (u64)n * pixels + i;
+        if (!real) {
+            put_nothing(to, at, padded);
+            continue;
+        }
+        Cut cut(s, control, batch, n);
+        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), kept);
+    }
+}
+
+// Weights of one output row or column: from `start`, `count` of them, then `taps` - of which the rest is zero.
+// A table has `side` entries of 2 + taps ints.
+struct Taps {
+    const int* table;
+    u32 taps;
+    u32 shift; // precision
+    __device__ __forceinline__ const int* at(u32 i) const { return table + (u64)i * (2 + taps); }
+};
+
+__device__ __forceinline__ void add_weighted(u32 bytes, int weight, int (&sum)[3]) {
+    sum[0] += (int)(bytes & 255) * weight;
+    sum[1] += (int)(bytes >> 8 & 255) * weight;
+    sum[2] += (int)(bytes >> 16 & 255) * weight;
+}
+__device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
+    return min(sum[0] >> shift, 255) | min(sum[1] >> shift, 255) << 8 | min(sum[2] >> shift, 255) << 16;
+}
+
+// With scaling. A block makes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Shared memory: the
+// source rows that they need (source_rows x width pixels), then the band scaled vertically (band x width).
+extern "C" __global__ void __launch_bounds__(256)
+    gather_scaled(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
+                  const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
+                  u32 column_shift, u32 band, u32 source_rows) {
+    enter();
+    SHARED(float, kept, 768);
+    DYNAMIC_SHARED(room);
+    u32* source = (u32*)room;
+    u32* scaled = source + source_rows * width;
+    Source s = SOURCE_;
+    Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
+    u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
+    u64 out = (u64)n * side * side;
+    if (control && n >= control->valid) {
+        for (u32 i = first * side + t; i < end * side; i += threads) put_nothing(to, out + i, padded);
+        return;
+    }
+    keep_table(table, channels, kept);
+    Cut cut(s, control, batch, n);
+    u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
+    for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
+    __syncthreads();
+    for (u32 i = t; i < (end - first) * width; i += threads) {
+        u32 y = i / width, x = i - y * width;
+        const int* w = rows.at(first + y);
+        const u32* column = source + (w[0] - from) * width + x;
+        int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
+        for (int k = 0; k < w[1]; k++) add_weighted(column[k * width], w[2 + k], sum);
+        scaled[i] = to_bytes(sum, rows.shift);
+    }
+    __syncthreads();
+    // A thread keeps its column, and with it its weights, over the band's rows.
+    u32 x = t % side, lane = t / side, lanes = threads / side;
+    if (lanes == 0) lanes = 1;
+    if (side <= threads && lane >= lanes) return;
+    for (; x < side; x += threads) {
+        const int* w = columns.at(x);
+        int start = w[0], count = w[1], half = 1 << (columns.shift - 1);
+        int w0 = w[2], w1 = columns.taps > 1 ? w[3] : 0, w2 = columns.taps > 2 ? w[4] : 0;
+        for (u32 y = lane; y < end - first; y += lanes) {
+            const u32* row = scaled + y * width + start;
+            int sum[3] = {half, half, half};
+            add_weighted(row[0], w0, sum);
+            if (count > 1) add_weighted(row[1], w1, sum);
+            if (count > 2) add_weighted(row[2], w2, sum);
+            for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
+            put_pixel(to, out + (u64)(first + y) * side + x, padded, channels, to_bytes(sum, columns.shift), kept);
+        }
+    }
+}
+
+// float32 [pictures, pixels, channels] from the host, normalised already, to the padded input.
+extern "C" __global__ void __launch_bounds__(256)
+    pad_channels(const float* from, T* to, const Control* control, u32 pictures, u32 pixels, u32 channels, u32 padded) {
+    enter();
+    u32 valid = control ? min(control->valid, pictures) : pictures;
+    u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (u64)gridDim.x * blockDim.x) {
+        float v[4] = {};
+        if (i < real)
+            for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
+#if DTYPE == 0
+        float4* q = (float4*)to + i * (padded / 4);
+        q[0] = {v[0], v[1], v[2], v[3]};
+        if (padded == 8) q[1] = {0, 0, 0, 0};
+#else
+        if (padded == 4)
+            ((uint2*)to)[i] = {pair(v[0], v[1]), pair(v[2], v[3])};
+        else
+            ((uint4*)to)[i] = {pair(v[0], v[1]), pair(v[2], v[3]), 0, 0};
+#endif
+    }
+}

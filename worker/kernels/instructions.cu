@@ -1,0 +1,127 @@
+// What the language has no portable spelling for: conversions of half-precision numbers, accesses that other
+// GPUs and the host see, clusters. Everything else in these files is plain CUDA C++ without any header, because
+// a machine that runs the program need not have the toolkit's headers.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if __CUDA_ARCH__ >= 900
+#define HOPPER 1
+#else
+#define HOPPER 0
+#endif
+
+#define SHARED(type, name, count) __shared__ __align__(16) type name[count]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+
+// First statement of every kernel. Under programmatic launch it waits for the kernels before; without, nothing.
+__device__ __forceinline__ void enter() {
+#if HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float half_low(u32 pair) {
+    float v;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(v) : "r"(pair));
+    return v;
+}
+__device__ __forceinline__ float half_high(u32 pair) {
+    float v;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(pair));
+    return v;
+}
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The larger one; NaN if either is, so that a diverged run shows.
+__device__ __forceinline__ float larger(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+
+__device__ __forceinline__ float from_lane_xor(float v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+__device__ __forceinline__ u32 from_lane_xor(u32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+__device__ __forceinline__ double from_lane_xor(double v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+
+// Loads that skip this multiprocessor's cache: what other blocks wrote.
+__device__ __forceinline__ float4 load_shared_by_blocks(const float4* p) { return __ldcg(p); }
+__device__ __forceinline__ double load_shared_by_blocks(const double* p) { return __ldcg(p); }
+__device__ __forceinline__ u32 load_shared_by_blocks(const u32* p) { return __ldcg(p); }
+
+// One 8-byte access that no other GPU and no host thread sees torn.
+__device__ __forceinline__ void store_system(u64* p, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 load_system(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_system(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_release_system(u32* p, u32 v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 v;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
+    return v;
+}
+
+// Clusters: blocks on neighbouring multiprocessors that reach each other's shared memory. Before sm_90 a kernel
+// is launched without, and each of its blocks is a cluster of one.
+__device__ __forceinline__ u32 cluster_size() {
+#if HOPPER
+    u32 v;
+    asm volatile("mov.u32 %0, %cluster_nctarank;" : "=r"(v));
+    return v;
+#else
+    return 1;
+#endif
+}
+__device__ __forceinline__ u32 cluster_rank() {
+#if HOPPER
+    u32 v;
+    asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(v));
+    return v;
+#else
+    return 0;
+#endif
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if HOPPER
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if HOPPER
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Writes to the same place of shared memory as `at`, in block `rank` of the cluster.
+__device__ __forceinline__ void store_in_cluster(float* at, u32 rank, float v) {
+#if HOPPER
+    u32 here = (u32)__cvta_generic_to_shared(at), there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+#else
+    *at = v;
+#endif
+}

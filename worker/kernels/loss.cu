@@ -1,0 +1,198 @@
+// Softmax cross-entropy with label smoothing over logits + bias; its gradient; totals that last over batches.
+//
+// A warp owns a row for the log-sum-exp; then the block's threads own four classes each and walk its rows, so that
+// the bias's gradient is summed on the way. Partial sums meet in the last block, in block order.
+
+struct Totals {
+    double loss_sum;
+    u64 correct, samples;
+};
+
+#define LOSS_ROWS 8 // warps of a block, one row each
+
+__device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
+                                            float (&v)[4]) {
+#if DTYPE == 0
+    float4 q = *(const float4*)(logits + at);
+    v[0] = q.x;
+    v[1] = q.y;
+    v[2] = q.z;
+    v[3] = q.w;
+#else
+    uint2 q = *(const uint2*)(logits + at);
+    v[0] = low(q.x);
+    v[1] = high(q.x);
+    v[2] = low(q.y);
+    v[3] = high(q.y);
+#endif
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (class_ + k < classes) v[k] += bias[class_ + k];
+}
+__device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4]) {
+#if DTYPE == 0
+    *(float4*)(to + at) = {v[0], v[1], v[2], v[3]};
+#else
+    *(uint2*)(to + at) = {pair(v[0], v[1]), pair(v[2], v[3])};
+#endif
+}
+
+// `padded` classes a row, a multiple of 8; `dlogits` null: no gradients. With `accumulate`, totals and the bias's
+// gradient are added to. Gradients carry grad_scale of `control` and *loss_scale. `partials`: for each block a
+// loss (double) and a count (double), then `padded` floats.
+extern "C" __global__ void __launch_bounds__(256)
+    cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
+                  float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
+                  double* partials, u32* counter) {
+    enter();
+    SHARED(float, max_of_row, LOSS_ROWS);
+    SHARED(float, log_of_row, LOSS_ROWS);
+    SHARED(double, loss_of_row, LOSS_ROWS);
+    SHARED(u32, right_of_row, LOSS_ROWS);
+    SHARED(u32, last, 1);
+    u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+    u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
+    const u32* labels = indices(control) + 2 * (u64)pictures;
+    float even = smoothing / classes;
+    float* column_partials = (float*)(partials + 2 * (u64)gridDim.x);
+    if (row < valid) {
+        u64 start = (u64)row * padded;
+        float best = __uint_as_float(0xff800000u);
+        u32 where = 0xffffffffu;
+        for (u32 c = 4 * lane; c < classes; c += 128) {
+            float v[4];
+            load_logits(logits, bias, start + c, c, classes, v);
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                if (c + k < classes && v[k] > best) {
+                    best = v[k];
+                    where = c + k;
+                }
+        }
+        for (u32 o = 16; o > 0; o /= 2) { // the first of equals
+            float other = from_lane_xor(best, o);
+            u32 place = from_lane_xor(where, o);
+            if (other > best || other == best && place < where) {
+                best = other;
+                where = place;
+            }
+        }
+        float exps = 0, below = 0; // sums of exp(v - best) and best - v
+        for (u32 c = 4 * lane; c < classes; c += 128) {
+            float v[4];
+            load_logits(logits, bias, start + c, c, classes, v);
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                if (c + k < classes) {
+                    exps += expf(v[k] - best);
+                    below += best - v[k];
+                }
+        }
+        for (u32 o = 16; o > 0; o /= 2) {
+            exps += from_lane_xor(exps, o);
+            below += from_lane_xor(below, o);
+        }
+        if (lane == 0) {
+            u32 label = min(labels[row], classes - 1);
+            float log_sum = logf(exps), own = to_float(logits[start + label]) + bias[label];
+            max_of_row[warp] = best;
+            log_of_row[warp] = log_sum;
+            loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) + (double)even * ((double)classes * log_sum + below);
+            // Where anything is no number, best need not be the label's: exps tells.
+            right_of_row[warp] = where == label && exps == exps;
+        }
+    } else if (lane == 0) {
+        loss_of_row[warp] = 0;
+        right_of_row[warp] = 0;
+    }
+    __syncthreads();
+    u32 first = blockIdx.x * LOSS_ROWS;
+    if (dlogits) {
+        float scale = control->grad_scale * *loss_scale;
+        for (u32 c = 4 * t; c < padded; c += 4 * blockDim.x) {
+            float sum[4] = {};
+            for (u32 i = 0; i < LOSS_ROWS && first + i < pictures; i++) {
+                float d[4] = {};
+                u64 at = (u64)(first + i) * padded + c;
+                if (first + i < valid) {
+                    float v[4];
+                    load_logits(logits, bias, at, c, classes, v);
+                    u32 label = labels[first + i];
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        if (c + k < classes) {
+                            float p = expf(v[k] - max_of_row[i] - log_of_row[i]);
+                            d[k] = (p - even - (c + k == label ? 1.0f - smoothing : 0.0f)) * scale;
+                            sum[k] += d[k];
+                        }
+                }
+                store_logits(dlogits, at, d);
+            }
+            *(float4*)(column_partials + (u64)blockIdx.x * padded + c) = {sum[0], sum[1], sum[2], sum[3]};
+        }
+    }
+    if (t == 0) {
+        double loss = 0, right = 0;
+        for (u32 i = 0; i < LOSS_ROWS; i++) {
+            loss += loss_of_row[i];
+            right += right_of_row[i];
+        }
+        partials[2 * blockIdx.x] = loss;
+        partials[2 * blockIdx.x + 1] = right;
+    }
+    __threadfence();
+    __syncthreads();
+    if (t == 0) {
+        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
+        if (last[0]) *counter = 0;
+    }
+    __syncthreads();
+    if (!last[0]) return;
+    __threadfence();
+    if (warp == 0) { // lanes take every 32nd block, then meet
+        double loss = 0, right = 0;
+        for (u32 b = lane; b < gridDim.x; b += 32) {
+            loss += load_shared_by_blocks(partials + 2 * b);
+            right += load_shared_by_blocks(partials + 2 * b + 1);
+        }
+        for (u32 o = 16; o > 0; o /= 2) {
+            loss += from_lane_xor(loss, o);
+            right += from_lane_xor(right, o);
+        }
+        if (lane == 0) {
+            totals->loss_sum = (accumulate ? totals->loss_sum : 0.0) + loss;
+            totals->correct = (accumulate ? totals->correct : 0) + (u64)right;
+            totals->samples = (accumulate ? totals->samples : 0) + valid;
+        }
+    }
+    if (!dlogits || !dbias) return;
+    for (u32 c = 4 * t; c < padded; c += 4 * blockDim.x) {
+        float s[4] = {};
+        for (u32 b = 0; b < gridDim.x; b += 8) {
+            float4 v[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                v[i] = {0, 0, 0, 0};
+                if (b + i < gridDim.x) v[i] = load_shared_by_blocks((const float4*)(column_partials + (u64)(b + i) * padded + c));
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                s[0] += v[i].x;
+                s[1] += v[i].y;
+                s[2] += v[i].z;
+                s[3] += v[i].w;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (c + k < classes) dbias[c + k] = accumulate ? dbias[c + k] + s[k] : s[k];
+    }
+}
+
+// logits + bias as float32 [pictures, classes], without the padding.
+extern "C" __global__ void biased_logits(const T* logits, const float* bias, float* to, u32 pictures, u32 classes,
+                                         u32 padded) {
+    enter();
+    u32 c = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (c < classes) to[(u64)row * classes + c] = to_float(logits[(u64)row * padded + c]) + bias[c];
+}

@@ -1,0 +1,385 @@
+// Batch normalisation backward, through the ReLU and into the shortcut.
+//
+// With g the gradient before the ReLU's output was taken (the masked gradient of y), per channel:
+//   dbeta = sum g,  dgamma = inv_std sum g (x - mean),
+//   dx = scale g + slope x + offset,  slope = -scale inv_std^2 sum g (x - mean) / rows,
+//   offset = -scale sum g / rows - slope mean.
+
+// Where the gradient of y comes from.
+#define DIRECT 0  // dy
+#define ADDED 1   // dy + more
+#define POOLED 2  // one row of dy a picture, divided by its pixels: global average pooling
+// Which of y the ReLU let through.
+#define ALL 0
+#define RECOMPUTE 1 // x * scale + bias > 0
+#define BITS 2      // as the forward pass noted
+
+struct Incoming {
+    const T *dy, *more;
+    const u8* mask;
+    u32 pixels;
+};
+
+// g of one row and group of channels as float32.
+template <int MASK, int SOURCE> struct Loaded {
+    Raw x, dy, more;
+    u8 bits;
+
+    __device__ __forceinline__ void fetch(const T* x_, const Incoming& in, u32 row, u32 groups, u32 group) {
+        u64 at = (u64)row * groups + group;
+        x = ::load(x_, at);
+        if (SOURCE == POOLED)
+            dy = ::load(in.dy, (u64)(row / in.pixels) * groups + group);
+        else
+            dy = ::load(in.dy, at);
+        if (SOURCE == ADDED) more = ::load(in.more, at);
+        if (MASK == BITS) bits = in.mask[at];
+    }
+    __device__ __forceinline__ void nothing() {
+        x = zeros();
+        dy = zeros();
+        if (SOURCE == ADDED) more = zeros();
+        bits = 0;
+    }
+    __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float each,
+                                             float (&v)[8], float (&g)[8]) const {
+        unpack(x, v);
+        unpack(dy, g);
+        float m[8];
+        if (SOURCE == ADDED) unpack(more, m);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            if (SOURCE == ADDED) g[k] += m[k];
+            if (SOURCE == POOLED) g[k] *= each;
+            if (MASK == RECOMPUTE) g[k] = fmaf(v[k], scale[k], bias[k]) > 0 ? g[k] : 0.0f;
+            if (MASK == BITS) g[k] = (bits >> k & 1) ? g[k] : 0.0f;
+        }
+    }
+};
+
+struct Backward {
+    const float *mean, *inv_std, *scale, *bias; // [C], of the forward pass
+    float *dgamma, *dbeta;                      // [C], this rank's sums
+    u32 accumulate;                             // whether those are added to
+    float *slope, *offset;                      // [C]
+};
+#define BACKWARD_PARAMETERS                                                                                   \
+    const float *mean, const float *inv_std, const float *scale, const float *bias, float *dgamma, float *dbeta, \
+        u32 accumulate, float *slope, float *offset
+#define BACKWARD \
+    Backward { mean, inv_std, scale, bias, dgamma, dbeta, accumulate, slope, offset }
+
+// The trained parameters' gradients: of this rank alone, so before any exchange.
+__device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const Value& value) {
+    if (!value.active) return;
+    u32 c = value.channel;
+    float g = value.which ? (float)(total * b.inv_std[c]) : (float)total;
+    float* to = value.which ? b.dgamma : b.dbeta;
+    if (to) to[c] = b.accumulate ? to[c] + g : g;
+}
+
+__device__ __forceinline__ void finish_backward_in_block(const Backward& b, double total, const Value& value,
+                                                         double count, bool write, double* pairs,
+                                                         float* coefficients) {
+    u32 t = thread_in_block(), half = 8 * blockDim.x;
+    if (value.which < 2) pairs[t] = total;
+    __syncthreads();
+    if (value.which == 0 && value.active) {
+        u32 c = value.channel;
+        double each = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
+        double slope = -scale * inv_std * inv_std * pairs[t + half] * each;
+        double offset = -scale * pairs[t] * each - slope * b.mean[c];
+        if (write) {
+            b.slope[c] = (float)slope;
+            b.offset[c] = (float)offset;
+        }
+        if (coefficients) {
+            coefficients[t] = (float)slope;
+            coefficients[half + t] = (float)offset;
+        }
+    }
+}
+
+__device__ __forceinline__ void add_gradient(const float (&v)[8], const float (&g)[8], const float (&mean)[8],
+                                             float (&s)[16]) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        s[k] += g[k];
+        s[8 + k] = fmaf(g[k], v[k] - mean[k], s[8 + k]);
+    }
+}
+
+template <int MASK, int SOURCE>
+__device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T* dz, const Backward& b, const Walk& w,
+                                              u32 valid, u32 rows, float (&s)[16]) {
+    if (!w.active) return;
+    float mean[8], scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    load_channels(b.mean, w.group, mean);
+    if (MASK == RECOMPUTE) {
+        load_channels(b.scale, w.group, scale);
+        load_channels(b.bias, w.group, bias);
+    }
+    constexpr int U = IN_FLIGHT;
+    u32 end = dz ? rows : valid; // padding's dz is written as zeros
+    for (u32 r = w.first; r < end; r += U * w.step) {
+        Loaded<MASK, SOURCE> row[U];
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            row[i].nothing();
+            if (r + i * w.step < valid) row[i].fetch(x, in, r + i * w.step, w.groups, w.group);
+        }
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            float v[8], g[8];
+            row[i].gradient(scale, bias, each, v, g);
+            if (dz && r + i * w.step < end) {
+                // What is written is what is summed, so that sums and dx agree.
+                Raw out = pack(g);
+                unpack(out, g);
+                store(dz, (u64)(r + i * w.step) * w.groups + w.group, out);
+            }
+            // A padding row has g = 0.
+            add_gradient(v, g, mean, s);
+        }
+    }
+}
+
+// Sums of g and g (x - mean) a channel, then what `mode` says. dz (may be dy's memory, or null) gets g.
+template <int MASK, int SOURCE>
+__device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
+                                            u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
+                                            const Site& site, float* across, double* pairs) {
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    Value value = value_of_thread(channels);
+    u32 number = next_exchange(site, value.active, value.index);
+    float s[16] = {};
+    backward_sums<MASK, SOURCE>(x, in, dz, b, w, valid_rows(control, pixels, rows), rows, s);
+    double total;
+    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    parameter_gradients(b, total, value);
+    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+}
+
+#define SUMS(NAME, MASK, SOURCE)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
+        NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, const Control* control, u32 pixels,      \
+             u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
+        enter();                                                                                                    \
+        SHARED(float, across, 16 * 512);                                                                            \
+        SHARED(double, pairs, 512);                                                                                 \
+        sums_kernel<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, control, pixels, rows, channels, partials, \
+                                  counters, BACKWARD, SITE, across, pairs);                                         \
+    }
+SUMS(norm_backward_sums_all, ALL, DIRECT)
+SUMS(norm_backward_sums_recompute, RECOMPUTE, DIRECT)
+SUMS(norm_backward_sums_recompute_added, RECOMPUTE, ADDED)
+SUMS(norm_backward_sums_bits, BITS, DIRECT)
+SUMS(norm_backward_sums_bits_added, BITS, ADDED)
+SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
+
+// The rest of backward's first pass from sums that exist already, after an all-reduce.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
+                         BACKWARD_PARAMETERS, SITE_PARAMETERS) {
+    enter();
+    SHARED(double, pairs, 512);
+    Value value = value_of_thread(channels);
+    Site site = SITE;
+    u32 number = next_exchange(site, value.active, value.index);
+    double total = value.active ? totals[value.index] : 0.0f;
+    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    finish_backward_in_block(BACKWARD, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+}
+
+struct Slopes {
+    float scale[8], slope[8], offset[8];
+
+    __device__ __forceinline__ Raw operator()(const float (&v)[8], const float (&g)[8]) const {
+        float d[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) d[k] = fmaf(scale[k], g[k], fmaf(slope[k], v[k], offset[k]));
+        return pack(d);
+    }
+};
+
+// dx = scale g + slope x + offset; 0 for padding. dx may be dy's memory.
+template <int MASK, int SOURCE>
+__device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, const float* scale, const float* bias_,
+                                               const float* slope, const float* offset, T* dx, u32 valid, u32 rows,
+                                               u32 channels) {
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    if (!w.active) return;
+    Slopes f;
+    float bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    load_channels(scale, w.group, f.scale);
+    load_channels(slope, w.group, f.slope);
+    load_channels(offset, w.group, f.offset);
+    if (MASK == RECOMPUTE) load_channels(bias_, w.group, bias);
+    constexpr int U = IN_FLIGHT;
+    for (u32 r = w.first; r < rows; r += U * w.step) {
+        Loaded<MASK, SOURCE> row[U];
+#pragma unroll
+        for (int i = 0; i < U; i++)
+            if (r + i * w.step < valid) row[i].fetch(x, in, r + i * w.step, w.groups, w.group);
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            u32 at = r + i * w.step;
+            if (at >= rows) continue;
+            Raw out = zeros();
+            if (at < valid) {
+                float v[8], g[8];
+                row[i].gradient(f.scale, bias, each, v, g);
+                out = f(v, g);
+            }
+            store(dx, (u64)at * w.groups + w.group, out);
+        }
+    }
+}
+
+#define BACKWARD_APPLY(NAME, MASK, SOURCE)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
+        NAME(const T* x, const T* dy, const T* more, const u8* mask, const float* scale, const float* bias,      \
+             const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,       \
+             u32 channels) {                                                                                    \
+        enter();                                                                                                \
+        backward_apply<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, scale, bias, slope, offset, dx,        \
+                                     valid_rows(control, pixels, rows), rows, channels);                        \
+    }
+BACKWARD_APPLY(norm_backward_apply_all, ALL, DIRECT)
+BACKWARD_APPLY(norm_backward_apply_recompute, RECOMPUTE, DIRECT)
+BACKWARD_APPLY(norm_backward_apply_recompute_added, RECOMPUTE, ADDED)
+BACKWARD_APPLY(norm_backward_apply_bits, BITS, DIRECT)
+BACKWARD_APPLY(norm_backward_apply_bits_added, BITS, ADDED)
+BACKWARD_APPLY(norm_backward_apply_bits_pooled, BITS, POOLED)
+
+// Both passes in one launch, for small activations; see forward_small().
+template <int MASK, int SOURCE>
+__device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T* dz, T* dx, const Control* control,
+                                               u32 pixels, u32 rows, u32 channels, const Backward& b, const Site& site,
+                                               float* across, float* slots, double* pairs, float* coefficients) {
+    cluster_arrive();
+    u32 part = cluster_rank(), parts = cluster_size();
+    Walk w = walk(channels, part, parts);
+    Value value = value_of_thread(channels);
+    u32 number = next_exchange(site, value.active, value.index);
+    u32 valid = valid_rows(control, pixels, rows);
+    constexpr int U = IN_FLIGHT;
+    float s[16] = {}, mean[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    Slopes f;
+    Raw x_kept[U], g_kept[U]; // of the first rows
+    u32 end = w.active ? (dz ? rows : valid) : 0;
+    if (w.active) {
+        load_channels(b.mean, w.group, mean);
+        load_channels(b.scale, w.group, f.scale);
+        if (MASK == RECOMPUTE) load_channels(b.bias, w.group, bias);
+    }
+    {
+        Loaded<MASK, SOURCE> row[U];
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            row[i].nothing();
+            if (w.active && w.first + i * w.step < valid) row[i].fetch(x, in, w.first + i * w.step, w.groups, w.group);
+        }
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            float v[8], g[8];
+            row[i].gradient(f.scale, bias, each, v, g);
+            x_kept[i] = row[i].x;
+            g_kept[i] = pack(g);
+            unpack(g_kept[i], g); // what is kept is what is summed
+            if (dz && w.first + i * w.step < end) store(dz, (u64)(w.first + i * w.step) * w.groups + w.group, g_kept[i]);
+            if (w.active) add_gradient(v, g, mean, s);
+        }
+    }
+    // The rest, fewer at a time: the kept rows hold their registers.
+    constexpr int V = U / 2;
+    for (u32 first = w.first + U * w.step; first < end; first += V * w.step) {
+        Loaded<MASK, SOURCE> row[V];
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            row[i].nothing();
+            if (first + i * w.step < valid) row[i].fetch(x, in, first + i * w.step, w.groups, w.group);
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float v[8], g[8];
+            row[i].gradient(f.scale, bias, each, v, g);
+            if (dz && first + i * w.step < end) {
+                Raw out = pack(g);
+                unpack(out, g);
+                store(dz, (u64)(first + i * w.step) * w.groups + w.group, out);
+            }
+            add_gradient(v, g, mean, s);
+        }
+    }
+    double total = cluster_sums(block_sums(s, across), value, slots);
+    bool leader = part == 0;
+    if (leader) parameter_gradients(b, total, value);
+    if (!settle(total, site, channels, value.active, value.index, number, leader)) return;
+    finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
+    __syncthreads();
+    if (!w.active) return;
+    load_channels(coefficients, threadIdx.x, f.slope);
+    load_channels(coefficients + 8 * blockDim.x, threadIdx.x, f.offset);
+#pragma unroll
+    for (int i = 0; i < U; i++) {
+        u32 at = w.first + i * w.step;
+        if (at >= rows) continue;
+        float v[8], g[8];
+        unpack(x_kept[i], v);
+        unpack(g_kept[i], g);
+        store(dx, (u64)at * w.groups + w.group, at < valid ? f(v, g) : zeros());
+    }
+    for (u32 first = w.first + U * w.step; first < rows; first += V * w.step) {
+        Loaded<MASK, SOURCE> row[V];
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            u32 at = first + i * w.step;
+            if (at >= valid) continue;
+            row[i].nothing();
+            if (dz) {
+                row[i].x = load(x, (u64)at * w.groups + w.group);
+                row[i].dy = load(dz, (u64)at * w.groups + w.group);
+            } else {
+                row[i].fetch(x, in, at, w.groups, w.group);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            u32 at = first + i * w.step;
+            if (at >= rows) continue;
+            Raw out = zeros();
+            if (at < valid) {
+                float v[8], g[8];
+                if (dz) {
+                    unpack(row[i].x, v);
+                    unpack(row[i].dy, g);
+                } else {
+                    row[i].gradient(f.scale, bias, each, v, g);
+                }
+                out = f(v, g);
+            }
+            store(dx, (u64)at * w.groups + w.group, out);
+        }
+    }
+}
+
+#define BACKWARD_SMALL(NAME, MASK, SOURCE)                                                                          \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
+        NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, T* dx, const Control* control,           \
+             u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
+        enter();                                                                                                    \
+        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                              \
+        SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
+        SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \
+        SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                             \
+        backward_small<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, dx, control, pixels, rows, channels,   \
+                                     BACKWARD, SITE, across, slots, pairs, coefficients);                           \
+    }
+BACKWARD_SMALL(norm_backward_small_all, ALL, DIRECT)
+BACKWARD_SMALL(norm_backward_small_recompute, RECOMPUTE, DIRECT)
+BACKWARD_SMALL(norm_backward_small_recompute_added, RECOMPUTE, ADDED)
+BACKWARD_SMALL(norm_backward_small_bits, BITS, DIRECT)
+BACKWARD_SMALL(norm_backward_small_bits_added, BITS, ADDED)
+BACKWARD_SMALL(norm_backward_small_bits_pooled, BITS, POOLED)

@@ -1,0 +1,296 @@
+// Batch normalisation forward: statistics, their use as a scale and a bias a channel, and the pass that applies
+// them together with the addition of the shortcut and the ReLU.
+
+#define EPSILON 1e-5
+#define MOMENTUM 0.1f
+
+// One value a channel each, float32.
+struct Norm {
+    const float *gamma, *beta;
+    float *running_mean, *running_var; // null: left alone
+    float *mean, *inv_std;             // of this pass, for backward
+    float *scale, *bias;               // y = scale x + bias
+};
+#define NORM_PARAMETERS                                                                                       \
+    const float *gamma, const float *beta, float *running_mean, float *running_var, float *mean, float *inv_std, \
+        float *scale, float *bias
+#define NORM \
+    Norm { gamma, beta, running_mean, running_var, mean, inv_std, scale, bias }
+
+// From the sums of x and x * x of channel `c` over `count` rows. Writes what lasts if `write`.
+__device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum, double square, double count,
+                                               bool write, float& scale, float& bias) {
+    double each = count > 0 ? 1.0 / count : 0.0;
+    double mean = sum * each, var = square * each - mean * mean;
+    if (var < 0) var = 0; // not by max(): a NaN stays
+    float inv_std = 1.0f / sqrtf((float)(var + EPSILON));
+    scale = n.gamma[c] * inv_std;
+    bias = (float)(n.beta[c] - mean * scale);
+    if (!write) return;
+    n.scale[c] = scale;
+    n.bias[c] = bias;
+    n.mean[c] = (float)mean;
+    n.inv_std[c] = inv_std;
+    if (n.running_mean && count > 0) {
+        double unbias = count / (count > 2 ? count - 1.0 : 1.0);
+        n.running_mean[c] = (1.0f - MOMENTUM) * n.running_mean[c] + MOMENTUM * (float)mean;
+        n.running_var[c] = (1.0f - MOMENTUM) * n.running_var[c] + MOMENTUM * (float)(var * unbias);
+    }
+}
+
+// Totals a value -> results a channel; `pairs` holds one value a thread (at least 16 * bx).
+__device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const Value& value, double count,
+                                                        bool write, double* pairs, float* coefficients) {
+    u32 t = thread_in_block(), half = 8 * blockDim.x;
+    if (value.which < 2) pairs[t] = total;
+    __syncthreads();
+    if (value.which == 0 && value.active) {
+        float scale, bias;
+        finish_forward(n, value.channel, pairs[t], pairs[t + half], count, write, scale, bias);
+        if (coefficients) {
+            coefficients[t] = scale;
+            coefficients[half + t] = bias;
+        }
+    }
+}
+
+__device__ __forceinline__ void add_statistics(const Raw& raw, float (&s)[16]) {
+    float v[8];
+    unpack(raw, v);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        s[k] += v[k];
+        s[8 + k] = fmaf(v[k], v[k], s[8 + k]);
+    }
+}
+
+// Sums of x and x * x a channel over the real pictures' rows, then what `mode` says.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    norm_statistics(const T* x, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
+                    u32* counters, NORM_PARAMETERS, SITE_PARAMETERS) {
+    enter();
+    SHARED(float, across, 16 * 512);
+    SHARED(double, pairs, 512);
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    Value value = value_of_thread(channels);
+    Site site = SITE;
+    u32 number = next_exchange(site, value.active, value.index);
+    u32 valid = valid_rows(control, pixels, rows);
+    float s[16] = {};
+    constexpr int U = 2 * IN_FLIGHT;
+    if (w.active)
+        for (u32 r = w.first; r < valid; r += U * w.step) {
+            Raw raw[U];
+#pragma unroll
+            for (int i = 0; i < U; i++) {
+                raw[i] = zeros();
+                if (r + i * w.step < valid) raw[i] = load(x, (u64)(r + i * w.step) * w.groups + w.group);
+            }
+#pragma unroll
+            for (int i = 0; i < U; i++) add_statistics(raw[i], s);
+        }
+    double total;
+    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+}
+
+// The same from sums that exist: after an all-reduce, or from a convolution that took them along.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    norm_finish(const float* sum, const float* square, const Control* control, u32 pixels, u32 rows, u32 channels,
+                NORM_PARAMETERS, SITE_PARAMETERS) {
+    enter();
+    SHARED(double, pairs, 512);
+    Value value = value_of_thread(channels);
+    Site site = SITE;
+    u32 number = next_exchange(site, value.active, value.index);
+    double total = value.active ? (value.which ? square : sum)[value.channel] : 0.0f;
+    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+}
+
+// Scale and bias from the running statistics, for inference. One thread a channel.
+extern "C" __global__ void norm_fold(const float* gamma, const float* beta, const float* running_mean,
+                                     const float* running_var, float* scale, float* bias, u32 channels) {
+    enter();
+    u32 c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= channels) return;
+    float s = gamma[c] / sqrtf((float)(running_var[c] + EPSILON));
+    scale[c] = s;
+    bias[c] = (float)(beta[c] - (double)running_mean[c] * s);
+}
+
+// What is done to eight values of a row. ADD: 0 nothing, 1 the shortcut, 2 the shortcut through its own scale
+// and bias (the batch norm of a projection).
+template <int ADD> struct Apply {
+    float scale[8], bias[8], shortcut_scale[8], shortcut_bias[8];
+    float floor; // 0 for ReLU, else below everything
+
+    __device__ __forceinline__ u32 operator()(const Raw& x, const Raw& shortcut, Raw& y) const {
+        float v[8], s[8];
+        unpack(x, v);
+        if (ADD) unpack(shortcut, s);
+        u32 positive = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            v[k] = fmaf(v[k], scale[k], bias[k]);
+            if (ADD == 1) v[k] += s[k];
+            if (ADD == 2) v[k] += fmaf(s[k], shortcut_scale[k], shortcut_bias[k]);
+            v[k] = larger(v[k], floor);
+            positive |= v[k] > 0 ? 1u << k : 0u;
+        }
+        y = pack(v);
+        return positive;
+    }
+};
+
+__device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uint_as_float(0xff800000u); }
+
+// y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] tells y > 0 of channel 8 group + k.
+template <int ADD>
+__device__ __forceinline__ void apply(const T* x, const float* scale, const float* bias, const T* shortcut,
+                                      const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, u32 relu,
+                                      u32 rows, u32 channels) {
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    if (!w.active) return;
+    Apply<ADD> f;
+    load_channels(scale, w.group, f.scale);
+    load_channels(bias, w.group, f.bias);
+    if (ADD == 2) {
+        load_channels(shortcut_scale, w.group, f.shortcut_scale);
+        load_channels(shortcut_bias, w.group, f.shortcut_bias);
+    }
+    f.floor = floor_of(relu);
+    constexpr int U = IN_FLIGHT;
+    for (u32 r = w.first; r < rows; r += U * w.step) {
+        Raw raw[U], more[U];
+#pragma unroll
+        for (int i = 0; i < U; i++)
+            if (r + i * w.step < rows) {
+                u64 at = (u64)(r + i * w.step) * w.groups + w.group;
+                raw[i] = load(x, at);
+                if (ADD) more[i] = load(shortcut, at);
+            }
+#pragma unroll
+        for (int i = 0; i < U; i++)
+            if (r + i * w.step < rows) {
+                u64 at = (u64)(r + i * w.step) * w.groups + w.group;
+                Raw out;
+                u32 positive = f(raw[i], more[i], out);
+                store(y, at, out);
+                if (mask) mask[at] = (u8)positive;
+            }
+    }
+}
+
+#define APPLY(NAME, ADD)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
+        NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
+             const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
+        enter();                                                                                               \
+        apply<ADD>(x, scale, bias, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, rows, channels);     \
+    }
+APPLY(norm_apply, 0)
+APPLY(norm_apply_add, 1)
+APPLY(norm_apply_add_norm, 2)
+
+// Statistics and application in one launch, for activations small enough: a cluster owns 8 * bx channels, its
+// blocks share the rows, and the first rows of each thread stay in registers. blockIdx.x counts blocks of a
+// cluster. No block waits for a block of another cluster of this GPU; with mode 2 a cluster waits for the same
+// cluster of the other ranks, so all clusters must be resident at once, which the launcher's limit on the grid
+// (fewer blocks than multiprocessors, with room for a collective beside) sees to.
+template <int ADD>
+__device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,
+                                              const float* shortcut_bias, T* y, u8* mask, u32 relu,
+                                              const Control* control, u32 pixels, u32 rows, u32 channels, const Norm& n,
+                                              const Site& site, float* across, float* slots, double* pairs,
+                                              float* coefficients) {
+    cluster_arrive();
+    u32 part = cluster_rank(), parts = cluster_size();
+    Walk w = walk(channels, part, parts);
+    Value value = value_of_thread(channels);
+    u32 number = next_exchange(site, value.active, value.index);
+    u32 valid = valid_rows(control, pixels, rows);
+    constexpr int U = IN_FLIGHT;
+    Raw raw[U], more[U];
+    float s[16] = {};
+#pragma unroll
+    for (int i = 0; i < U; i++) {
+        u32 r = w.first + i * w.step;
+        raw[i] = zeros();
+        if (w.active && r < rows) {
+            raw[i] = load(x, (u64)r * w.groups + w.group);
+            if (ADD) more[i] = load(shortcut, (u64)r * w.groups + w.group);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < U; i++)
+        if (w.first + i * w.step < valid) add_statistics(raw[i], s);
+    if (w.active)
+        for (u32 r = w.first + U * w.step; r < valid; r += U * w.step) {
+            Raw next[U];
+#pragma unroll
+            for (int i = 0; i < U; i++) {
+                next[i] = zeros();
+                if (r + i * w.step < valid) next[i] = load(x, (u64)(r + i * w.step) * w.groups + w.group);
+            }
+#pragma unroll
+            for (int i = 0; i < U; i++) add_statistics(next[i], s);
+        }
+    double total = cluster_sums(block_sums(s, across), value, slots);
+    bool leader = part == 0;
+    if (!settle(total, site, channels, value.active, value.index, number, leader)) return;
+    finish_forward_in_block(n, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
+    __syncthreads();
+    if (!w.active) return;
+    Apply<ADD> f;
+    load_channels(coefficients, threadIdx.x, f.scale);
+    load_channels(coefficients + 8 * blockDim.x, threadIdx.x, f.bias);
+    if (ADD == 2) {
+        load_channels(shortcut_scale, w.group, f.shortcut_scale);
+        load_channels(shortcut_bias, w.group, f.shortcut_bias);
+    }
+    f.floor = floor_of(relu);
+    for (u32 first = w.first; first < rows; first += U * w.step) {
+        if (first != w.first)
+#pragma unroll
+            for (int i = 0; i < U; i++) {
+                u32 r = first + i * w.step;
+                if (r < rows) {
+                    raw[i] = load(x, (u64)r * w.groups + w.group);
+                    if (ADD) more[i] = load(shortcut, (u64)r * w.groups + w.group);
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < U; i++) {
+            u32 r = first + i * w.step;
+            if (r < rows) {
+                u64 at = (u64)r * w.groups + w.group;
+                Raw out;
+                u32 positive = f(raw[i], more[i], out);
+                store(y, at, out);
+                if (mask) mask[at] = (u8)positive;
+            }
+        }
+    }
+}
+
+// Groups of eight channels that a small block has, at most.
+#define SMALL_GROUPS 4
+
+#define FORWARD_SMALL(NAME, ADD)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                            \
+        NAME(const T* x, const T* shortcut, const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, \
+             u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS,                 \
+             SITE_PARAMETERS) {                                                                                    \
+        enter();                                                                                                   \
+        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                             \
+        SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                               \
+        SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                  \
+        SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                            \
+        forward_small<ADD>(x, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, control, pixels, rows,        \
+                           channels, NORM, SITE, across, slots, pairs, coefficients);                              \
+    }
+FORWARD_SMALL(norm_forward_small, 0)
+FORWARD_SMALL(norm_forward_small_add, 1)
+FORWARD_SMALL(norm_forward_small_add_norm, 2)

@@ -1,0 +1,318 @@
+// Max pooling of 3 x 3 windows with stride 2 and padding 1, alone or with the batch norm and ReLU before it (the
+// stem, whose largest activation is then never written), and the mean over all pixels.
+//
+// A thread owns eight channels of one output column and walks down a strip of output rows, so that an input row
+// shared by two windows is read once. Which tap of a window won is kept as one byte, ky * 3 + kx: the first of
+// equals, as in PyTorch.
+
+struct Pool {
+    u32 pictures, height, width, out_height, out_width, strip; // strip: output rows
+};
+#define POOL_PARAMETERS u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 strip
+#define POOL \
+    Pool { pictures, height, width, out_height, out_width, strip }
+
+// One strip: `item` counts them with the column fastest.
+struct Strip {
+    u32 picture, column, first, end;
+    __device__ __forceinline__ Strip(const Pool& p, u32 item) {
+        u32 strips = (p.out_height + p.strip - 1) / p.strip;
+        column = item % p.out_width;
+        item /= p.out_width;
+        first = item % strips * p.strip;
+        picture = item / strips;
+        end = min(first + p.strip, p.out_height);
+    }
+};
+__device__ __forceinline__ u32 strips_of(const Pool& p) {
+    return p.pictures * p.out_width * ((p.out_height + p.strip - 1) / p.strip);
+}
+
+// The largest values of the three pixels of one window row, after what is done to them.
+template <bool AFFINE, bool TAPS> struct RowMax {
+    float best[8];
+    u32 tap[8];
+
+    __device__ __forceinline__ void nothing() {
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            best[k] = __uint_as_float(0xff800000u);
+            tap[k] = 0;
+        }
+    }
+    // A value wins if it is larger, or is no number: a diverged run shows.
+    __device__ __forceinline__ void offer(int k, float v, u32 which) {
+        if (TAPS) {
+            bool wins = v > best[k] || v != v;
+            best[k] = wins ? v : best[k];
+            tap[k] = wins ? which : tap[k];
+        } else {
+            best[k] = larger(best[k], v);
+        }
+    }
+    __device__ __forceinline__ void offer(const Raw (&raw)[3], bool left, bool right, const float (&scale)[8],
+                                          const float (&bias)[8], u32 base) {
+#pragma unroll
+        for (int x = 0; x < 3; x++) {
+            if (x == 0 && !left || x == 2 && !right) continue;
+            float v[8];
+            unpack(raw[x], v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) offer(k, AFFINE ? larger(fmaf(v[k], scale[k], bias[k]), 0.0f) : v[k], base + x);
+        }
+    }
+};
+
+template <bool AFFINE, bool TAPS>
+__device__ __forceinline__ void max_pool(const T* x, const float* scale_, const float* bias_, T* y, u8* taps,
+                                         const Pool& p, u32 channels) {
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    if (!w.active) return;
+    float scale[8], bias[8];
+    if (AFFINE) {
+        load_channels(scale_, w.group, scale);
+        load_channels(bias_, w.group, bias);
+    }
+    u32 items = strips_of(p);
+    for (u32 item = w.first; item < items; item += w.step) {
+        Strip s(p, item);
+        u32 b = s.column;
+        bool left = b > 0, right = 2 * b + 1 < p.width;
+        auto fetch = [&](u32 row, Raw(&raw)[3]) {
+            u64 at = ((u64)(s.picture * p.height + row) * p.width + 2 * b) * w.groups + w.group;
+            if (left) raw[0] = load(x, at - w.groups);
+            raw[1] = load(x, at);
+            if (right) raw[2] = load(x, at + w.groups);
+        };
+        RowMax<AFFINE, TAPS> above; // of the row that the next window begins with
+        above.nothing();
+        if (s.first > 0) {
+            Raw raw[3];
+            fetch(2 * s.first - 1, raw);
+            above.offer(raw, left, right, scale, bias, 0);
+        }
+        for (u32 a = s.first; a < s.end; a++) {
+            Raw middle[3], below[3];
+            bool last = 2 * a + 1 >= p.height;
+            fetch(2 * a, middle);
+            if (!last) fetch(2 * a + 1, below);
+            RowMax<AFFINE, TAPS> window = above;
+            window.offer(middle, left, right, scale, bias, 3);
+            above.nothing();
+            if (!last) {
+                above.offer(below, left, right, scale, bias, 0);
+#pragma unroll
+                for (int k = 0; k < 8; k++) window.offer(k, above.best[k], above.tap[k] + 6);
+            }
+            u64 at = ((u64)(s.picture * p.out_height + a) * p.out_width + b) * w.groups + w.group;
+            store(y, at, pack(window.best));
+            if (TAPS) {
+                u32 low = window.tap[0] | window.tap[1] << 8 | window.tap[2] << 16 | window.tap[3] << 24;
+                u32 high = window.tap[4] | window.tap[5] << 8 | window.tap[6] << 16 | window.tap[7] << 24;
+                ((uint2*)taps)[at] = {low, high};
+            }
+        }
+    }
+}
+
+#define MAX_POOL(NAME, AFFINE, TAPS)                                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
+        NAME(const T* x, const float* scale, const float* bias, T* y, u8* taps, POOL_PARAMETERS, u32 channels) { \
+        enter();                                                                                                \
+        max_pool<AFFINE, TAPS>(x, scale, bias, y, taps, POOL, channels);                                          \
+    }
+MAX_POOL(norm_max_pool, true, false)
+MAX_POOL(norm_max_pool_taps, true, true)
+
+// One window's gradient and tap.
+struct Window {
+    Raw dy;
+    uint2 taps;
+};
+__device__ __forceinline__ void add_where(const Window& w, u32 tap, float (&g)[8]) {
+    float d[8];
+    unpack(w.dy, d);
+    u32 low = w.taps.x ^ tap * 0x01010101u, high = w.taps.y ^ tap * 0x01010101u;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (!(low & 0xffu << 8 * k)) g[k] += d[k];
+        if (!(high & 0xffu << 8 * k)) g[4 + k] += d[4 + k];
+    }
+}
+
+// Calls visit(row, column, g) for the up to four input pixels under each output of the strips: each input pixel
+// of a picture exactly once. `row` counts over pictures.
+template <typename Before, typename Visit>
+__device__ __forceinline__ void unpool(const T* dy, const u8* taps, const Pool& p, const Walk& w, u32 pictures,
+                                       Before before, Visit visit) {
+    u32 strips = (p.out_height + p.strip - 1) / p.strip, items = pictures * p.out_width * strips;
+    for (u32 item = w.first; item < items; item += w.step) {
+        Strip s(p, item);
+        u32 b = s.column;
+        auto fetch = [&](u32 a, Window(&row)[2]) {
+            u64 at = ((u64)(s.picture * p.out_height + a) * p.out_width + b) * w.groups + w.group;
+            row[0] = row[1] = {zeros(), {0xffffffffu, 0xffffffffu}};
+            if (a < p.out_height) {
+                row[0] = {load(dy, at), ((const uint2*)taps)[at]};
+                if (b + 1 < p.out_width) row[1] = {load(dy, at + w.groups), ((const uint2*)taps)[at + w.groups]};
+            }
+        };
+        Window above[2], below[2];
+        fetch(s.first, above);
+        for (u32 a = s.first; a < s.end; a++) {
+            u32 y = 2 * a, x = 2 * b;
+            bool down = y + 1 < p.height, right = x + 1 < p.width;
+            u64 at = (u64)(s.picture * p.height + y) * p.width + x;
+            auto held = before(at, at + 1, at + p.width, at + p.width + 1, right, down, right && down);
+            fetch(a + 1, below);
+            float g[8] = {};
+            add_where(above[0], 4, g);
+            visit(at, held.x[0], g);
+            if (right) {
+                float g[8] = {};
+                add_where(above[0], 5, g);
+                add_where(above[1], 3, g);
+                visit(at + 1, held.x[1], g);
+            }
+            if (down) {
+                float g[8] = {};
+                add_where(above[0], 7, g);
+                add_where(below[0], 1, g);
+                visit(at + p.width, held.x[2], g);
+            }
+            if (right && down) {
+                float g[8] = {};
+                add_where(above[0], 8, g);
+                add_where(above[1], 6, g);
+                add_where(below[0], 2, g);
+                add_where(below[1], 0, g);
+                visit(at + p.width + 1, held.x[3], g);
+            }
+            above[0] = below[0];
+            above[1] = below[1];
+        }
+    }
+}
+struct Four {
+    Raw x[4];
+};
+struct FetchFour {
+    const T* x;
+    u32 groups, group;
+    __device__ __forceinline__ Four operator()(u64 a, u64 b, u64 c, u64 d, bool right, bool down, bool both) const {
+        Four f;
+        f.x[0] = load(x, a * groups + group);
+        if (right) f.x[1] = load(x, b * groups + group);
+        if (down) f.x[2] = load(x, c * groups + group);
+        if (both) f.x[3] = load(x, d * groups + group);
+        return f;
+    }
+};
+// Padding pictures get zeros.
+__device__ __forceinline__ void clear_padding(T* dx, const Pool& p, const Walk& w, u32 pictures) {
+    u32 pixels = p.height * p.width, rows = p.pictures * pixels;
+    for (u32 r = pictures * pixels + w.first; r < rows; r += w.step) store(dx, (u64)r * w.groups + w.group, zeros());
+}
+__device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool& p) {
+    return control ? min(control->valid, p.pictures) : p.pictures;
+}
+
+// norm_backward_sums for an output that went through the ReLU and the max pooling: dy and taps are the pooled ones.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    norm_backward_sums_max_pool(const T* x, const T* dy, const u8* taps, const Control* control, POOL_PARAMETERS,
+                                u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
+    enter();
+    SHARED(float, across, 16 * 512);
+    SHARED(double, pairs, 512);
+    Pool p = POOL;
+    Backward b = BACKWARD;
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    Value value = value_of_thread(channels);
+    Site site = SITE;
+    u32 number = next_exchange(site, value.active, value.index);
+    float s[16] = {};
+    if (w.active) {
+        float mean_[8], scale_[8], bias_[8];
+        load_channels(b.mean, w.group, mean_);
+        load_channels(b.scale, w.group, scale_);
+        load_channels(b.bias, w.group, bias_);
+        unpool(dy, taps, p, w, valid_pictures(control, p), FetchFour{x, w.groups, w.group},
+               [&](u64, const Raw& raw, float(&g)[8]) {
+                   float v[8];
+                   unpack(raw, v);
+#pragma unroll
+                   for (int k = 0; k < 8; k++) g[k] = fmaf(v[k], scale_[k], bias_[k]) > 0 ? g[k] : 0.0f;
+                   add_gradient(v, g, mean_, s);
+               });
+    }
+    double total;
+    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    parameter_gradients(b, total, value);
+    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    u32 pixels = height * width;
+    finish_backward_in_block(b, total, value, stat_rows(control, pixels, pictures * pixels), true, pairs, nullptr);
+}
+
+// norm_backward_apply for the same.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    norm_backward_apply_max_pool(const T* x, const T* dy, const u8* taps, const float* scale, const float* bias,
+                                 const float* slope, const float* offset, T* dx, const Control* control,
+                                 POOL_PARAMETERS, u32 channels) {
+    enter();
+    Pool p = POOL;
+    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    if (!w.active) return;
+    Slopes f;
+    float bias_[8];
+    load_channels(scale, w.group, f.scale);
+    load_channels(slope, w.group, f.slope);
+    load_channels(offset, w.group, f.offset);
+    load_channels(bias, w.group, bias_);
+    u32 pictures_here = valid_pictures(control, p);
+    unpool(dy, taps, p, w, pictures_here, FetchFour{x, w.groups, w.group},
+           [&](u64 pixel, const Raw& raw, float(&g)[8]) {
+               float v[8];
+               unpack(raw, v);
+#pragma unroll
+               for (int k = 0; k < 8; k++) g[k] = fmaf(v[k], f.scale[k], bias_[k]) > 0 ? g[k] : 0.0f;
+               store(dx, pixel * w.groups + w.group, f(v, g));
+           });
+    clear_padding(dx, p, w, pictures_here);
+}
+
+// Mean over the pixels of each picture. A warp owns bx groups of channels of one picture (blockIdx.x and
+// threadIdx.y count warps); its lanes share the pixels..
+extern "C" __global__ void __launch_bounds__(256)
+    global_average(const T* x, T* y, u32 pictures, u32 pixels, u32 channels, u32 group_lanes) {
+    enter();
+    u32 groups = channels / 8, chunks = (groups + group_lanes - 1) / group_lanes;
+    u32 warp = blockIdx.x * blockDim.y + threadIdx.y, picture = warp / chunks;
+    if (picture >= pictures) return;
+    u32 group = warp % chunks * group_lanes + threadIdx.x % group_lanes, lanes = 32 / group_lanes;
+    bool active = group < groups;
+    float s[8] = {};
+    for (u32 p = threadIdx.x / group_lanes; p < pixels; p += 8 * lanes) {
+        Raw raw[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            raw[i] = zeros();
+            if (active && p + i * lanes < pixels) raw[i] = load(x, ((u64)picture * pixels + p + i * lanes) * groups + group);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float v[8];
+            unpack(raw[i], v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) s[k] += v[k];
+        }
+    }
+    for (u32 o = group_lanes; o < 32; o *= 2)
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] += from_lane_xor(s[k], o);
+    if (threadIdx.x < group_lanes && active) {
+        float each = 1.0f / pixels;
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] *= each;
+        store(y, (u64)picture * groups + group, pack(s));
+    }
+}

@@ -1,0 +1,182 @@
+//! Where each parameter lies on the GPU.
+//!
+//! Weights and momentum are flat float32 buffers of two parts. *Wide*: weights of convolutions and of the
+//! linear layer, in the order in which backward produces their gradients, with a copy and gradients
+//! in the type that is computed in. *Narrow*: batch norm's parameters and the linear layer's bias, with
+//! float32 gradients.
+
+use crate::{
+    engine::{EngineError, HostTensor, NamedTensors, cpu::plan::Step},
+    net::{Network, Role},
+};
+use std::{collections::BTreeMap, ops::Range};
+
+/// Values to which every parameter is aligned: 16 bytes in any type, and whole tiles of the optimizer.
+const ALIGN: usize = 1024;
+
+/// Values at which a bucket of wide gradients is closed (8 MB in 16 bits): long enough for NVLink's
+/// full speed, short enough that the last one ends soon after backward.
+const BUCKET: usize = 4 << 20;
+
+/// How a parameter is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// `[out][height][width][in]`, `in` padded with zeros.
+    Krsc { padded_in: usize },
+    /// `[out][in]`, `out` padded with zeros.
+    Rows,
+    /// As it is.
+    Vector,
+}
+
+/// One trained parameter.
+#[derive(Debug, Clone)]
+pub(super) struct Slot {
+    pub(super) name: String,
+    /// torchvision's.
+    shape: Vec<usize>,
+    order: Order,
+    /// In the flat buffers.
+    pub(super) range: Range<usize>,
+    /// Whether LARS adapts it: weights of convolutions and linear layers.
+    pub(super) adapted: bool,
+}
+
+/// All trained parameters.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) slots: Vec<Slot>,
+    by_name: BTreeMap<String, usize>,
+    /// Values of the wide part; the narrow part begins there.
+    pub(super) wide: usize,
+    /// Values in all.
+    pub(super) len: usize,
+    /// Ranges of the wide part that are reduced together, in backward's order.
+    pub(super) buckets: Vec<Range<usize>>,
+}
+
+impl Layout {
+    /// `steps` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
+    /// the logits as the GPU has them.
+    pub(super) fn new(network: &Network, steps: &[Step], padded_in: usize, padded_classes: usize) -> Self {
+        let parameters: BTreeMap<String, _> =
+            network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
+        let mut layout =
+            Self { slots: Vec::new(), by_name: BTreeMap::new(), wide: 0, len: 0, buckets: Vec::new() };
+        let mut narrow = Vec::new();
+        let mut bucket = 0;
+        for step in steps.iter().rev() {
+            let (Step::Conv { name, .. } | Step::Norm { name, .. } | Step::Linear { name, .. }) = step else {
+                continue;
+            };
+            for p in ["weight", "bias"].iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
+                let (order, len) = match (p.role, &p.shape[..]) {
+                    (Role::ConvWeight, [out, inputs, height, width]) => {
+                        let padded_in = match step {
+                            Step::Conv { needs_input_gradient: false, .. } => padded_in,
+                            _ => *inputs,
+                        };
+                        (Order::Krsc { padded_in }, out * height * width * padded_in)
+                    }
+                    (Role::LinearWeight, [_, inputs]) => (Order::Rows, padded_classes * inputs),
+                    _ => (Order::Vector, p.len()),
+                };
+                let slot = Slot {
+                    name: p.name.clone(),
+                    shape: p.shape.clone(),
+                    order,
+                    range: 0..len,
+                    adapted: matches!(p.role, Role::ConvWeight | Role::LinearWeight),
+                };
+                if slot.order == Order::Vector {
+                    narrow.push(slot);
+                } else {
+                    layout.push(slot);
+                    if layout.len - bucket >= BUCKET {
+                        layout.buckets.push(bucket..layout.len);
+                        bucket = layout.len;
+                    }
+                }
+            }
+        }
+        layout.wide = layout.len;
+        if layout.wide > bucket {
+            layout.buckets.push(bucket..layout.wide);
+        }
+        narrow.into_iter().for_each(|slot| layout.push(slot));
+        layout
+    }
+
+    fn push(&mut self, mut slot: Slot) {
+        slot.range = self.len..self.len + slot.range.len();
+        self.len = slot.range.end.next_multiple_of(ALIGN);
+        self.by_name.insert(slot.name.clone(), self.slots.len());
+        self.slots.push(slot);
+    }
+
+    /// The place of a parameter that is known to exist.
+    pub(super) fn slot(&self, name: &str, suffix: &str) -> &Slot {
+        &self.slots[self.by_name[&format!("{name}.{suffix}")]]
+    }
+
+    /// From the flat order to torchvision's.
+    pub(super) fn export(&self, flat: &[f32], into: &mut NamedTensors) {
+        for slot in &self.slots {
+            let ours = &flat[slot.range.clone()];
+            let mut values = vec![0.0; slot.shape.iter().product()];
+            match (slot.order, &slot.shape[..]) {
+                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| values[oihw] = ours[krsc]);
+                }
+                _ => {
+                    let len = values.len();
+                    values.copy_from_slice(&ours[..len]);
+                }
+            }
+            into.insert(slot.name.clone(), HostTensor { shape: slot.shape.clone(), values });
+        }
+    }
+
+    /// The flat buffer of `values`, which [`crate::engine::cpu`]'s check found whole.
+    pub(super) fn import(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
+        let mut flat = vec![0.0; self.len];
+        for slot in &self.slots {
+            let tensor = values
+                .get(&slot.name)
+                .ok_or_else(|| EngineError::Parameters(format!("`{}` is missing", slot.name)))?;
+            let ours = &mut flat[slot.range.clone()];
+            match (slot.order, &slot.shape[..]) {
+                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| {
+                        ours[krsc] = tensor.values[oihw]
+                    });
+                }
+                _ => ours[..tensor.values.len()].copy_from_slice(&tensor.values),
+            }
+        }
+        Ok(flat)
+    }
+}
+
+/// Calls `each` with the place of every value in OIHW and in KRSC with padded inputs.
+fn krsc(
+    out: usize,
+    inputs: usize,
+    height: usize,
+    width: usize,
+    padded_in: usize,
+    mut each: impl FnMut(usize, usize),
+) {
+    for o in 0..out {
+        for i in 0..inputs {
+            for y in 0..height {
+                for x in 0..width {
+                    each(
+                        ((o * inputs + i) * height + y) * width + x,
+                        ((o * height + y) * width + x) * padded_in + i,
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and momentum.
+//!
+//! A step is recorded once as a CUDA graph and then replayed: what changes from step to step is read by the
+//! kernels from [`rings`]. The host starts a step, goes on, and reads its result when it comes. Results
+//! are the same bits in every run: every sum has a fixed order.
+
+mod arena;
+mod cache;
+mod cudnn;
+mod device;
+mod error;
+mod kernels;
+mod layout;
+mod nodes;
+mod ops;
+mod pictures;
+#[cfg(test)]
+mod plans;
+mod profile;
+mod program;
+mod reduce;
+mod rings;
+mod state;
+#[cfg(test)]
+mod tests;
+mod tuner;
+
+pub use error::CudaError;
+pub use kernels::DType;
+
+use super::{Engine, EngineConfig, EngineError, EvalResult, NamedTensors, StepResult};
+use crate::{
+    comm::watchdog::Watchdog,
+    comm::{CommError, Communicator},
+    data::loader::{Batch, DataSource, Form},
+    gpu::{
+        GpuConfig,
+        libraries::{self, Which},
+    },
+    net::Network,
+};
+use device::{Device, Graph};
+use lockstep_protocol::spec::{LossScale, Precision};
+use pictures::{OnGpu, Staging};
+use program::{Accumulation, Input, Phase, Program};
+use rings::{Control, Record};
+use state::State;
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+/// Steps that the host may be ahead of the GPU.
+const AHEAD: usize = 2;
+
+/// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
+const FIRST_LOSS_SCALE: f32 = 65_536.0;
+
+/// Builds the engine on the GPU that `gpu` names.
+pub(super) fn build(
+    network: Arc<Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn Communicator>,
+    gpu: &GpuConfig,
+) -> Result<Box<dyn Engine>, EngineError> {
+    let dtype = match gpu.precision {
+        Precision::Fp32 => DType::F32,
+        Precision::Bf16 => DType::Bf16,
+        // With dynamic loss scaling it keeps float32's accuracy, and cuDNN is fastest with it.
+        Precision::Fp16 | Precision::Auto => DType::F16,
+    };
+    let loss_scale = match (&gpu.loss_scale, dtype) {
+        (_, DType::F32 | DType::Bf16) => None,
+        (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
+        (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
+    };
+    let mut needed = vec![Which::Driver, Which::Nvrtc, Which::Cudnn];
+    if comm.world_size() > 1 {
+        needed.push(Which::Nccl);
+    }
+    libraries::ready(&needed).map_err(CudaError::Missing)?;
+    let device = Device::open(gpu.ordinal)?;
+    let free_before = device.memory().0;
+    let mut engine = CudaEngine {
+        program: Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?,
+        graphs: HashMap::new(),
+        on_gpu: None,
+        staging: None,
+        under_way: VecDeque::new(),
+        last_end: None,
+        free_before,
+        failed: false,
+        watchdog: gpu.watchdog.clone(),
+        profiled: None,
+        steps: (0, 0),
+        config,
+        network,
+        comm,
+        device,
+    };
+    engine.set_parameters(initial)?;
+    Ok(Box::new(engine))
+}
+
+/// A way through the step that is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Route {
+    phase: Phase,
+    input: Input,
+}
+
+/// A recorded step, or that it ran once: what runs for the first time loads kernels, which a recording
+/// must not.
+enum Recorded {
+    Once,
+    Graph(Graph),
+}
+
+/// A step that was started.
+enum UnderWay {
+    OnGpu,
+    /// Without a picture on any rank.
+    Empty,
+}
+
+struct CudaEngine {
+    // Fields are dropped in this order: graphs use the program's memory, all use the device.
+    graphs: HashMap<Route, Recorded>,
+    program: Program,
+    on_gpu: Option<OnGpu>,
+    staging: Option<Staging>,
+    under_way: VecDeque<UnderWay>,
+    /// Of the newest step's result, on the GPU's clock, while steps follow each other.
+    last_end: Option<u64>,
+    /// Bytes of the GPU's memory, before this engine took some.
+    free_before: u64,
+    /// Whether an error has left the GPU in the middle of something.
+    failed: bool,
+    watchdog: Option<Arc<Watchdog>>,
+    /// While somebody asks where the time goes.
+    profiled: Option<Vec<(String, f64)>>,
+    /// Started and done, for the watchdog.
+    steps: (u64, u64),
+    config: EngineConfig,
+    network: Arc<Network>,
+    comm: Arc<dyn Communicator>,
+    device: Device,
+}
+
+impl CudaEngine {
+    /// Sends a micro-batch and runs `phase` on it.
+    fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
+        check_batch(&self.network, batch, self.config.batch_size)?;
+        let input = self.input(phase, batch)?;
+        self.program.inputs.send(control, batch);
+        if let Some(calls) = &mut self.profiled {
+            *calls = self.program.profile(phase, input)?;
+            return Ok(());
+        }
+        let route = Route { phase, input };
+        let main = self.program.main.0;
+        match self.graphs.get(&route) {
+            Some(Recorded::Graph(graph)) => graph.launch(main)?,
+            Some(Recorded::Once) => {
+                main.begin_capture()?;
+                let emitted = self.program.emit(phase, input);
+                let graph = main.end_capture();
+                emitted?;
+                let graph = graph?;
+                tracing::debug!("recorded {route:?}: {} nodes", graph.nodes);
+                graph.launch(main)?;
+                self.graphs.insert(route, Recorded::Graph(graph));
+            }
+            None => {
+                self.program.emit(phase, input)?;
+                self.graphs.insert(route, Recorded::Once);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the pictures of `batch` are, after having them copied if need be.
+    fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
+        let training = matches!(phase, Phase::Train(_));
+        if let (Some(data), false) = (&self.on_gpu, batch.draws.len() != batch.labels.len()) {
+            let pictures = data.pictures(training);
+            let (height, width, crop_padding) = (data.height, data.width, data.crop_padding);
+            return Ok(Input::Dataset { pictures, height, width, crop_padding, training });
+        }
+        let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
+        if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {
+            let values = self.config.batch_size * self.network.tensors[self.network.input()].len();
+            self.device.synchronize()?;
+            self.graphs.clear();
+            self.staging = Some(Staging::new(&self.device, form, values)?);
+        }
+        let Some(staging) = &mut self.staging else {
+            return Err(CudaError::Unsupported("no room for pictures".into()).into());
+        };
+        staging.send(self.program.main.0, batch)?;
+        Ok(Input::Staged { at: staging.input.ptr, form: staging.form() })
+    }
+
+    /// Waits for the oldest step under way.
+    fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
+        let Some(step) = self.under_way.pop_front() else { return Ok(None) };
+        if matches!(step, UnderWay::Empty) {
+            return Ok(Some(StepResult::default()));
+        }
+        let comm = self.comm.clone();
+        let timeout = if comm.world_size() == 1 { Duration::from_secs(600) } else { comm.timeout() };
+        let Program { results, reducer, main, .. } = &mut self.program;
+        let main = main.0;
+        let record = results.wait(timeout, || -> Result<(), EngineError> {
+            main.failure()?;
+            reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
+        });
+        let record: Record = match record {
+            Ok(record) => record,
+            Err(error) => {
+                self.failed = true;
+                return Err(match (error, self.watchdog.as_ref().and_then(|w| w.verdict())) {
+                    (_, Some(verdict)) => {
+                        CommError::Aborted { operation: "a step on the GPU", reason: verdict.into() }.into()
+                    }
+                    (error, None) => error,
+                });
+            }
+        };
+        self.steps.1 += 1;
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.done(self.steps.1);
+        }
+        let [begin, backward, reduced, end] = record.stamps;
+        // From end to end while steps follow each other: that holds waits for the host, too.
+        let from = self.last_end.unwrap_or(begin);
+        self.last_end = Some(end);
+        Ok(Some(StepResult {
+            loss: if record.samples > 0 { record.loss_sum / record.samples as f32 } else { 0.0 },
+            correct: record.correct,
+            samples: record.samples,
+            grad_norm: record.grad_norm,
+            step_secs: end.saturating_sub(from) as f64 / 1e9,
+            all_reduce_secs: reduced.saturating_sub(backward) as f64 / 1e9,
+        }))
+    }
+}
+
+impl Engine for CudaEngine {
+    fn take_data(&mut self, data: &DataSource) -> Result<Form, EngineError> {
+        self.device.bind()?;
+        self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
+        if let Some(resident) = data.resident() {
+            self.on_gpu = OnGpu::new(&self.device, &resident)?;
+            self.program.set_size(&self.device, resident.height, resident.width)?;
+        }
+        Ok(if self.on_gpu.is_some() { Form::Draws } else { Form::Bytes })
+    }
+
+    fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
+        self.device.bind()?;
+        let slots = self.config.accumulate.max(1);
+        if micro_batches.len() > slots {
+            let text = format!("{} micro-batches in a step of {slots}", micro_batches.len());
+            return Err(EngineError::Parameters(text));
+        }
+        // An epoch's end may leave this rank fewer pictures or none: it still takes part.
+        let nothing = Batch::default();
+        let batches: Vec<&Batch> =
+            (0..slots).map(|slot| micro_batches.get(slot).unwrap_or(&nothing)).collect();
+        let mut counts: Vec<f64> = batches.iter().map(|b| b.labels.len() as f64).collect();
+        self.comm.all_reduce_f64(&mut counts)?;
+        let total: f64 = counts.iter().sum();
+        let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
+            self.under_way.push_back(UnderWay::Empty);
+            return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
+        };
+        let sum_of = if self.config.gradients_mean { 1.0 } else { f64::from(self.comm.world_size()) };
+        let mut first = true;
+        for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0.0) {
+            let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() as f64 };
+            let control = Control {
+                valid: batch.labels.len() as u32,
+                stat_pictures: of as f32,
+                grad_scale: (sum_of / total) as f32,
+                lr,
+                ..Control::default()
+            };
+            let accumulation = Accumulation { first: std::mem::take(&mut first), last: slot == last };
+            self.run(Phase::Train(accumulation), control, batch)?;
+        }
+        self.under_way.push_back(UnderWay::OnGpu);
+        self.steps.0 += 1;
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.submitted(self.steps.0);
+        }
+        if self.under_way.len() > AHEAD { self.result() } else { Ok(None) }
+    }
+
+    fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
+        self.device.bind()?;
+        let mut results = Vec::new();
+        while let Some(result) = self.result()? {
+            results.push(result);
+        }
+        self.last_end = None;
+        Ok(results)
+    }
+
+    fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
+        self.profiled = Some(Vec::new());
+        let done = self.train_step(std::slice::from_ref(batch), 0.0);
+        let calls = self.profiled.take().unwrap_or_default();
+        done.map(|_| calls)
+    }
+
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        self.device.bind()?;
+        let mut result = EvalResult { samples: batch.labels.len() as u64, ..EvalResult::default() };
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            let (loss, correct) = self.program.evaluated()?;
+            result.loss_sum += loss;
+            result.correct += correct;
+        }
+        Ok(result)
+    }
+
+    fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        self.device.bind()?;
+        let mut logits = Vec::new();
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            logits.extend(self.program.logits(part.labels.len())?);
+        }
+        Ok(logits)
+    }
+
+    fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        self.read(State::parameters)
+    }
+
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        super::cpu::layout::check(&self.network, values, |_| true)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_parameters(&self.program.ops, self.program.main.0, values)?;
+        Ok(())
+    }
+
+    fn optimizer_state(&self) -> Result<NamedTensors, EngineError> {
+        self.read(State::optimizer)
+    }
+
+    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        super::cpu::layout::check(&self.network, values, |p| p.role.is_trained())?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_optimizer(values)?;
+        Ok(())
+    }
+
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        let state = &mut self.program.state;
+        let mut flat = state.read_flat()?;
+        self.comm.broadcast(&mut flat, 0)?;
+        state.write_flat(&self.program.ops, self.program.main.0, &flat)?;
+        Ok(())
+    }
+
+    fn memory_bytes(&self) -> u64 {
+        if self.device.bind().is_err() {
+            return 0;
+        }
+        self.free_before.saturating_sub(self.device.memory().0)
+    }
+
+    fn device_name(&self) -> String {
+        format!("{}, {}", self.device.name, self.program.dtype().name())
+    }
+}
+
+impl CudaEngine {
+    /// The state, when everything that was started is done.
+    fn read(
+        &self,
+        what: impl FnOnce(&State) -> Result<NamedTensors, EngineError>,
+    ) -> Result<NamedTensors, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        what(&self.program.state)
+    }
+}
+
+impl Drop for CudaEngine {
+    fn drop(&mut self) {
+        if let (true, Some(reducer)) = (self.failed, &self.program.reducer) {
+            reducer.abort("this rank has failed");
+        }
+        let _ = self.device.bind().and_then(|()| self.device.synchronize());
+    }
+}
+
+/// A batch in parts that the engine has room for.
+fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
+    if batch.labels.len() <= room {
+        return vec![batch.clone()];
+    }
+    let size = network.tensors[network.input()].len();
+    let part = |from: usize| {
+        let to = (from + room).min(batch.labels.len());
+        let cut = |values: usize, size: usize| if values == 0 { 0..0 } else { from * size..to * size };
+        Batch {
+            images: batch.images[cut(batch.images.len(), size)].to_vec(),
+            bytes: batch.bytes[cut(batch.bytes.len(), size)].to_vec(),
+            draws: batch.draws[cut(batch.draws.len(), 1)].to_vec(),
+            labels: batch.labels[from..to].to_vec(),
+            indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
+        }
+    };
+    (0..batch.labels.len()).step_by(room).map(part).collect()
+}
+
+/// Whether a batch fits the network: the kernels rely on it.
+fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), EngineError> {
+    let picture = network.tensors[network.input()].len();
+    let (pictures, values) = (batch.labels.len(), batch.images.len().max(batch.bytes.len()));
+    if pictures > room {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {pictures} pictures where there is room for {room}"
+        )));
+    }
+    if batch.draws.len() != pictures && values != pictures * picture {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
+        )));
+    }
+    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
+        Some(label) => Err(EngineError::Parameters(format!(
+            "label {label} does not exist: the network has {} classes, numbered from 0",
+            network.classes
+        ))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,243 @@
+//! From uint8 pictures on the GPU to the network's input; `gather.cu`.
+
+use super::{Arg, CudaError, Geometry, Ops, Ptr, Stream, plain};
+
+/// Which pictures a batch is made of, and whether they are augmented.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) enum Which {
+    /// By the control block's index, cropped and flipped by its draw: top of the window in bits 0 to 14, left
+    /// in 15 to 29 (both from 0 to 2 x padding), flip in 30.
+    Drawn { crop_padding: u32 },
+    /// By the control block's index, as they are.
+    Indexed,
+    /// The first ones, as they are: a batch that the host made.
+    InOrder,
+}
+
+/// Tables of a scaling from height x width to side x side, and where they lie in device memory.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Scaling<'a> {
+    /// From height to side.
+    pub(in crate::engine::cuda) rows: &'a ScaleTable,
+    pub(in crate::engine::cuda) rows_at: Ptr,
+    /// From width to side.
+    pub(in crate::engine::cuda) columns: &'a ScaleTable,
+    pub(in crate::engine::cuda) columns_at: Ptr,
+}
+
+/// A batch from pictures `uint8 [count, height, width, channels]`.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Gather<'a> {
+    pub(in crate::engine::cuda) source: Ptr,
+    pub(in crate::engine::cuda) height: u32,
+    pub(in crate::engine::cuda) width: u32,
+    /// 1 or 3.
+    pub(in crate::engine::cuda) channels: u32,
+    pub(in crate::engine::cuda) which: Which,
+    /// None when height = width = side.
+    pub(in crate::engine::cuda) scaling: Option<Scaling<'a>>,
+    pub(in crate::engine::cuda) control: Ptr,
+    /// Pictures of the batch, padding included: that becomes zeros.
+    pub(in crate::engine::cuda) pictures: u32,
+    pub(in crate::engine::cuda) side: u32,
+    /// float32 `[channels, 256]`: what each byte becomes.
+    pub(in crate::engine::cuda) table: Ptr,
+    /// T `[pictures, side, side, padded]`.
+    pub(in crate::engine::cuda) to: Ptr,
+    /// 4 or 8 channels; those past `channels` are zeros.
+    pub(in crate::engine::cuda) padded: u32,
+}
+
+/// float32 `[pictures, pixels, channels]`, normalised already, to T `[pictures, pixels, padded]`.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct PadChannels {
+    pub(in crate::engine::cuda) from: Ptr,
+    pub(in crate::engine::cuda) to: Ptr,
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) pictures: u32,
+    pub(in crate::engine::cuda) pixels: u32,
+    /// Up to 4.
+    pub(in crate::engine::cuda) channels: u32,
+    /// 4 or 8.
+    pub(in crate::engine::cuda) padded: u32,
+}
+
+/// Weights of a bilinear scaling of one axis: half-pixel centres, a triangle that is widened when it makes
+/// smaller, in 16-bit fixed point exactly as the host's scaler has them (crate `fast_image_resize`,
+/// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both make the same pictures.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::engine::cuda) struct ScaleTable {
+    /// For each output: first input, how many, then `taps` weights; upload it as it is.
+    pub(in crate::engine::cuda) entries: Vec<i32>,
+    taps: u32,
+    /// Fraction bits of a weight.
+    shift: u32,
+}
+
+impl ScaleTable {
+    /// From `from` pixels to `to`; neither is 0.
+    pub(in crate::engine::cuda) fn new(from: u32, to: u32) -> Self {
+        let scale = f64::from(from) / f64::from(to);
+        let radius = scale.max(1.0);
+        let outputs: Vec<(i32, Vec<f64>)> = (0..to)
+            .map(|out| {
+                // In the same steps as there, for the same roundings.
+                let centre = (f64::from(out) + 0.5) * scale;
+                let first = (centre - radius).floor().max(0.0) as u32;
+                let end = (centre + radius).ceil().min(f64::from(from)) as u32;
+                let (from_centre, narrow) = (centre - 0.5, 1.0 / radius);
+                let weight = |x: u32| (1.0 - ((f64::from(x) - from_centre) * narrow).abs()).max(0.0);
+                let weights: Vec<f64> = (first..end).map(weight).collect();
+                let total: f64 = weights.iter().sum();
+                let skipped = weights.iter().take_while(|w| **w == 0.0).count();
+                let dropped = weights.iter().rev().take_while(|w| **w == 0.0).count();
+                let kept = weights.get(skipped..weights.len() - dropped).unwrap_or_default();
+                (first as i32 + skipped as i32, kept.iter().map(|w| w / total).collect())
+            })
+            .collect();
+        let largest = outputs.iter().flat_map(|(_, w)| w).fold(0.0f64, |a, b| a.max(*b));
+        // As many bits as keep every weight below 2^15; 21 at most, for a sum of bytes in 32 bits.
+        let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
+        let taps = outputs.iter().map(|(_, w)| w.len()).max().unwrap_or(1);
+        let mut entries = Vec::with_capacity(outputs.len() * (2 + taps));
+        for (first, weights) in &outputs {
+            entries.extend([*first, weights.len() as i32]);
+            entries.extend(weights.iter().map(|w| (w * f64::from(1u32 << shift)).round() as i32));
+            entries.resize(entries.len() + taps - weights.len(), 0);
+        }
+        Self { entries, taps: taps as u32, shift }
+    }
+
+    /// Inputs that any `band` neighbouring outputs (from a multiple of `band`) need, at most.
+    fn span(&self, band: u32) -> u32 {
+        let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();
+        let spans =
+            outputs.chunks(band.max(1) as usize).filter_map(|band| match (band.first()?, band.last()?) {
+                ([first, ..], [last, count, ..]) => Some((last + count - first) as u32),
+                _ => None,
+            });
+        spans.max().unwrap_or(1)
+    }
+
+    fn args(&self, at: Ptr) -> [Arg; 3] {
+        [Arg::Ptr(at), Arg::U32(self.taps), Arg::U32(self.shift)]
+    }
+}
+
+/// Output rows of a block that scales, at most.
+const BAND: u32 = 32;
+/// Shared memory that a block takes without asking, less the table.
+const SHARED: u32 = 44 << 10;
+
+impl Ops {
+    /// Moves: the pictures' bytes once, the batch once.
+    ///
+    /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
+    /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
+    pub(in crate::engine::cuda) fn gather(&self, stream: Stream, p: Gather<'_>) -> Result<(), CudaError> {
+        let (mode, crop_padding) = match p.which {
+            Which::Drawn { crop_padding } => (0, crop_padding),
+            Which::Indexed => (1, 0),
+            Which::InOrder => (2, 0),
+        };
+        let mut args = vec![Arg::Ptr(p.source)];
+        args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
+        args.extend([
+            Arg::Ptr(p.control),
+            Arg::U32(p.pictures),
+            Arg::Ptr(p.table),
+            Arg::Ptr(p.to),
+            Arg::U32(p.padded),
+        ]);
+        let blocks = self.kernels.multiprocessors() * 8;
+        let pictures = p.pictures.max(1);
+        let Some(s) = p.scaling else {
+            // The table costs each block 3 KB, so a block makes several pixels a thread where there are enough.
+            let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
+            return self.launch(stream, "gather", plain([x, pictures, 1], [256, 1, 1]), &args);
+        };
+        let room = |band: u32| (s.rows.span(band) + band) * p.width * 4;
+        let mut band = BAND.min(p.side);
+        while band > 1 && room(band) > SHARED {
+            band /= 2;
+        }
+        while band > 4 && pictures * p.side.div_ceil(band) < self.kernels.multiprocessors() * 2 {
+            band /= 2;
+        }
+        args.extend(s.rows.args(s.rows_at));
+        args.extend(s.columns.args(s.columns_at));
+        args.extend([Arg::U32(band), Arg::U32(s.rows.span(band))]);
+        let geometry =
+            Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
+        self.launch(stream, "gather_scaled", geometry, &args)
+    }
+
+    /// For batches that the host made as numbers.
+    pub(in crate::engine::cuda) fn pad_channels(
+        &self,
+        stream: Stream,
+        p: PadChannels,
+    ) -> Result<(), CudaError> {
+        let args = [
+            Arg::Ptr(p.from),
+            Arg::Ptr(p.to),
+            Arg::Ptr(p.control),
+            Arg::U32(p.pictures),
+            Arg::U32(p.pixels),
+            Arg::U32(p.channels),
+            Arg::U32(p.padded),
+        ];
+        let pixels = u64::from(p.pictures) * u64::from(p.pixels);
+        self.launch(stream, "pad_channels", self.items(pixels, 8), &args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fast_image_resize::{
+        FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
+    };
+
+    /// `lines` of `from` pixels, `step` apart, each scaled along its axis as the kernel does.
+    fn scaled(
+        source: &[u8],
+        table: &ScaleTable,
+        lines: usize,
+        line: usize,
+        step: usize,
+        to: usize,
+    ) -> Vec<u8> {
+        let mut out = vec![0; lines * to];
+        for l in 0..lines {
+            for (o, entry) in table.entries.chunks_exact(2 + table.taps as usize).enumerate() {
+                let mut sum = 1 << (table.shift - 1);
+                for (k, w) in entry[2..2 + entry[1] as usize].iter().enumerate() {
+                    sum += i32::from(source[l * line + (entry[0] as usize + k) * step]) * w;
+                }
+                let at = if step == 1 { l * to + o } else { o * lines + l };
+                out[at] = (sum >> table.shift).min(255) as u8;
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn the_gpu_s_scaling_makes_the_host_s_pictures() {
+        for (height, width, side) in [(32usize, 32usize, 224usize), (28, 28, 96), (97, 61, 40), (5, 300, 64)]
+        {
+            let source: Vec<u8> = (0..height * width)
+                .map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0])
+                .collect();
+            let (rows, columns) =
+                (ScaleTable::new(height as u32, side as u32), ScaleTable::new(width as u32, side as u32));
+            let vertical = scaled(&source, &rows, width, 1, width, side);
+            let ours = scaled(&vertical, &columns, side, width, 1, side);
+            let mut host = Image::new(side as u32, side as u32, PixelType::U8);
+            let picture = ImageRef::new(width as u32, height as u32, &source, PixelType::U8).unwrap();
+            let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
+            Resizer::new().resize(&picture, &mut host, &options).unwrap();
+            assert!(host.buffer() == ours, "{height} x {width} to {side}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The update over flat buffers; `optimizer.cu`.
+//!
+//! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
+//! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
+
+use super::{Arg, CudaError, NORM_COUNTER, Ops, Ptr, Stream, plain};
+
+/// Blocks that share the norm of one parameter; `LARS_PARTS` of `optimizer.cu`.
+pub(super) const LARS_PARTS: u32 = 16;
+
+/// A step's gradients, times the loss scale.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Gradients {
+    /// The first part: T, or float32 if `wide` (accumulated over micro-batches).
+    pub(in crate::engine::cuda) first: Ptr,
+    /// The second part: float32.
+    pub(in crate::engine::cuda) second: Ptr,
+    /// Values of the first part, and of both.
+    pub(in crate::engine::cuda) first_length: u64,
+    pub(in crate::engine::cuda) length: u64,
+    pub(in crate::engine::cuda) wide: bool,
+}
+
+impl Gradients {
+    fn args(self) -> [Arg; 5] {
+        [
+            Arg::Ptr(self.first),
+            Arg::Ptr(self.second),
+            Arg::U64(self.first_length),
+            Arg::U64(self.length),
+            Arg::U32(self.wide.into()),
+        ]
+    }
+}
+
+/// Norm of the gradients and what follows from it, into the scaler:
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply; u32 0, 0`, of which the host
+/// sets `scale` (1 without scaling) and zeros.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct GradientNorm {
+    pub(in crate::engine::cuda) gradients: Gradients,
+    pub(in crate::engine::cuda) scaler: Ptr,
+    /// Halves the scale and skips the update when a gradient is not finite, doubles it after 2,000 steps.
+    pub(in crate::engine::cuda) dynamic: bool,
+}
+
+/// LARS: each parameter's own rate.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct LarsRates {
+    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) gradients: Gradients,
+    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
+    pub(in crate::engine::cuda) segments: Ptr,
+    pub(in crate::engine::cuda) count: u32,
+    pub(in crate::engine::cuda) scaler: Ptr,
+    pub(in crate::engine::cuda) trust: f32,
+    pub(in crate::engine::cuda) decay: f32,
+    /// `f32 rate, decay` for each parameter.
+    pub(in crate::engine::cuda) rates: Ptr,
+}
+
+/// How weights move; the formulas are the CPU engine's (`engine/cpu/sgd.rs`).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) enum Update {
+    Momentum,
+    Nesterov,
+    /// With what [`Ops::lars_rates`] wrote.
+    Lars {
+        segments: Ptr,
+        rates: Ptr,
+        count: u32,
+    },
+}
+
+/// One step of all weights.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Sgd {
+    pub(in crate::engine::cuda) update: Update,
+    /// float32, like the momentum buffers in `velocity`.
+    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) velocity: Ptr,
+    /// The weights as T; may be 0.
+    pub(in crate::engine::cuda) shadow: Ptr,
+    pub(in crate::engine::cuda) gradients: Gradients,
+    /// The learning rate is its `lr`.
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) scaler: Ptr,
+    pub(in crate::engine::cuda) momentum: f32,
+    pub(in crate::engine::cuda) decay: f32,
+}
+
+impl Ops {
+    /// Moves: all gradients once.
+    pub(in crate::engine::cuda) fn gradient_norm(
+        &self,
+        stream: Stream,
+        p: GradientNorm,
+    ) -> Result<(), CudaError> {
+        let blocks =
+            (p.gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.kernels.multiprocessors()) * 2);
+        let mut args = p.gradients.args().to_vec();
+        args.extend([
+            Arg::Ptr(p.scaler),
+            Arg::U32(p.dynamic.into()),
+            Arg::Ptr(self.partials()),
+            self.counter(NORM_COUNTER),
+        ]);
+        self.launch(stream, "gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), &args)
+    }
+
+    /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
+    pub(in crate::engine::cuda) fn lars_rates(&self, stream: Stream, p: LarsRates) -> Result<(), CudaError> {
+        let mut args = vec![Arg::Ptr(p.weights)];
+        args.extend(p.gradients.args());
+        args.extend([Arg::Ptr(p.segments), Arg::Ptr(self.partials())]);
+        let grid = [LARS_PARTS, p.count.max(1), 1];
+        self.launch(stream, "lars_norms", plain(grid, [256, 1, 1]), &args)?;
+        let args = [
+            Arg::Ptr(self.partials()),
+            Arg::Ptr(p.segments),
+            Arg::U32(p.count),
+            Arg::Ptr(p.scaler),
+            Arg::F32(p.trust),
+            Arg::F32(p.decay),
+            Arg::Ptr(p.rates),
+        ];
+        self.launch(stream, "lars_rates", plain([p.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)
+    }
+
+    /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and shadow once: 20 bytes a
+    /// value in the 16-bit formats.
+    pub(in crate::engine::cuda) fn sgd(&self, stream: Stream, p: Sgd) -> Result<(), CudaError> {
+        let (name, segments, rates, count) = match p.update {
+            Update::Momentum => ("sgd_momentum", 0, 0, 0),
+            Update::Nesterov => ("sgd_nesterov", 0, 0, 0),
+            Update::Lars { segments, rates, count } => ("sgd_lars", segments, rates, count),
+        };
+        let mut args = vec![Arg::Ptr(p.weights), Arg::Ptr(p.velocity), Arg::Ptr(p.shadow)];
+        args.extend(p.gradients.args());
+        args.extend([
+            Arg::Ptr(p.control),
+            Arg::Ptr(p.scaler),
+            Arg::F32(p.momentum),
+            Arg::F32(p.decay),
+            Arg::Ptr(segments),
+            Arg::Ptr(rates),
+            Arg::U32(count),
+        ]);
+        self.launch(stream, name, self.items(p.gradients.length / 8, 6), &args)
+    }
+
+    /// sum (float32) += gradient (T), or = with `overwrite`; `length` values, a multiple of 8.
+    pub(in crate::engine::cuda) fn accumulate_gradients(
+        &self,
+        stream: Stream,
+        sum: Ptr,
+        gradient: Ptr,
+        length: u64,
+        overwrite: bool,
+    ) -> Result<(), CudaError> {
+        let args = [Arg::Ptr(sum), Arg::Ptr(gradient), Arg::U64(length), Arg::U32(overwrite.into())];
+        self.launch(stream, "accumulate_gradients", self.items(length / 8, 8), &args)
+    }
+
+    /// to (T) += more (T): two gradients of one activation; `length` values, a multiple of 8.
+    pub(in crate::engine::cuda) fn add(
+        &self,
+        stream: Stream,
+        to: Ptr,
+        more: Ptr,
+        length: u64,
+    ) -> Result<(), CudaError> {
+        let args = [Arg::Ptr(to), Arg::Ptr(more), Arg::U64(length)];
+        self.launch(stream, "add", self.items(length / 8, 8), &args)
+    }
+
+    /// to (T) = from (float32); `length` values, a multiple of 8.
+    pub(in crate::engine::cuda) fn narrow(
+        &self,
+        stream: Stream,
+        from: Ptr,
+        to: Ptr,
+        length: u64,
+    ) -> Result<(), CudaError> {
+        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::U64(length)];
+        self.launch(stream, "narrow", self.items(length / 8, 8), &args)
+    }
+}

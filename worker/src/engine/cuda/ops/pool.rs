@@ -1,0 +1,147 @@
+//! Max pooling with the batch norm and ReLU before it, and the mean over all pixels; `pool.cu`.
+
+use super::{
+    Arg, CudaError, Geometry, Ops, Ptr, Stream,
+    norm::{NormSite, Reduce},
+    plain,
+};
+
+/// A pooling of 3 x 3 windows, stride 2, padding 1. Output sides are the input's halves, rounded up.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Pool {
+    pub(in crate::engine::cuda) pictures: u32,
+    pub(in crate::engine::cuda) height: u32,
+    pub(in crate::engine::cuda) width: u32,
+    /// A multiple of 8.
+    pub(in crate::engine::cuda) channels: u32,
+}
+
+/// y = max_pool(relu(x * scale + bias)).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct MaxPool {
+    pub(in crate::engine::cuda) x: Ptr,
+    /// Scale and bias, float32 a channel each.
+    pub(in crate::engine::cuda) norm: (Ptr, Ptr),
+    pub(in crate::engine::cuda) y: Ptr,
+    /// Which tap of its window won, a byte for each value of y; 0 for inference.
+    pub(in crate::engine::cuda) taps: Ptr,
+    pub(in crate::engine::cuda) pool: Pool,
+}
+
+/// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct NormBackwardMaxPool {
+    pub(in crate::engine::cuda) x: Ptr,
+    /// The pooled activation's gradient.
+    pub(in crate::engine::cuda) dy: Ptr,
+    pub(in crate::engine::cuda) taps: Ptr,
+    pub(in crate::engine::cuda) dx: Ptr,
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) pool: Pool,
+    pub(in crate::engine::cuda) site: NormSite,
+    pub(in crate::engine::cuda) accumulate: bool,
+    pub(in crate::engine::cuda) reduce: Reduce,
+}
+
+/// y `[pictures, C]` = mean of x over its pixels.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct GlobalAverage {
+    pub(in crate::engine::cuda) x: Ptr,
+    pub(in crate::engine::cuda) y: Ptr,
+    pub(in crate::engine::cuda) pictures: u32,
+    pub(in crate::engine::cuda) pixels: u32,
+    pub(in crate::engine::cuda) channels: u32,
+}
+
+/// Output rows of a strip, at most: a thread reads one row more than twice as many.
+const STRIP: u32 = 7;
+
+impl Pool {
+    fn output(self) -> (u32, u32) {
+        (self.height.div_ceil(2), self.width.div_ceil(2))
+    }
+}
+
+impl Ops {
+    /// Strips long enough to share rows, short enough to give every thread of `threads` x `resident` a few.
+    fn strips(&self, pool: Pool, threads: u32, resident: u32) -> (Geometry, [Arg; 6]) {
+        let (height, width) = pool.output();
+        let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
+        let all = u64::from(self.kernels.multiprocessors() * threads * resident);
+        let wanted = (columns * u64::from(height) / (all * 4).max(1)) as u32;
+        let strip = wanted.clamp(1, STRIP.min(height.max(1)));
+        let items = pool.pictures * width * height.div_ceil(strip);
+        let geometry = self.walk(items, pool.channels, threads, resident);
+        let args = [pool.pictures, pool.height, pool.width, height, width, strip].map(Arg::U32);
+        (geometry, args)
+    }
+
+    /// Moves: x once, y and taps once.
+    pub(in crate::engine::cuda) fn max_pool(&self, stream: Stream, p: MaxPool) -> Result<(), CudaError> {
+        let name = if p.taps == 0 { "norm_max_pool" } else { "norm_max_pool_taps" };
+        let (scale, bias) = p.norm;
+        let (geometry, pool) = self.strips(p.pool, 256, 2);
+        let mut args: Vec<Arg> = [p.x, scale, bias, p.y, p.taps].map(Arg::Ptr).to_vec();
+        args.extend(pool);
+        args.push(Arg::U32(p.pool.channels));
+        self.launch(stream, name, geometry, &args)
+    }
+
+    /// Both passes; with [`Reduce::Leave`] only the sums (then `norm_backward_finish`, then
+    /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and taps twice, dx once.
+    pub(in crate::engine::cuda) fn norm_backward_max_pool(
+        &self,
+        stream: Stream,
+        p: NormBackwardMaxPool,
+    ) -> Result<(), CudaError> {
+        let (geometry, pool) = self.strips(p.pool, 512, 1);
+        let mut args: Vec<Arg> = [p.x, p.dy, p.taps, p.control].map(Arg::Ptr).to_vec();
+        args.extend(pool);
+        args.extend([Arg::U32(p.pool.channels), Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
+        args.extend(p.site.backward_args(p.accumulate));
+        args.extend(p.reduce.site_args());
+        self.launch(stream, "norm_backward_sums_max_pool", geometry, &args)?;
+        if matches!(p.reduce, Reduce::Leave { .. }) {
+            return Ok(());
+        }
+        self.norm_backward_apply_max_pool(stream, p)
+    }
+
+    /// The second pass alone.
+    pub(in crate::engine::cuda) fn norm_backward_apply_max_pool(
+        &self,
+        stream: Stream,
+        p: NormBackwardMaxPool,
+    ) -> Result<(), CudaError> {
+        let (geometry, pool) = self.strips(p.pool, 256, 2);
+        let site = p.site;
+        let mut args: Vec<Arg> =
+            [p.x, p.dy, p.taps, site.scale, site.bias, site.slope, site.offset, p.dx, p.control]
+                .map(Arg::Ptr)
+                .to_vec();
+        args.extend(pool);
+        args.push(Arg::U32(p.pool.channels));
+        self.launch(stream, "norm_backward_apply_max_pool", geometry, &args)
+    }
+
+    /// Moves: x once, y once.
+    pub(in crate::engine::cuda) fn global_average(
+        &self,
+        stream: Stream,
+        p: GlobalAverage,
+    ) -> Result<(), CudaError> {
+        let groups = p.channels / 8;
+        let lanes = groups.next_power_of_two().clamp(1, 8);
+        let warps = p.pictures * groups.div_ceil(lanes);
+        let args = [
+            Arg::Ptr(p.x),
+            Arg::Ptr(p.y),
+            Arg::U32(p.pictures),
+            Arg::U32(p.pixels),
+            Arg::U32(p.channels),
+            Arg::U32(lanes),
+        ];
+        // Few warps a block, so that a small batch reaches every multiprocessor.
+        self.launch(stream, "global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), &args)
+    }
+}

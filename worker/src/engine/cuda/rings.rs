@@ -1,0 +1,179 @@
+//! What the host and the GPU tell each other about steps, through page-locked memory that both see: nothing
+//! is copied or waited for by a call.
+
+#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+
+use super::{
+    device::{Buffer, Device, Pinned, Ptr},
+    error::CudaError,
+    ops,
+};
+use crate::data::loader::Batch;
+use std::time::{Duration, Instant};
+
+/// Micro-batches that may be on their way to the GPU.
+const SLOTS: usize = 64;
+/// Steps whose results may wait to be read.
+const RESULTS: usize = 64;
+
+/// What changes from one micro-batch to the next; `Control` of the kernels. Followed by the place in the
+/// dataset, the augmentation and the label of each picture.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct Control {
+    /// Real pictures among those that the step has room for.
+    pub(super) valid: u32,
+    pub(super) pad: u32,
+    /// Pictures that batch norm's statistics are of.
+    pub(super) stat_pictures: f32,
+    /// Factor of each picture's loss gradient.
+    pub(super) grad_scale: f32,
+    pub(super) lr: f32,
+    pub(super) pads: [u32; 3],
+}
+
+// SAFETY: numbers without a gap between them.
+unsafe impl bytemuck::Zeroable for Control {}
+unsafe impl bytemuck::Pod for Control {}
+
+/// Words of a [`Control`].
+const CONTROL_WORDS: usize = size_of::<Control>() / 4;
+
+/// What a step measured; `Result` of the kernels.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct Record {
+    /// Steps recorded before, plus one; written last.
+    pub(super) sequence: u32,
+    pub(super) loss_sum: f32,
+    pub(super) correct: u32,
+    pub(super) samples: u32,
+    /// L2 norm of the gradient.
+    pub(super) grad_norm: f32,
+    pub(super) loss_scale: f32,
+    /// Whether the gradient was finite; a step whose was not is left out with fp16.
+    pub(super) finite: u32,
+    pub(super) pad: u32,
+    /// Nanoseconds of the GPU's clock: begin, end of backward, gradients reduced, end.
+    pub(super) stamps: [u64; 4],
+}
+
+// SAFETY: numbers without a gap between them.
+unsafe impl bytemuck::Zeroable for Record {}
+unsafe impl bytemuck::Pod for Record {}
+
+/// Micro-batches on their way in.
+pub(super) struct Inputs {
+    ring: Pinned,
+    /// Where the GPU keeps the one that is under way.
+    pub(super) control: Buffer,
+    /// Which slot is next, counted by the GPU.
+    counter: Buffer,
+    /// Pictures that a micro-batch has room for.
+    batch: usize,
+    sent: usize,
+}
+
+impl Inputs {
+    pub(super) fn new(device: &Device, batch: usize) -> Result<Self, CudaError> {
+        let bytes = 4 * Self::words_for(batch);
+        Ok(Self {
+            ring: Pinned::new(SLOTS * bytes)?,
+            control: device.zeros(bytes)?,
+            counter: device.zeros(256)?,
+            batch,
+            sent: 0,
+        })
+    }
+
+    fn words_for(batch: usize) -> usize {
+        (CONTROL_WORDS + 3 * batch).next_multiple_of(64)
+    }
+
+    /// Words of a slot.
+    pub(super) fn words(&self) -> usize {
+        Self::words_for(self.batch)
+    }
+
+    /// Puts a micro-batch into the next slot. The caller sees to it that no more than [`SLOTS`] are
+    /// under way.
+    pub(super) fn send(&mut self, control: Control, batch: &Batch) {
+        let mut words = vec![0u32; self.words()];
+        words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
+        let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
+        let mut next = || lists.next().into_iter().flatten();
+        next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
+        next().zip(&batch.draws).for_each(|(w, v)| *w = *v);
+        next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
+        self.ring.write(self.sent % SLOTS * words.len() * 4, &words);
+        self.sent += 1;
+    }
+}
+
+/// Results on their way out.
+pub(super) struct Results {
+    ring: Pinned,
+    counter: Buffer,
+    read: u32,
+}
+
+impl Results {
+    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+        Ok(Self { ring: Pinned::new(RESULTS * size_of::<Record>())?, counter: device.zeros(256)?, read: 0 })
+    }
+
+    /// Waits for the next result; `alive` is asked now and then whether it can still come.
+    pub(super) fn wait<E: From<CudaError>>(
+        &mut self,
+        patience: Duration,
+        mut alive: impl FnMut() -> Result<(), E>,
+    ) -> Result<Record, E> {
+        let at = self.read as usize % RESULTS * size_of::<Record>();
+        let began = Instant::now();
+        let mut looks = 0u32;
+        while self.ring.load(at) != self.read.wrapping_add(1) {
+            looks += 1;
+            // A short wait is met at once; a long one leaves the core to others.
+            if looks < 2_000 {
+                std::hint::spin_loop();
+                continue;
+            }
+            std::thread::sleep(Duration::from_micros(20));
+            if looks.is_multiple_of(256) {
+                alive()?;
+                if began.elapsed() > patience {
+                    return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());
+                }
+            }
+        }
+        self.read = self.read.wrapping_add(1);
+        Ok(self.ring.read(at))
+    }
+}
+
+impl Inputs {
+    /// How the GPU takes the next one.
+    pub(super) fn fetch(&self) -> ops::Fetch {
+        ops::Fetch {
+            control: self.control.ptr,
+            ring: self.ring.device,
+            counter: self.counter.ptr,
+            slots: SLOTS as u32,
+            words: self.words() as u32,
+        }
+    }
+}
+
+impl Results {
+    /// How the GPU puts the next one.
+    pub(super) fn record(&self, totals: Ptr, scaler: Ptr, stamps: Ptr) -> ops::Record {
+        ops::Record {
+            ring: self.ring.device,
+            counter: self.counter.ptr,
+            slots: RESULTS as u32,
+            totals,
+            scaler,
+            stamps,
+        }
+    }
+}

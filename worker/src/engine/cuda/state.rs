@@ -1,0 +1,187 @@
+//! What training changes: weights, momentum and batch norm's running statistics on the GPU.
+
+#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+
+use super::{
+    device::{Buffer, Device, Ptr, Stream},
+    error::CudaError,
+    kernels::DType,
+    layout::Layout,
+    ops::Ops,
+};
+use crate::{
+    engine::{EngineError, HostTensor, NamedTensors, cpu::plan::Step},
+    net::Network,
+};
+
+/// Running statistics of one batch norm, as ranges of the flat buffer of all.
+#[derive(Debug, Clone)]
+struct Running {
+    name: String,
+    /// Of the mean; the variance follows after `stride`.
+    at: usize,
+    channels: usize,
+    stride: usize,
+}
+
+/// fp16's loss scaling; `Scaler` of the kernels.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct Scaling {
+    pub(super) scale: f32,
+    pub(super) good_steps: u32,
+    pub(super) finite: u32,
+    pub(super) norm: f32,
+    pub(super) inverse: f32,
+    pub(super) apply: u32,
+    pub(super) pad: [u32; 2],
+}
+
+// SAFETY: numbers without a gap between them.
+unsafe impl bytemuck::Zeroable for Scaling {}
+unsafe impl bytemuck::Pod for Scaling {}
+
+pub(super) struct State {
+    pub(super) layout: Layout,
+    dtype: DType,
+    /// Float32, [`Layout::len`] values.
+    pub(super) weights: Buffer,
+    /// As long.
+    pub(super) momentum: Buffer,
+    /// Wide weights in the type that is computed in; `None` with float32, where they are the weights.
+    shadow: Option<Buffer>,
+    /// Mean and variance of every batch norm.
+    running_values: Buffer,
+    running: Vec<Running>,
+    pub(super) scaling: Buffer,
+}
+
+impl State {
+    pub(super) fn new(
+        device: &Device,
+        network: &Network,
+        steps: &[Step],
+        layout: Layout,
+        dtype: DType,
+        first_scale: f32,
+    ) -> Result<Self, CudaError> {
+        let mut running: Vec<(usize, Running)> = Vec::new();
+        let mut at = 0;
+        for step in steps {
+            if let Step::Norm { name, norm, input, .. } = step {
+                let channels = network.tensors[*input].channels;
+                let stride = channels.next_multiple_of(64);
+                running.push((*norm, Running { name: name.clone(), at, channels, stride }));
+                at += 2 * stride;
+            }
+        }
+        running.sort_by_key(|(norm, _)| *norm);
+        let shadow = match dtype {
+            DType::F32 => None,
+            _ => Some(device.zeros(layout.wide * dtype.size())?),
+        };
+        let scaling = Scaling { scale: first_scale, ..bytemuck::Zeroable::zeroed() };
+        Ok(Self {
+            weights: device.zeros(4 * layout.len)?,
+            momentum: device.zeros(4 * layout.len)?,
+            shadow,
+            running_values: device.zeros(4 * at.max(1))?,
+            running: running.into_iter().map(|(_, r)| r).collect(),
+            scaling: device.upload(&[scaling])?,
+            layout,
+            dtype,
+        })
+    }
+
+    /// The weights of a convolution or linear layer in the type that is computed in.
+    pub(super) fn wide(&self, name: &str) -> Ptr {
+        let at = self.layout.slot(name, "weight").range.start;
+        self.shadow().map_or(self.weights.ptr + 4 * at as u64, |s| s + (at * self.dtype.size()) as u64)
+    }
+
+    /// Where the update leaves the wide weights in 16 bits.
+    pub(super) fn shadow(&self) -> Option<Ptr> {
+        self.shadow.as_ref().map(|s| s.ptr)
+    }
+
+    /// A narrow parameter.
+    pub(super) fn narrow(&self, name: &str, suffix: &str) -> Ptr {
+        self.weights.ptr + 4 * self.layout.slot(name, suffix).range.start as u64
+    }
+
+    /// Running mean and variance of batch norm number `norm`.
+    pub(super) fn running(&self, norm: usize) -> (Ptr, Ptr) {
+        let r = &self.running[norm];
+        let mean = self.running_values.ptr + 4 * r.at as u64;
+        (mean, mean + 4 * r.stride as u64)
+    }
+
+    /// Weights, biases and running statistics.
+    pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        let mut all = NamedTensors::new();
+        self.layout.export(&read(&self.weights)?, &mut all);
+        let values = read(&self.running_values)?;
+        for r in &self.running {
+            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
+                let values = values[at..at + r.channels].to_vec();
+                all.insert(format!("{}.{suffix}", r.name), HostTensor { shape: vec![r.channels], values });
+            }
+        }
+        Ok(all)
+    }
+
+    /// Replaces them; `values` are known to be whole.
+    pub(super) fn set_parameters(
+        &mut self,
+        ops: &Ops,
+        stream: Stream,
+        values: &NamedTensors,
+    ) -> Result<(), EngineError> {
+        let mut flat = self.layout.import(values)?;
+        let mut statistics = vec![0f32; self.running_values.bytes / 4];
+        for r in &self.running {
+            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
+                if let Some(tensor) = values.get(&format!("{}.{suffix}", r.name)) {
+                    statistics[at..at + r.channels].copy_from_slice(&tensor.values);
+                }
+            }
+        }
+        flat.extend(statistics);
+        self.write_flat(ops, stream, &flat)
+    }
+
+    /// Weights and running statistics, one after another.
+    pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
+        let mut flat = read(&self.weights)?;
+        flat.extend(read(&self.running_values)?);
+        Ok(flat)
+    }
+
+    pub(super) fn write_flat(&mut self, ops: &Ops, stream: Stream, flat: &[f32]) -> Result<(), EngineError> {
+        let (weights, statistics) = flat.split_at(self.layout.len);
+        self.weights.write(weights)?;
+        self.running_values.write(statistics)?;
+        if let Some(shadow) = self.shadow() {
+            ops.narrow(stream, self.weights.ptr, shadow, self.layout.wide as u64)?;
+            stream.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Momentum under its parameters' names.
+    pub(super) fn optimizer(&self) -> Result<NamedTensors, EngineError> {
+        let mut all = NamedTensors::new();
+        self.layout.export(&read(&self.momentum)?, &mut all);
+        Ok(all)
+    }
+
+    pub(super) fn set_optimizer(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        Ok(self.momentum.write(&self.layout.import(values)?)?)
+    }
+}
+
+fn read(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
+    let mut values = vec![0f32; buffer.bytes / 4];
+    buffer.read(0, &mut values)?;
+    Ok(values)
+}

@@ -1,0 +1,417 @@
+//! The CUDA engine against the CPU engine. These need a GPU: they are ignored in an ordinary run, and
+//! `tests/gpu/bundle` carries them to a machine that has one.
+
+use crate::{
+    comm::Alone,
+    data::loader::{Batch, DataSource, EpochPlan, Form},
+    engine::{self, Engine, EngineConfig, NamedTensors},
+    gpu::GpuConfig,
+    made_up::{labels, values},
+    net::{Network, init, resnet},
+};
+use lockstep_protocol::spec::{Arch, DataSpec, LossScale, ModelSpec, OptimizerKind, Precision, Stem};
+use std::{path::PathBuf, sync::Arc};
+
+fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
+    Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
+}
+
+fn config(batch_size: usize) -> EngineConfig {
+    EngineConfig {
+        batch_size,
+        optimizer: OptimizerKind::Momentum,
+        momentum: 0.9,
+        weight_decay: 1e-4,
+        label_smoothing: 0.1,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: std::thread::available_parallelism().map_or(2, |n| n.get().min(16)),
+    }
+}
+
+fn cpu(network: &Arc<Network>, config: &EngineConfig) -> Box<dyn Engine> {
+    let initial = init::initial_parameters(network, false, 1);
+    engine::build_cpu(network.clone(), &initial, config.clone(), Arc::new(Alone)).unwrap()
+}
+
+fn cuda(network: &Arc<Network>, config: &EngineConfig, precision: Precision) -> Box<dyn Engine> {
+    let initial = init::initial_parameters(network, false, 1);
+    let loss_scale = LossScale::Static(1024.0);
+    let gpu = GpuConfig { ordinal: 0, precision, loss_scale, store: None, watchdog: None };
+    engine::build_cuda(network.clone(), &initial, config.clone(), Arc::new(Alone), gpu).unwrap()
+}
+
+fn pictures(network: &Network, count: usize, number: usize) -> Batch {
+    let name = format!("pictures {number}");
+    Batch {
+        images: values(&name, count * network.tensors[0].len()),
+        labels: labels(&name, count, network.classes),
+        indices: (0..count as u64).collect(),
+        ..Batch::default()
+    }
+}
+
+fn square(values: &[f32]) -> f64 {
+    values.iter().map(|v| f64::from(*v).powi(2)).sum()
+}
+
+fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
+    assert!(ours.iter().all(|v| v.is_finite()));
+    ours.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
+}
+
+/// Root mean square of the differences of the worst tensor, relative to its size or, where it is nearly
+/// nothing, to a fiftieth of what its share of all would be.
+fn apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
+    let count: usize = wanted.values().map(|t| t.values.len()).sum();
+    let each = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
+    let mut worst = (0.0, String::new());
+    for (name, tensor) in wanted {
+        let least = each * tensor.values.len() as f64 / 2500.0;
+        let size = square(&tensor.values).max(least).max(1e-20);
+        let relative = (difference(&ours[name].values, &tensor.values) / size).sqrt();
+        if relative > worst.0 {
+            worst = (relative, name.clone());
+        }
+    }
+    worst
+}
+
+/// How far trained parameters are apart, relative to how far they have moved.
+fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
+    let (mut apart, mut way) = (0.0, 0.0);
+    for (name, tensor) in wanted.iter().filter(|(name, _)| !name.contains("running")) {
+        apart += difference(&ours[name].values, &tensor.values);
+        way += difference(&tensor.values, &start[name].values);
+    }
+    (apart / way).sqrt()
+}
+
+/// What one step is apart from the CPU engine's.
+struct Apart {
+    /// Logits before the step.
+    logits: f64,
+    loss: f64,
+    /// Of the worst parameter's gradient: momentum after the first step.
+    gradient: f64,
+    /// Running statistics after the step.
+    statistics: f64,
+    name: String,
+}
+
+fn compare_one_step(network: &Arc<Network>, batch_size: usize, precision: Precision, draw: usize) -> Apart {
+    let config = config(batch_size);
+    let batch = pictures(network, batch_size, draw);
+    let (mut cpu, mut gpu) = (cpu(network, &config), cuda(network, &config, precision));
+    let (wanted, ours) = (cpu.predict(&batch).unwrap(), gpu.predict(&batch).unwrap());
+    let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
+    let step = std::slice::from_ref(&batch);
+    let (a, b) = (cpu.train_step(step, 0.1).unwrap(), gpu.train_step(step, 0.1).unwrap());
+    let (gradient, name) = apart(&gpu.optimizer_state().unwrap(), &cpu.optimizer_state().unwrap());
+    let running = |engine: &dyn Engine| -> NamedTensors {
+        engine.parameters().unwrap().into_iter().filter(|(name, _)| name.contains("running")).collect()
+    };
+    let (statistics, _) = apart(&running(gpu.as_ref()), &running(cpu.as_ref()));
+    let loss = f64::from((b.loss - a.loss).abs() / a.loss);
+    eprintln!(
+        "{} at {} px, batch {batch_size}, {precision:?}: logits {logits:.1e}, loss {loss:.1e}, gradient {gradient:.1e} ({name}), \
+         running statistics {statistics:.1e} apart",
+        network.arch, network.image_size
+    );
+    Apart { logits, loss, gradient, statistics, name }
+}
+
+/// Small networks that have every operation and fusion, and next to nothing else.
+fn operations() -> Vec<Arc<Network>> {
+    let mut all = Vec::new();
+    for (name, kernel, stride, pooled, width) in
+        [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)]
+    {
+        for block in ["", "basic", "projected", "bottleneck"] {
+            let mut net = Network::new(&format!("{name} {block}"), 32, 3, 10);
+            let mut x = net.conv("conv1", net.input(), width, kernel, stride);
+            x = net.batch_norm("bn1", x);
+            x = net.relu(x);
+            if pooled {
+                x = net.max_pool(x, 3, 2);
+            }
+            let convolutions: &[(usize, usize, usize)] = match block {
+                "basic" => &[(3, 1, width), (3, 1, width)],
+                "projected" => &[(3, 2, 2 * width), (3, 1, 2 * width)],
+                "bottleneck" => &[(1, 1, width), (3, 2, width), (1, 1, 4 * width)],
+                _ => &[],
+            };
+            let mut branch = x;
+            for (i, &(kernel, stride, channels)) in convolutions.iter().enumerate() {
+                branch = net.conv(format!("a.conv{i}"), branch, channels, kernel, stride);
+                branch = net.batch_norm(format!("a.bn{i}"), branch);
+                if i + 1 < convolutions.len() {
+                    branch = net.relu(branch);
+                }
+            }
+            if let Some(&(.., channels)) = convolutions.last() {
+                let mut shortcut = x;
+                if block != "basic" {
+                    shortcut = net.conv("a.down.0", x, channels, 1, 2);
+                    shortcut = net.batch_norm("a.down.1", shortcut);
+                }
+                let sum = net.add(branch, shortcut);
+                x = net.relu(sum);
+            }
+            x = net.global_average_pool(x);
+            net.linear("fc", x, 10);
+            all.push(Arc::new(net));
+        }
+    }
+    // A residual block must end the network, as the CUDA engine's pooling expects.
+    all.retain(|net| net.ops.iter().any(|op| matches!(op, crate::net::Op::Add { .. })));
+    all
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_in_float32_are_the_cpu_engine_s() {
+    for network in operations() {
+        for draw in 0..3 {
+            let found = compare_one_step(&network, 32, Precision::Fp32, draw);
+            assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{}", network.arch);
+            assert!(found.gradient < 1e-4, "{}: {} is {} apart", network.arch, found.name, found.gradient);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
+    // Where a value next to zero is rounded past it, ReLU lets a gradient through that the other engine
+    // stops: that share of the gradients is the larger part of what they are apart.
+    for (precision, forward, gradient) in [(Precision::Fp16, 1e-2, 0.05), (Precision::Bf16, 1e-2, 0.15)] {
+        for network in operations() {
+            for draw in 0..10 {
+                let found = compare_one_step(&network, 32, precision, draw);
+                assert!(found.logits < forward && found.loss < forward, "{precision:?} {}", network.arch);
+                assert!(
+                    found.gradient < gradient,
+                    "{}: {} is {} apart",
+                    network.arch,
+                    found.name,
+                    found.gradient
+                );
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
+    for (arch, stem, side, batch) in [
+        (Arch::ResNet20, Stem::Cifar, 8, 4),
+        (Arch::ResNet20, Stem::Cifar, 32, 64),
+        (Arch::ResNet18, Stem::Cifar, 16, 32),
+        (Arch::ResNet18, Stem::Imagenet, 64, 16),
+        (Arch::ResNet50, Stem::Imagenet, 64, 16),
+        (Arch::ResNet50, Stem::Cifar, 32, 16),
+    ] {
+        let found = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
+        assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{arch:?}");
+        // One ReLU of millions that goes the other way shows in a small tensor.
+        assert!(
+            found.gradient < 1e-2,
+            "{arch:?}: the gradient of {} is {} apart",
+            found.name,
+            found.gradient
+        );
+    }
+}
+
+fn losses(engine: &mut dyn Engine, network: &Network, batch: usize, steps: usize, lr: f32) -> Vec<f32> {
+    let batches: Vec<Batch> = (0..8).map(|number| pictures(network, batch, number)).collect();
+    (0..steps).map(|s| engine.train_step(&batches[s % 8..][..1], lr).unwrap().loss).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
+    for (arch, stem, side, batch, lr) in
+        [(Arch::ResNet18, Stem::Cifar, 32, 32, 0.001), (Arch::ResNet50, Stem::Imagenet, 64, 32, 0.001)]
+    {
+        let (network, config) = (network(arch, stem, side), config(batch));
+        let wanted = losses(cpu(&network, &config).as_mut(), &network, batch, 100, lr);
+        let ours = losses(cuda(&network, &config, Precision::Fp32).as_mut(), &network, batch, 100, lr);
+        let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        eprintln!("{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}", ours[99], wanted[99]);
+        assert!(worst < 1e-3, "{arch:?}: {worst}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_two_runs_are_the_same_bit_for_bit() {
+    for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
+        let (network, config) = (network(Arch::ResNet18, Stem::Cifar, 32), config(64));
+        let run = || {
+            let mut engine = cuda(&network, &config, precision);
+            let losses = losses(engine.as_mut(), &network, 64, 12, 0.05);
+            (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
+        };
+        let (first, second) = (run(), run());
+        assert_eq!(first.0, second.0, "{precision:?}: losses");
+        assert!(first.1 == second.1 && first.2 == second.2, "{precision:?}: weights or momentum");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_optimizers_are_the_cpu_engine_s() {
+    for kind in [OptimizerKind::Momentum, OptimizerKind::Nesterov, OptimizerKind::Lars] {
+        let network = network(Arch::ResNet20, Stem::Cifar, 16);
+        let config = EngineConfig { optimizer: kind, ..config(32) };
+        let lr = if kind == OptimizerKind::Lars { 1.0 } else { 0.02 };
+        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+        let wanted = losses(a.as_mut(), &network, 32, 5, lr);
+        let ours = losses(b.as_mut(), &network, 32, 5, lr);
+        let start = init::initial_parameters(&network, false, 1);
+        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+        eprintln!("{kind:?}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
+        assert!(way < 1e-2, "{kind:?}: {way}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let config = EngineConfig { accumulate: 3, ..config(16) };
+    let batches: Vec<Batch> =
+        [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
+    let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+    for step in 0..4 {
+        // Whole, ragged, one micro-batch missing, whole again.
+        let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
+        let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
+        assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");
+        assert!((ours.loss - wanted.loss).abs() < 1e-3 * wanted.loss, "step {step}: {ours:?} / {wanted:?}");
+        assert!((ours.grad_norm - wanted.grad_norm).abs() < 1e-2 * wanted.grad_norm, "{ours:?} / {wanted:?}");
+    }
+    let start = init::initial_parameters(&network, false, 1);
+    let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+    assert!(way < 1e-2, "weights are {way} of their way apart");
+    let many = pictures(&network, 40, 9);
+    let (wanted, ours) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
+    eprintln!("evaluation {ours:?} / {wanted:?}");
+    assert!(ours.samples == 40 && ours.correct.abs_diff(wanted.correct) <= 1, "{ours:?} / {wanted:?}");
+    assert!((ours.loss_sum - wanted.loss_sum).abs() < 1e-2 * wanted.loss_sum, "{ours:?} / {wanted:?}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_state_goes_to_the_cpu_engine_and_back() {
+    let (network, config) = (network(Arch::ResNet18, Stem::Imagenet, 64), config(8));
+    let mut gpu = cuda(&network, &config, Precision::Fp32);
+    losses(gpu.as_mut(), &network, 8, 3, 0.05);
+    let (weights, momentum) = (gpu.parameters().unwrap(), gpu.optimizer_state().unwrap());
+    let mut cpu = cpu(&network, &config);
+    cpu.set_parameters(&weights).unwrap();
+    cpu.set_optimizer_state(&momentum).unwrap();
+    assert!(cpu.parameters().unwrap() == weights && cpu.optimizer_state().unwrap() == momentum);
+    let mut other = cuda(&network, &config, Precision::Fp32);
+    other.set_parameters(&weights).unwrap();
+    other.set_optimizer_state(&momentum).unwrap();
+    let batch = pictures(&network, 8, 7);
+    let (a, b) = (gpu.train_step(std::slice::from_ref(&batch), 0.05), other.train_step(&[batch], 0.05));
+    assert_eq!(a.unwrap().loss, b.unwrap().loss);
+    assert!(gpu.parameters().unwrap() == other.parameters().unwrap(), "continuing is exact");
+}
+
+/// The bundled pictures, wherever the tests were carried to.
+fn fashion_mnist() -> PathBuf {
+    let here = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/fashion-mnist");
+    std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| here.into(), PathBuf::from)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pictures_are_augmented_as_on_the_cpu() {
+    // Cropped and flipped; also enlarged; also made smaller.
+    for side in [28, 64, 16] {
+        let spec = DataSpec {
+            crop_padding: 3,
+            horizontal_flip: true,
+            image_size: Some(side),
+            ..DataSpec::default()
+        };
+        let network = Arc::new(
+            resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, side as usize, 1, 10)
+                .unwrap(),
+        );
+        let config = config(64);
+        let plan = EpochPlan {
+            epoch: 1,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: 64,
+            accumulate: 1,
+            drop_remainder: true,
+            threads: 2,
+        };
+        let mut wanted = Vec::new();
+        for (form, on_gpu) in [(Form::Normalised, false), (Form::Draws, true), (Form::Bytes, true)] {
+            let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
+            let mut engine =
+                if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
+            assert_eq!(engine.take_data(&data).unwrap() == Form::Draws, on_gpu);
+            data.set_form(form);
+            let batch = data.epoch(plan).next().unwrap().unwrap();
+            let result = engine.train_step(&[batch], 0.01).unwrap();
+            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let evaluated = engine.eval_step(&checked).unwrap();
+            eprintln!(
+                "{side} px, {form:?}: loss {}, gradient {}, {evaluated:?}",
+                result.loss, result.grad_norm
+            );
+            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));
+        }
+        for ours in &wanted[1..] {
+            // A byte may be rounded the other way after scaling.
+            assert!(
+                (ours.0 - wanted[0].0).abs() < 2e-3 * wanted[0].0,
+                "{side} px: {ours:?} / {:?}",
+                wanted[0]
+            );
+            assert!(
+                (ours.2 - wanted[0].2).abs() < 5e-3 * wanted[0].2,
+                "{side} px: {ours:?} / {:?}",
+                wanted[0]
+            );
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
+    let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
+    let initial = init::initial_parameters(&network, false, 1);
+    let gpu = GpuConfig {
+        ordinal: 0,
+        precision: Precision::Fp16,
+        loss_scale: LossScale::Named("dynamic".into()),
+        store: None,
+        watchdog: None,
+    };
+    let mut engine = engine::build_cuda(network.clone(), &initial, config, Arc::new(Alone), gpu).unwrap();
+    let batch = pictures(&network, 16, 0);
+    let before = engine.parameters().unwrap();
+    let mut moved = 0;
+    for _ in 0..20 {
+        let result = engine.train_step(std::slice::from_ref(&batch), 0.05).unwrap();
+        assert!(result.loss.is_finite());
+        moved += usize::from(result.grad_norm.is_finite());
+    }
+    let change = difference(&engine.parameters().unwrap()["fc.weight"].values, &before["fc.weight"].values);
+    eprintln!("{moved} of 20 steps had a finite gradient");
+    assert!(moved >= 10 && change > 0.0);
+}

@@ -1,0 +1,176 @@
+//! Which cuDNN plan runs each convolution: every candidate is timed once, and the choice is kept on
+//! disk by shape, type, GPU and cuDNN version.
+
+use super::{
+    cache,
+    cudnn::{Choice, Convolution, Cudnn, Plan, Tensors},
+    device::{Buffer, Device, Event, OwnedStream, Ptr},
+    error::CudaError,
+};
+use std::collections::{BTreeMap, HashMap};
+
+/// Most memory that a plan may ask for beside its tensors.
+const MOST_WORKSPACE: usize = 512 << 20;
+/// Runs in a recorded graph, which is timed.
+const RUNS: usize = 4;
+
+/// Plans by convolution.
+pub(super) struct Tuner {
+    cudnn: Cudnn,
+    plans: HashMap<Convolution, Plan>,
+    choices: BTreeMap<String, Choice>,
+    file: String,
+    /// Convolutions that were timed here, with the milliseconds of the best plan.
+    pub(super) timed: Vec<(Convolution, f32)>,
+}
+
+impl Tuner {
+    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+        let gpu: String =
+            device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let file = format!("plans-{gpu}-cudnn{}.json", Cudnn::version());
+        let choices =
+            cache::read(&file).and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
+        Ok(Self { cudnn: Cudnn::new()?, plans: HashMap::new(), choices, file, timed: Vec::new() })
+    }
+
+    pub(super) fn cudnn(&self) -> &Cudnn {
+        &self.cudnn
+    }
+
+    /// The plan for a convolution that [`Tuner::prepare`] was given.
+    pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan, CudaError> {
+        self.plans
+            .get(convolution)
+            .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
+    }
+
+    /// The largest workspace of all plans.
+    pub(super) fn workspace_bytes(&self) -> usize {
+        self.plans.values().map(|p| p.workspace_bytes).max().unwrap_or(0)
+    }
+
+    /// Finds a plan for each of `wanted`; times candidates where no earlier choice is known.
+    pub(super) fn prepare(&mut self, device: &Device, wanted: &[Convolution]) -> Result<(), CudaError> {
+        let mut unknown = Vec::new();
+        for convolution in wanted {
+            if self.plans.contains_key(convolution) {
+                continue;
+            }
+            let known = self.choices.get(&format!("{convolution:?}"));
+            match known.map(|choice| self.cudnn.rebuild(convolution, choice)) {
+                Some(Ok(plan)) => {
+                    self.plans.insert(*convolution, plan);
+                }
+                _ if !unknown.contains(convolution) => unknown.push(*convolution),
+                _ => {}
+            }
+        }
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let bench = Bench::new(device, &unknown)?;
+        for convolution in unknown {
+            let (plan, millis) = bench.fastest(&self.cudnn, &convolution)?;
+            self.choices.insert(format!("{convolution:?}"), plan.choice.clone());
+            self.plans.insert(convolution, plan);
+            self.timed.push((convolution, millis));
+        }
+        if let Ok(text) = serde_json::to_vec_pretty(&self.choices) {
+            cache::write(&self.file, &text);
+        }
+        Ok(())
+    }
+}
+
+/// Room to try plans in.
+struct Bench {
+    tensors: Buffer,
+    workspace: Buffer,
+    stream: OwnedStream,
+    begin: Event,
+    end: Event,
+}
+
+impl Bench {
+    fn new(device: &Device, convolutions: &[Convolution]) -> Result<Self, CudaError> {
+        let bytes =
+            convolutions.iter().map(|c| c.bytes().iter().map(|b| b.next_multiple_of(256)).sum()).max();
+        let tensors = device.alloc(bytes.unwrap_or(0))?;
+        // Plain numbers in either 16-bit type, different from each other: zeros would run faster.
+        let mut state = 1u32;
+        let pattern: Vec<u16> = (0..1 << 22)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                0x3800 | (state >> 16) as u16 & 0x83ff
+            })
+            .collect();
+        for offset in (0..tensors.bytes).step_by(pattern.len() * 2) {
+            let len = ((tensors.bytes - offset) / 2).min(pattern.len());
+            tensors.write_at(offset, &pattern[..len])?;
+        }
+        Ok(Self {
+            tensors,
+            workspace: device.alloc(MOST_WORKSPACE)?,
+            stream: OwnedStream::new(false)?,
+            begin: Event::new(true)?,
+            end: Event::new(true)?,
+        })
+    }
+
+    /// The fastest plan and its milliseconds.
+    fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
+        let mut best: Option<(Plan, f32)> = None;
+        let mut first_error = None;
+        for plan in cudnn.candidates(convolution, MOST_WORKSPACE)? {
+            match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
+                Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
+                Ok(_) => {}
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+        best.ok_or_else(|| match first_error {
+            Some(error) => error,
+            None => {
+                CudaError::Unsupported(format!("cuDNN {} has no plan for {convolution:?}", Cudnn::version()))
+            }
+        })
+    }
+
+    /// Milliseconds of a run, from runs one after another in a graph: alone, the host's work would be
+    /// longer than a short kernel. A plan that is far slower than the best is not timed twice, and
+    /// one that cannot be recorded is of no use.
+    fn time(
+        &self,
+        cudnn: &Cudnn,
+        convolution: &Convolution,
+        plan: &Plan,
+        best: Option<f32>,
+    ) -> Result<f32, CudaError> {
+        let stream = self.stream.0;
+        let mut offset = self.tensors.ptr;
+        let [x, w, y] = convolution.bytes().map(|bytes| {
+            let at: Ptr = offset;
+            offset += bytes.next_multiple_of(256) as u64;
+            at
+        });
+        let run = || cudnn.run(stream, plan, Tensors { x, w, y }, self.workspace.ptr);
+        run()?;
+        stream.begin_capture()?;
+        let recorded = (0..RUNS).try_for_each(|_| run());
+        let graph = stream.end_capture();
+        recorded?;
+        let graph = graph?;
+        let mut shortest = f32::INFINITY;
+        for _ in 0..2 {
+            self.begin.record(stream)?;
+            graph.launch(stream)?;
+            self.end.record(stream)?;
+            shortest = shortest.min(self.begin.millis_to(&self.end)? / RUNS as f32);
+            if best.is_some_and(|best| shortest > 1.5 * best) {
+                break;
+            }
+        }
+        Ok(shortest)
+    }
+}

@@ -99,6 +99,7 @@ async fn document() -> Json<utoipa::openapi::OpenApi> {
 
 /// Every URL of the server.
 pub fn build_router(app: App) -> Router {
+    lockstep_web::layout::set_assets(assets::folder().to_owned());
     let (api, _) = api().split_for_parts();
     Router::new()
         .merge(api)

@@ -69,7 +69,7 @@ try {
     const page = await context.newPage();
     await page.goto(`${house.url}/jobs`, { waitUntil: "load" });
     await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
-    listed.push(await page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0].startTime));
+    listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
     fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
     json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
     await page.close();

@@ -51,7 +51,8 @@ describe("a model", () => {
 
   test("classifies several dropped pictures as the command line does", async () => {
     const files = await pictures(3), page = await eyes.page(house, `/jobs/${job.id}?tab=classify`);
-    await page.setInputFiles("#classify-files", [...files.map((f) => f.file), { name: "notes.png", mimeType: "image/png", buffer: Buffer.from("no picture") }]);
+    await writeFile(join(dir, "notes.png"), "no picture");
+    await page.setInputFiles("#classify-files", [...files.map((f) => f.file), join(dir, "notes.png")]);
     await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG or PNG/);

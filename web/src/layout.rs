@@ -3,6 +3,19 @@
 
 use askama::Template;
 use serde::Serialize;
+use std::sync::OnceLock;
+
+static ASSETS: OnceLock<String> = OnceLock::new();
+
+/// Says where styles and scripts are served: a path that changes with their content, so that browsers may keep
+/// them for good. `/static` until it is said; the first call counts.
+pub fn set_assets(path: String) {
+    let _ = ASSETS.set(path);
+}
+
+pub(crate) fn assets() -> &'static str {
+    ASSETS.get().map_or("/static", String::as_str)
+}
 
 /// The entry of the navigation that a page belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await eyes?.close(); await house?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`];
 
 describe("every page", () => {
   test("fits a phone: nothing to scroll sideways", async () => {
@@ -34,7 +34,9 @@ describe("every page", () => {
       for (const path of paths()) {
         const page = await eyes.page(house, path, { colorScheme });
         await until("its scripts have run", () => page.locator("#theme").isVisible());
-        if (path.endsWith(done.id)) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
+        if (path.startsWith("/jobs/j")) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
+        if (path.includes("evaluation")) await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
+        if (path.startsWith("/datasets")) { await page.getByText("Pictures", { exact: true }).click(); await until("pictures come", async () => (await page.locator("figure").count()) > 0); }
         await page.evaluate(axe);
         const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
         const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);

@@ -296,7 +296,8 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
 fn library(libraries: &Libraries, which: Which, gpus: usize, cuda: Option<&str>) -> Finding {
     let Some(library) = libraries.get(which) else {
         // One GPU does without NCCL.
-        let grade = if which == Which::Nccl && gpus < 2 { Grade::Note } else { Grade::Problem };
+        let needed = Which::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
+        let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());
     };
     let place = library.path.display();

@@ -35,7 +35,7 @@ pub enum Which {
     Nvrtc,
     /// Convolutions.
     Cudnn,
-    /// Matrix products.
+    /// Matrix products; some of cuDNN's engines use it.
     CublasLt,
     /// Communication between GPUs.
     Nccl,
@@ -98,9 +98,8 @@ impl Which {
 
     /// What a rank of a job of `ranks` ranks cannot do without.
     pub fn needed(ranks: u32) -> &'static [Self] {
-        const ALONE: [Which; 4] = [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::CublasLt];
-        const TOGETHER: [Which; 5] =
-            [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::CublasLt, Which::Nccl];
+        const ALONE: [Which; 3] = [Which::Driver, Which::Nvrtc, Which::Cudnn];
+        const TOGETHER: [Which; 4] = [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::Nccl];
         if ranks > 1 { &TOGETHER } else { &ALONE }
     }
 }

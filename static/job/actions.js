@@ -5,7 +5,7 @@ import { bytes, count, plural } from "../numbers.js";
 
 /** In which states a button is there. */
 const WHEN = {
-  pause: ["running"], resume: ["paused"], retry: ["failed", "cancelled"],
+  pause: ["queued", "running"], resume: ["paused"], retry: ["failed", "cancelled"],
   cancel: ["queued", "starting", "running", "pausing", "paused", "restarting", "lost"],
   delete: ["succeeded", "failed", "cancelled"],
 };

@@ -123,6 +123,37 @@ describe("machines", () => {
   });
 });
 
+describe("a run", () => {
+  test("is paused, goes on, and is forked from its checkpoint with another learning rate", async () => {
+    const { id } = await house.submit({ name: "paused", train: { steps: 100_000 } });
+    const page = await eyes.page(house, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
+    await until("it trains", async () => (await house.job(id)).step > 5);
+    await page.getByRole("button", { name: "Pause", exact: true }).click();
+    await until("it is paused", async () => (await state()) === "paused");
+    assert.match(await page.locator("#verdict").textContent(), /Paused\./);
+    const { step } = await house.job(id);
+    await page.getByRole("button", { name: "Resume", exact: true }).click();
+    await until("it goes on from there", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
+    await until("the page too", async () => (await state()) === "running");
+    await page.getByRole("button", { name: "Pause", exact: true }).click();
+    await until("it is paused again", async () => (await state()) === "paused");
+
+    await page.locator(".title").getByRole("button", { name: "Fork", exact: true }).click();
+    const dialog = page.getByRole("dialog");
+    await dialog.getByLabel("Settings to change").fill("train.lrr = 0.2");
+    await dialog.getByRole("button", { name: "Fork", exact: true }).click();
+    await until("a mistake is named", async () => (await page.locator("#fork-error").textContent()) !== "");
+    await dialog.getByLabel("Settings to change").fill('train.lr = 0.2\nname = "its fork"');
+    await dialog.getByRole("button", { name: "Fork", exact: true }).click();
+    await page.waitForURL((url) => url.pathname !== `/jobs/${id}`);
+    const fork = new URL(page.url()).pathname.split("/").pop();
+    const made = await until("it goes on from the checkpoint", async () => { const job = await house.job(fork); return job.state === "running" && job.step > step && job; });
+    assert.deepEqual([made.spec.train.lr, made.name], [0.2, "its fork"]);
+    for (const each of [id, fork]) await house.ask(`/jobs/${each}/cancel`, {});
+    await page.end();
+  });
+});
+
 describe("a job's page", () => {
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
     const page = await eyes.page(house, `/jobs/${done[1].id}`);

@@ -457,10 +457,11 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         if !live {
             app.dispatch.release(&attempt.job, attempt.attempt);
         }
-        let wish = if live {
-            row.as_ref().and_then(wanted)
-        } else {
-            Some(("cancelled before it started".into(), false))
+        let wish = match &row {
+            Some(row) if live => wanted(row),
+            // It may also have run to its end by now, as its agent knows best.
+            Some(row) if row.job.state != JobState::Cancelled => None,
+            _ => Some(("cancelled before it started".into(), false)),
         };
         if let Some((reason, patient)) = wish {
             app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason, patient });

@@ -73,7 +73,11 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
                 "kill -9 of a rank"
             }
             4 if !ranks.is_empty() => {
-                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::SEGV);
+                let pid = ranks[chance.below(ranks.len() as u64) as usize].pid;
+                // Once for Rust's handler, once for the process.
+                signal(pid, Signal::SEGV);
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                signal(pid, Signal::SEGV);
                 "SIGSEGV of a rank"
             }
             5 if !ranks.is_empty() => {

@@ -40,7 +40,7 @@ fn a_server_that_cannot_start_says_why_and_leaves_nothing() {
 
 #[tokio::test]
 async fn a_database_of_a_newer_version_is_left_alone() {
-    let server = Server::start_with(Agents::None).await;
+    let server = Server::start_on(Agents::None, None, Vec::new()).await;
     let copy = Folder::new();
     let data = copy.path().join("data");
     let second = serve(&format!("127.0.0.1:{}", free_port()), &server.data_dir());

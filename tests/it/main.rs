@@ -16,6 +16,7 @@ mod server;
 mod socket;
 mod specs;
 
+mod backup;
 mod bad_datasets;
 mod bad_requests;
 mod bad_starts;

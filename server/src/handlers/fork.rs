@@ -62,7 +62,7 @@ pub(crate) async fn fork(
     for (path, value) in request.set {
         merge(&mut document, &path, value)?;
     }
-    let (spec, dataset) = jobs::check(&app, &document).await.map_err(Error::Invalid)?;
+    let (spec, dataset) = jobs::check(&app, &document).await?;
     let mut mistakes = Vec::new();
     for (pointer, same) in [
         ("/model/arch", spec.model.arch == source.spec.model.arch),

@@ -113,7 +113,7 @@ pub(crate) async fn submit(
     document: &Value,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
-    let (spec, _) = check(app, document).await.map_err(Error::Invalid)?;
+    let (spec, _) = check(app, document).await?;
     store(app, JobId::generate(), spec, key, None).await
 }
 
@@ -170,7 +170,7 @@ pub(super) fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Optio
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body = JobSpec,
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
-    let (spec, dataset) = check(&app, &document).await.map_err(Error::Invalid)?;
+    let (spec, dataset) = check(&app, &document).await?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {
         samples,
@@ -182,10 +182,7 @@ pub(crate) async fn validate(State(app): State<App>, Document(document, _): Docu
 }
 
 /// The document's own mistakes, and those that only this server can know.
-pub(super) async fn check(
-    app: &App,
-    document: &Value,
-) -> std::result::Result<(JobSpec, Dataset), Vec<SpecError>> {
+pub(super) async fn check(app: &App, document: &Value) -> Result<(JobSpec, Dataset)> {
     let mut errors = Vec::new();
     let spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
@@ -197,7 +194,7 @@ pub(super) async fn check(
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     // Also of a document with other mistakes: people mend all at once.
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
-    let datasets = app.store.datasets().await.map_err(|e| vec![at("", e.to_string())])?;
+    let datasets = app.store.datasets().await?;
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
         let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
@@ -216,7 +213,7 @@ pub(super) async fn check(
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => Ok((spec, dataset)),
-        _ => Err(errors),
+        _ => Err(Error::Invalid(errors)),
     }
 }
 

@@ -48,8 +48,10 @@ const STDERR_BYTES: usize = 64 << 10;
 pub(super) enum Order {
     /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
     Stop { patient: bool },
-    /// This agent is about to end, in order, or has no room for what they say.
-    Leave(String),
+    /// This agent is about to end, in order: they are to keep a checkpoint first.
+    Leave,
+    /// There is no room for what they say any more: they are to keep a checkpoint and end.
+    Full(String),
 }
 
 /// The agent's hold on an attempt, whose watching is a task of its own.
@@ -337,7 +339,8 @@ impl Supervisor {
         let (verdict, patience) = match order {
             Order::Stop { patient: false } => (Ending::Stopped, None),
             Order::Stop { patient: true } => (Ending::Stopped, Some(PAUSE)),
-            Order::Leave(reason) => (Ending::Failed { reason, retriable: true }, Some(LEAVE)),
+            Order::Leave => (Ending::Stopped, Some(LEAVE)),
+            Order::Full(reason) => (Ending::Failed { reason, retriable: true }, Some(LEAVE)),
         };
         if self.ending.is_some() && patience.is_none() && self.patience.take().is_some() {
             // Asked nicely before; now it is urgent.

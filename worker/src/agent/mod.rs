@@ -357,7 +357,7 @@ impl Agent {
         tracing::info!("ending in order");
         self.leaving = Some(Leaving { told: false, ranks_gone: None });
         for attempt in self.attempts.values() {
-            attempt.order(Order::Leave(format!("the agent {} was stopped", self.name)));
+            attempt.order(Order::Leave);
         }
         Turn::GoOn
     }
@@ -382,7 +382,7 @@ impl Agent {
             );
             tracing::error!(reason, "the ranks keep a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                attempt.order(Order::Leave(reason.clone()));
+                attempt.order(Order::Full(reason.clone()));
             }
         }
     }

@@ -176,7 +176,7 @@ async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
         assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
         assert_eq!(house.text("/readyz").await.0, 503);
         assert_eq!(house.text("/healthz").await.0, 200, "the process itself is well");
-        let first = u64::from(from) / 10 + 1;
+        let first = from / 10 + 1;
         let events = vec![losses(0, from..=from + 9)];
         agent
             .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })

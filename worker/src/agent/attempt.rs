@@ -462,8 +462,9 @@ impl Supervisor {
     async fn verify_gone(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE;
         loop {
-            let swept = self.ranks.iter_mut().map(|rank| rank.process.sweep()).fold(true, |a, b| a && b);
-            if swept {
+            // Every one of them is swept, whatever is left of the others.
+            let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
+            if left == 0 {
                 return None;
             }
             if self.is_hopeless() || Instant::now() > until {

@@ -88,9 +88,19 @@ struct State {
 /// Communicators of this process, which is one rank.
 static LIVE: Mutex<Vec<Weak<State>>> = Mutex::new(Vec::new());
 
+/// What else must end then.
+type Hook = Box<dyn Fn() + Send>;
+static HOOKS: Mutex<Vec<Hook>> = Mutex::new(Vec::new());
+
+/// Has `hook` called by [`abort_all`]: for kernels that wait for other GPUs without NCCL.
+pub fn on_abort(hook: impl Fn() + Send + 'static) {
+    HOOKS.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(hook));
+}
+
 /// Ends what is under way in all groups of this process, from any thread: waiting calls return with
 /// [`CommError::Aborted`], collectives that run on the GPU end, and streams behind them come free.
 pub fn abort_all(reason: &str) {
+    HOOKS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|hook| hook());
     let live: Vec<_> = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
     live.iter().filter_map(Weak::upgrade).for_each(|state| state.abort(reason));
 }

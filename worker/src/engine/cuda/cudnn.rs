@@ -90,19 +90,26 @@ pub(super) struct Choice {
     knobs: Vec<(i64, i64)>,
 }
 
-/// A library handle.
+/// Library handles: one for the main stream, and one for weight gradients, which may run beside it; what a
+/// handle keeps for itself must not be used by two streams at once.
 pub(super) struct Cudnn {
-    handle: sys::cudnnHandle_t,
+    main: sys::cudnnHandle_t,
+    weights: sys::cudnnHandle_t,
 }
 
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
     pub(super) fn new() -> Result<Self, CudaError> {
-        let mut handle = std::ptr::null_mut();
+        let mut this = Self { main: std::ptr::null_mut(), weights: std::ptr::null_mut() };
         // SAFETY: destroyed when this is dropped.
-        check(unsafe { sys::cudnnCreate(&mut handle) }, || "starting cuDNN".into())?;
-        Ok(Self { handle })
+        check(unsafe { sys::cudnnCreate(&mut this.main) }, || "starting cuDNN".into())?;
+        check(unsafe { sys::cudnnCreate(&mut this.weights) }, || "starting cuDNN".into())?;
+        Ok(this)
+    }
+
+    fn handle(&self, direction: Direction) -> sys::cudnnHandle_t {
+        if direction == Direction::Weight { self.weights } else { self.main }
     }
 
     /// 91900 for 9.19.0.
@@ -128,8 +135,9 @@ impl Cudnn {
         pack.finalize("arguments of a convolution")?;
         // SAFETY: handle, plan and pack are alive; the stream is the caller's.
         unsafe {
-            check(sys::cudnnSetStream(self.handle, stream.0.cast()), || "choosing cuDNN's stream".into())?;
-            check(sys::cudnnBackendExecute(self.handle, plan.plan.0, pack.0), || "a convolution".into())
+            let handle = self.handle(plan.direction);
+            check(sys::cudnnSetStream(handle, stream.0.cast()), || "choosing cuDNN's stream".into())?;
+            check(sys::cudnnBackendExecute(handle, plan.plan.0, pack.0), || "a convolution".into())
         }
     }
 
@@ -143,7 +151,7 @@ impl Cudnn {
         let mut plans: Vec<Plan> = Vec::new();
         use sys::cudnnBackendHeurMode_t as Mode;
         for mode in [Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B, Mode::CUDNN_HEUR_MODE_FALLBACK] {
-            // The fallback list is of engines that run anything, slowly.
+            // The fallback list is of engines that run anything, so slowly that timing them takes minutes.
             if mode == Mode::CUDNN_HEUR_MODE_FALLBACK && !plans.is_empty() {
                 break;
             }
@@ -153,7 +161,7 @@ impl Cudnn {
                 if plans.iter().any(|p| p.choice == choice) || !suits(&config, convolution.dtype) {
                     continue;
                 }
-                if let Ok(plan) = self.plan(config, choice)
+                if let Ok(plan) = self.plan(convolution.direction, config, choice)
                     && plan.workspace_bytes <= most_workspace
                 {
                     plans.push(plan);
@@ -189,17 +197,18 @@ impl Cudnn {
             config.set_descriptors(Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, &knobs)?;
         }
         config.finalize("a chosen engine's configuration")?;
-        self.plan(config, choice.clone())
+        self.plan(convolution.direction, config, choice.clone())
     }
 
-    fn plan(&self, config: Descriptor, choice: Choice) -> Result<Plan, CudaError> {
+    fn plan(&self, direction: Direction, config: Descriptor, choice: Choice) -> Result<Plan, CudaError> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
-        plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[self.handle])?;
+        let handle = self.handle(direction);
+        plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
         plan.set_descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[&config])?;
         plan.finalize("a plan")?;
         let mut bytes = [0i64];
         plan.get(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, Type::CUDNN_TYPE_INT64, &mut bytes)?;
-        Ok(Plan { plan, workspace_bytes: bytes[0].max(0) as usize, choice })
+        Ok(Plan { plan, direction, workspace_bytes: bytes[0].max(0) as usize, choice })
     }
 
     /// The operation graph of one convolution.
@@ -268,7 +277,8 @@ impl Cudnn {
         operation.finalize("an operation")?;
 
         let graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
-        graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[self.handle])?;
+        let handle = self.handle(c.direction);
+        graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
         graph.set_descriptors(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &[&operation])?;
         graph.finalize("an operation graph")?;
         Ok(graph)
@@ -277,14 +287,19 @@ impl Cudnn {
 
 impl Drop for Cudnn {
     fn drop(&mut self) {
-        // SAFETY: created by `new`.
-        let _ = unsafe { sys::cudnnDestroy(self.handle) };
+        for handle in [self.main, self.weights] {
+            if !handle.is_null() {
+                // SAFETY: created by `new`.
+                let _ = unsafe { sys::cudnnDestroy(handle) };
+            }
+        }
     }
 }
 
 /// A way to run one convolution.
 pub(super) struct Plan {
     plan: Descriptor,
+    direction: Direction,
     pub(super) workspace_bytes: usize,
     pub(super) choice: Choice,
 }

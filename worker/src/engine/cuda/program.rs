@@ -292,7 +292,8 @@ impl Program {
             }
         }
         self.tuner.prepare(device, &wanted)?;
-        self.workspace = device.alloc(self.tuner.workspace_bytes())?;
+        self.workspace = device.alloc(self.tuner.workspace_bytes(false))?;
+        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
         let both = Accumulation { first: true, last: true };
         let peak = |once: bool, phase: Phase| -> Result<usize, EngineError> {
@@ -308,9 +309,6 @@ impl Program {
         };
         let bytes = peak(beside, Phase::Train(both))?.max(peak(false, Phase::Evaluate)?);
         self.beside = beside;
-        if beside {
-            self.side_workspace = device.alloc(self.tuner.workspace_bytes())?;
-        }
         self.arena = device.zeros(bytes)?;
         tracing::debug!("activations take {} MB, weight gradients beside: {beside}", bytes >> 20);
         Ok(())

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     comm::{
         CommError, Communicator, Reduction,
-        nccl::{Dtype, Nccl},
+        nccl::{self, Dtype, Nccl},
         peers::Peers,
     },
     engine::EngineError,
@@ -50,7 +50,7 @@ enum Statistics {
     /// They are not.
     Apart,
     Exchanged {
-        _peers: Peers,
+        _peers: Box<Peers>,
         table: Buffer,
         sequences: Buffer,
         /// By batch norm: forward's and backward's.
@@ -65,7 +65,7 @@ pub(super) struct Reducer {
     nccl: Arc<Nccl>,
     statistics: Statistics,
     /// Not 0: nobody waits for others any more.
-    abort: Pinned,
+    abort: Arc<Pinned>,
     stream: OwnedStream,
     ready: Vec<Event>,
     done: Event,
@@ -85,7 +85,13 @@ impl Reducer {
         })?;
         let nccl = Nccl::connect(store, "gradients", gpu.ordinal, comm.timeout())?;
         device.bind()?;
-        let abort = Pinned::new(256)?;
+        let abort = Arc::new(Pinned::new(256)?);
+        let word = Arc::downgrade(&abort);
+        nccl::on_abort(move || {
+            if let Some(word) = word.upgrade() {
+                word.write(0, &[1u32]);
+            }
+        });
         let world = comm.world_size() as usize;
         let statistics = match sync {
             None => Statistics::Apart,
@@ -117,7 +123,7 @@ impl Reducer {
                         let meetings = channels.iter().map(|c| [next(*c), next(*c)]).collect();
                         let table = device.upload(&[table])?;
                         let sequences = device.zeros(sequence as usize)?;
-                        Statistics::Exchanged { _peers: peers, table, sequences, meetings }
+                        Statistics::Exchanged { _peers: Box::new(peers), table, sequences, meetings }
                     }
                     Err(reason) => {
                         tracing::warn!("batch norm's statistics go through NCCL, which is slower: {reason}");

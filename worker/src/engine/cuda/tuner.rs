@@ -3,7 +3,7 @@
 
 use super::{
     cache,
-    cudnn::{Choice, Convolution, Cudnn, Plan, Tensors},
+    cudnn::{Choice, Convolution, Cudnn, Direction, Plan, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
     error::CudaError,
 };
@@ -45,9 +45,10 @@ impl Tuner {
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
     }
 
-    /// The largest workspace of all plans.
-    pub(super) fn workspace_bytes(&self) -> usize {
-        self.plans.values().map(|p| p.workspace_bytes).max().unwrap_or(0)
+    /// The largest workspace of all plans for weight gradients, or of all others.
+    pub(super) fn workspace_bytes(&self, weights: bool) -> usize {
+        let of = |c: &Convolution| (c.direction == Direction::Weight) == weights;
+        self.plans.iter().filter(|(c, _)| of(c)).map(|(_, p)| p.workspace_bytes).max().unwrap_or(0)
     }
 
     /// Finds a plan for each of `wanted`; times candidates where no earlier choice is known.

@@ -620,13 +620,12 @@ impl<'a> Walk<'a> {
     /// A convolution's weight gradient: on the way, or beside it.
     fn weight_gradient(&self, convolution: Convolution, tensors: Tensors) -> Result<(), EngineError> {
         if !self.beside {
-            return self.convolve(self.main(), convolution, tensors);
+            return self.convolve_with(self.main(), convolution, tensors, self.p.side_workspace.ptr);
         }
         let side = self.p.side.0;
         self.p.side_begin.record(self.main())?;
         side.wait(&self.p.side_begin)?;
-        let plan = self.p.tuner.plan(&convolution)?;
-        Ok(self.p.tuner.cudnn().run(side, plan, tensors, self.p.side_workspace.ptr)?)
+        self.convolve_with(side, convolution, tensors, self.p.side_workspace.ptr)
     }
 
     fn convolve(
@@ -635,8 +634,18 @@ impl<'a> Walk<'a> {
         convolution: Convolution,
         tensors: Tensors,
     ) -> Result<(), EngineError> {
+        self.convolve_with(stream, convolution, tensors, self.p.workspace.ptr)
+    }
+
+    fn convolve_with(
+        &self,
+        stream: Stream,
+        convolution: Convolution,
+        tensors: Tensors,
+        workspace: Ptr,
+    ) -> Result<(), EngineError> {
         let plan = self.p.tuner.plan(&convolution)?;
-        let run = || Ok(self.p.tuner.cudnn().run(stream, plan, tensors, self.p.workspace.ptr)?);
+        let run = || Ok(self.p.tuner.cudnn().run(stream, plan, tensors, workspace)?);
         self.p.ops.profile().around(stream, || convolution.to_string(), run)
     }
 

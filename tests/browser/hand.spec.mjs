@@ -61,7 +61,13 @@ describe("many jobs", () => {
     await page.locator("#bulk").getByRole("button", { name: "Cancel" }).click();
     await page.getByRole("button", { name: "Cancel 2 jobs" }).click();
     await until("both end", async () => (await Promise.all(extra.map((j) => house.job(j.id)))).every((j) => j.state === "cancelled"));
-    await page.locator("#choose-all").check();
+    await until("the choice is done with", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
+    await until("the page knows", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
+    await until("both are chosen", async () => {
+      await page.locator("#choose-all").setChecked(false);
+      await page.locator("#choose-all").setChecked(true);
+      return (await page.locator("#bulk-count").textContent()) === "2 jobs chosen";
+    });
     await page.locator("#bulk").getByRole("button", { name: "Delete" }).click();
     assert.match(await page.getByRole("dialog").textContent(), /\d kB|\d B|\d MB/, "its size is told");
     await page.getByRole("button", { name: "Delete 2 jobs" }).click();
@@ -130,7 +136,7 @@ describe("a run", () => {
     await until("it trains", async () => (await house.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused", async () => (await state()) === "paused");
-    assert.match(await page.locator("#verdict").textContent(), /Paused\./);
+    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#verdict").textContent()));
     const { step } = await house.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
     await until("it goes on from there", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });

@@ -47,7 +47,7 @@ async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
     assert!(told.ok().contains("paused: paused on request; goes on from step"), "{}", told.stdout);
     let job = server.job(&id).await;
     let at = number(&job["step"]);
-    assert!(at >= 30 && at < STEPS, "{job:#}");
+    assert!((30..STEPS).contains(&at), "{job:#}");
     // A checkpoint of that very step, and nobody left.
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), at);
     assert!(server.ranks(&id).is_empty());

@@ -17,10 +17,10 @@ typedef unsigned long long u64;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 
 // First statement of every kernel. Under programmatic launch it waits for the kernels before; without, nothing.
+// No kernel lets the next one begin early (griddepcontrol.launch_dependents): that may be one of cuDNN's.
 __device__ __forceinline__ void enter() {
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -35,9 +35,10 @@ mod walk;
 const PADDED_INPUT: usize = 4;
 /// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
-/// Bytes of activations up to which weight gradients are computed beside the way back: kernels of small
-/// tensors leave most of the GPU idle, and for large ones memory matters more.
-const BESIDE_UP_TO: usize = 6 << 30;
+/// Of the GPU's free memory, the part up to which activations get places of their own, and weight gradients
+/// are computed beside the way back: kernels of small tensors leave most of the GPU idle. Past it places
+/// are used again.
+const BESIDE_UP_TO: f64 = 0.8;
 
 /// Which part of a step a micro-batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -305,7 +306,7 @@ impl Program {
         let beside = match std::env::var("LOCKSTEP_CUDA_BESIDE").as_deref() {
             Ok("0") => false,
             Ok("1") => true,
-            _ => all <= BESIDE_UP_TO,
+            _ => all as f64 <= BESIDE_UP_TO * device.memory().0 as f64,
         };
         let bytes = peak(beside, Phase::Train(both))?.max(peak(false, Phase::Evaluate)?);
         self.beside = beside;

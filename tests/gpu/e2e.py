@@ -149,7 +149,7 @@ def kill(stage):
     house, baseline = stage.house(), gpu_memory()
     spec, steps, every = stage.long("kill")
     job = house.submit(spec)
-    job.until_step(every + 20)
+    job.until_checkpoint(every)
     ranks = job.ranks(1)
     expect(len(ranks) == stage.ranks, f"{stage.ranks} ranks, but these processes: {ranks}")
     victim = max(ranks)
@@ -206,7 +206,7 @@ def suspend(stage):
     stall = 10
     spec, _, every = stage.long("suspend", recovery={"stall_timeout_secs": stall})
     job = house.submit(spec)
-    job.until_step(every + 20)
+    job.until_checkpoint(every)
     ranks = job.ranks(1)
     victim = max(ranks)
     os.kill(ranks[victim], signal.SIGSTOP)

@@ -135,6 +135,10 @@ class Job:
 
         return self.until(fits, f"step {step} of attempt {attempt}")
 
+    def until_checkpoint(self, step):
+        """A checkpoint of this step or a later one is whole and told."""
+        return self.until(lambda f: f["type"] == "checkpoint" and f.get("checkpoint", f)["step"] >= step, f"a checkpoint of step {step}")
+
     def end(self):
         """Reads to the job's end; the state it ended in."""
         while self.state not in FINAL:

@@ -201,7 +201,7 @@ __device__ __forceinline__ void update(float* weights, float* velocity, T* shado
         }
         store_channels(weights, i, w);
         store_channels(velocity, i, v);
-        if (shadow) store(shadow, i, pack(w));
+        if (shadow && i * 8 < gradients.first_length) store(shadow, i, pack(w)); // it has the first part alone
     }
 }
 #define UPDATE(NAME, KIND)                                                                                          \

@@ -9,6 +9,7 @@
 
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use std::{
     ffi::{OsStr, OsString},
     fs, io,
@@ -174,8 +175,8 @@ impl Libraries {
         folders
     }
 
-    /// The variables to set for a process that is to use these libraries; `dir` is the folder (made
-    /// when absent) for links under the names that cudarc knows.
+    /// The variables to set for a process that is to use these libraries; in `dir` (made when absent) is a folder
+    /// for links under the names that cudarc knows.
     ///
     /// # Errors
     /// `dir` cannot be written.
@@ -183,6 +184,11 @@ impl Libraries {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
+            // A folder for each choice: processes that were given others run beside each other.
+            let mut hash = Sha256::new();
+            links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
+            let choice: String = hash.finalize().iter().take(4).map(|b| format!("{b:02x}")).collect();
+            let dir = &dir.join(choice);
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             for (name, target) in links {
                 link(&dir.join(name), target)?;
@@ -204,17 +210,23 @@ impl Libraries {
         Ok(vec![(LIBRARY_PATH.into(), joined)])
     }
 
-    /// Names under which cudarc looks for what is there under another one.
+    /// Names under which cudarc looks first, for what is there under another one: without them it would take
+    /// the system's `libcudnn.so` where another cuDNN was chosen, and CUDA 13's NVRTC where both are on the path.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
-        if let Some(nccl) = self.get(Which::Nccl) {
-            links.push(("libnccl.so", nccl.path.as_path()));
-        }
-        // Left to itself cudarc takes CUDA 13's where both are on the path.
-        if let Some(nvrtc) = self.get(Which::Nvrtc)
-            && nvrtc.path.file_name() == Some(OsStr::new("libnvrtc.so.12"))
-        {
-            links.push(("libnvrtc.so", nvrtc.path.as_path()));
+        for (which, name) in [
+            (Which::Nccl, "libnccl.so"),
+            (Which::Nvrtc, "libnvrtc.so"),
+            (Which::Cudnn, "libcudnn.so"),
+            (Which::CublasLt, "libcublasLt.so"),
+        ] {
+            if let Some(library) = self.get(which)
+                && (which == Which::Nccl
+                    || !library.by_itself
+                    || library.path.file_name() == Some(OsStr::new("libnvrtc.so.12")))
+            {
+                links.push((name, library.path.as_path()));
+            }
         }
         links
     }
@@ -554,11 +566,15 @@ mod tests {
         let (name, value) = &variables[0];
         assert_eq!(name, LIBRARY_PATH);
         let path: Vec<_> = std::env::split_paths(value).collect();
-        assert_eq!(path[0], dir);
+        assert_eq!(path[0].parent(), Some(&*dir));
+        let dir = &path[0];
         assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
         assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
-        // CUDA 13's compiler goes by a name that cudarc knows.
-        assert!(!dir.join("libnvrtc.so").exists());
+        // Where the system has a cuDNN of its own, cudarc must not take that one.
+        assert_eq!(
+            fs::read_link(dir.join("libcudnn.so")).unwrap(),
+            libraries.get(Which::Cudnn).unwrap().path
+        );
         // A second time, also when NCCL has moved meanwhile.
         symlink("/elsewhere", dir.join("other")).unwrap();
         fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();

@@ -48,6 +48,9 @@ pub(super) struct Convolution {
     pub(super) kernel: usize,
     pub(super) stride: usize,
     pub(super) padding: usize,
+    /// Forward only: it takes the sums of y and of y * y by channel along, for the batch norm after it. cuDNN has
+    /// that for float16.
+    pub(super) sums: bool,
 }
 
 impl Convolution {
@@ -70,7 +73,8 @@ impl std::fmt::Display for Convolution {
             Direction::Input => "convolution, gradient of input,",
             Direction::Weight => "convolution, gradient of weight,",
         };
-        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}")
+        let sums = if self.sums { " with sums" } else { "" };
+        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{sums}")
     }
 }
 
@@ -80,6 +84,8 @@ pub(super) struct Tensors {
     pub(super) x: Ptr,
     pub(super) w: Ptr,
     pub(super) y: Ptr,
+    /// Float32 `[2, out_c]`: where [`Convolution::sums`] go.
+    pub(super) sums: Ptr,
 }
 
 /// An engine and its knobs: all that is needed to build the same plan again.
@@ -127,15 +133,19 @@ impl Cudnn {
         workspace: Ptr,
     ) -> Result<(), CudaError> {
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
-        pack.set(Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Type::CUDNN_TYPE_INT64, &[X, W, Y])?;
-        let pointers = [at.x, at.w, at.y].map(|p| p as *mut c_void);
-        pack.set(Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, Type::CUDNN_TYPE_VOID_PTR, &pointers)?;
+        let count = if plan.convolution.sums { 5 } else { 3 };
+        let squares = at.sums + 4 * plan.convolution.out_c as u64;
+        let pointers = [at.x, at.w, at.y, at.sums, squares].map(|p| p as *mut c_void);
+        let ids = &[X, W, Y, SUM, SQUARE][..count];
+        pack.set(Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Type::CUDNN_TYPE_INT64, ids)?;
+        let name = Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS;
+        pack.set(name, Type::CUDNN_TYPE_VOID_PTR, &pointers[..count])?;
         let workspace = [workspace as *mut c_void];
         pack.set(Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, Type::CUDNN_TYPE_VOID_PTR, &workspace)?;
         pack.finalize("arguments of a convolution")?;
         // SAFETY: handle, plan and pack are alive; the stream is the caller's.
         unsafe {
-            let handle = self.handle(plan.direction);
+            let handle = self.handle(plan.convolution.direction);
             check(sys::cudnnSetStream(handle, stream.0.cast()), || "choosing cuDNN's stream".into())?;
             check(sys::cudnnBackendExecute(handle, plan.plan.0, pack.0), || "a convolution".into())
         }
@@ -161,7 +171,7 @@ impl Cudnn {
                 if plans.iter().any(|p| p.choice == choice) || !suits(&config, convolution.dtype) {
                     continue;
                 }
-                if let Ok(plan) = self.plan(convolution.direction, config, choice)
+                if let Ok(plan) = self.plan(convolution, config, choice)
                     && plan.workspace_bytes <= most_workspace
                 {
                     plans.push(plan);
@@ -197,18 +207,18 @@ impl Cudnn {
             config.set_descriptors(Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, &knobs)?;
         }
         config.finalize("a chosen engine's configuration")?;
-        self.plan(convolution.direction, config, choice.clone())
+        self.plan(convolution, config, choice.clone())
     }
 
-    fn plan(&self, direction: Direction, config: Descriptor, choice: Choice) -> Result<Plan, CudaError> {
+    fn plan(&self, convolution: &Convolution, config: Descriptor, choice: Choice) -> Result<Plan, CudaError> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
-        let handle = self.handle(direction);
+        let handle = self.handle(convolution.direction);
         plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
         plan.set_descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[&config])?;
         plan.finalize("a plan")?;
         let mut bytes = [0i64];
         plan.get(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, Type::CUDNN_TYPE_INT64, &mut bytes)?;
-        Ok(Plan { plan, direction, workspace_bytes: bytes[0].max(0) as usize, choice })
+        Ok(Plan { plan, convolution: *convolution, workspace_bytes: bytes[0].max(0) as usize, choice })
     }
 
     /// The operation graph of one convolution.
@@ -275,11 +285,13 @@ impl Cudnn {
         operation.set(names[4], Type::CUDNN_TYPE_FLOAT, &[1f32])?;
         operation.set(names[5], Type::CUDNN_TYPE_FLOAT, &[0f32])?;
         operation.finalize("an operation")?;
+        let sums = if c.sums { Some(sums_of(&y, c.out_c)?) } else { None };
+        let operations: Vec<&Descriptor> = std::iter::once(&operation).chain(sums.as_ref()).collect();
 
         let graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
         let handle = self.handle(c.direction);
         graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
-        graph.set_descriptors(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &[&operation])?;
+        graph.set_descriptors(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
         graph.finalize("an operation graph")?;
         Ok(graph)
     }
@@ -299,7 +311,7 @@ impl Drop for Cudnn {
 /// A way to run one convolution.
 pub(super) struct Plan {
     plan: Descriptor,
-    direction: Direction,
+    convolution: Convolution,
     pub(super) workspace_bytes: usize,
     pub(super) choice: Choice,
 }
@@ -308,6 +320,25 @@ pub(super) struct Plan {
 const X: i64 = 1;
 const W: i64 = 2;
 const Y: i64 = 3;
+// Of its statistics.
+const SUM: i64 = 4;
+const SQUARE: i64 = 5;
+
+/// The operation that sums `y` and its squares by channel.
+fn sums_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
+    let sum = tensor(SUM, [1, channels, 1, 1], DType::F32)?;
+    let square = tensor(SQUARE, [1, channels, 1, 1], DType::F32)?;
+    let operation = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR)?;
+    let mode = [sys::cudnnGenStatsMode_t::CUDNN_GENSTATS_SUM_SQSUM];
+    operation.set(Name::CUDNN_ATTR_OPERATION_GENSTATS_MODE, Type::CUDNN_TYPE_GENSTATS_MODE, &mode)?;
+    let float = [cudnnDataType_t::CUDNN_DATA_FLOAT];
+    operation.set(Name::CUDNN_ATTR_OPERATION_GENSTATS_MATH_PREC, Type::CUDNN_TYPE_DATA_TYPE, &float)?;
+    operation.set_descriptors(Name::CUDNN_ATTR_OPERATION_GENSTATS_XDESC, &[y])?;
+    operation.set_descriptors(Name::CUDNN_ATTR_OPERATION_GENSTATS_SUMDESC, &[&sum])?;
+    operation.set_descriptors(Name::CUDNN_ATTR_OPERATION_GENSTATS_SQSUMDESC, &[&square])?;
+    operation.finalize("statistics of a convolution")?;
+    Ok(operation)
+}
 
 /// NHWC (or KRSC), its dimensions named N, C, H, W as the backend wants them.
 fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor, CudaError> {

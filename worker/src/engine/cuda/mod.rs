@@ -303,7 +303,8 @@ impl Engine for CudaEngine {
                 lr,
                 ..Control::default()
             };
-            let accumulation = Accumulation { first: std::mem::take(&mut first), last: slot == last };
+            let whole = batch.labels.len() == self.config.batch_size;
+            let accumulation = Accumulation { first: std::mem::take(&mut first), last: slot == last, whole };
             self.run(Phase::Train(accumulation), control, batch)?;
         }
         self.under_way.push_back(UnderWay::OnGpu);

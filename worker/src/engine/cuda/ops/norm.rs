@@ -289,6 +289,11 @@ impl Ops {
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
     }
 
+    /// Whether [`Ops::norm_forward`] takes statistics and applies them in one launch. `waits`: for other ranks, inside.
+    pub(in crate::engine::cuda) fn norm_is_small(&self, shape: Shape, waits: bool) -> bool {
+        self.small(shape, waits).is_some()
+    }
+
     /// Batch norm forward by whichever road suits the shape; with [`Reduce::Leave`] only its statistics.
     ///
     /// Moves: small, x and the shortcut once, y and mask once. Otherwise x twice.

@@ -1,6 +1,10 @@
 // From uint8 pictures to the network's input, on the GPU: random crop and flip at the picture's own size, bilinear
 // scaling to `side` in the fixed-point arithmetic of the host's scaler (vertical pass first, each pass rounded to a
 // byte), then a table from byte to normalised value. Channels are padded with zeros to PADDED (4 or 8).
+//
+// Folded, for a 7x7 convolution with stride 2 and padding 3: 2x2 pixels of 4 channels become one of 16, with a
+// border of zeros of two such pixels before and one behind. The convolution is then a 4x4 one with stride 1 and
+// without padding, of a shape that tensor cores like.
 
 struct Source {
     const u8* pictures; // [count, height, width, channels]
@@ -35,6 +39,12 @@ struct Cut {
     }
 };
 
+// Where pixel (y, x) of picture `n` goes, in pixels of `padded` channels.
+__device__ __forceinline__ u64 place_of(u32 n, u32 y, u32 x, u32 side, u32 folded) {
+    if (!folded) return ((u64)n * side + y) * side + x;
+    u32 all = side / 2 + 3;
+    return (((u64)n * all + y / 2 + 2) * all + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
+}
 __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
     float a = table[bytes & 255], b = 0, c = 0;
     if (channels == 3) {
@@ -72,7 +82,7 @@ __device__ __forceinline__ void keep_table(const float* table, u32 channels, flo
 // For pictures that have the input's size already. blockIdx.y is the picture; a thread takes every
 // gridDim.x * 256th pixel.
 extern "C" __global__ void __launch_bounds__(256)
-    gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded) {
+    gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded, u32 folded) {
     enter();
     SHARED(float, kept, 768);
     Source s = SOURCE_;
@@ -81,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     bool real = !control || n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
-        u64 at = (u64)n * pixels + i;
+        u64 at = place_of(n, i / side, i % side, side, folded);
         if (!real) {
             put_nothing(to, at, padded);
             continue;
@@ -113,7 +123,7 @@ __device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
 // source rows that they need (source_rows x width pixels), then the band scaled vertically (band x width).
 extern "C" __global__ void __launch_bounds__(256)
     gather_scaled(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
-                  const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
+                  u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
                   u32 column_shift, u32 band, u32 source_rows) {
     enter();
     SHARED(float, kept, 768);
@@ -123,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(256)
     Source s = SOURCE_;
     Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
-    u64 out = (u64)n * side * side;
     if (control && n >= control->valid) {
-        for (u32 i = first * side + t; i < end * side; i += threads) put_nothing(to, out + i, padded);
+        for (u32 i = first * side + t; i < end * side; i += threads)
+            put_nothing(to, place_of(n, i / side, i % side, side, folded), padded);
         return;
     }
     keep_table(table, channels, kept);
@@ -157,30 +167,64 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, out + (u64)(first + y) * side + x, padded, channels, to_bytes(sum, columns.shift), kept);
+            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), kept);
         }
     }
 }
 
 // float32 [pictures, pixels, channels] from the host, normalised already, to the padded input.
 extern "C" __global__ void __launch_bounds__(256)
-    pad_channels(const float* from, T* to, const Control* control, u32 pictures, u32 pixels, u32 channels, u32 padded) {
+    pad_channels(const float* from, T* to, const Control* control, u32 pictures, u32 side, u32 channels, u32 padded,
+                 u32 folded) {
     enter();
     u32 valid = control ? min(control->valid, pictures) : pictures;
+    u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (u64)gridDim.x * blockDim.x) {
         float v[4] = {};
         if (i < real)
             for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
+        u32 pixel = (u32)(i % pixels);
+        u64 at = place_of((u32)(i / pixels), pixel / side, pixel % side, side, folded);
 #if DTYPE == 0
-        float4* q = (float4*)to + i * (padded / 4);
+        float4* q = (float4*)to + at * (padded / 4);
         q[0] = {v[0], v[1], v[2], v[3]};
         if (padded == 8) q[1] = {0, 0, 0, 0};
 #else
         if (padded == 4)
-            ((uint2*)to)[i] = {pair(v[0], v[1]), pair(v[2], v[3])};
+            ((uint2*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3])};
         else
-            ((uint4*)to)[i] = {pair(v[0], v[1]), pair(v[2], v[3]), 0, 0};
+            ((uint4*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3]), 0, 0};
 #endif
+    }
+}
+
+// The border of a folded input: zeros. blockIdx.y is the picture; a thread writes eight values.
+extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
+    enter();
+    u32 all = side / 2 + 3;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < all * all * 2; i += gridDim.x * blockDim.x) {
+        u32 y = i / 2 / all, x = i / 2 % all;
+        if (y < 2 || y == all - 1 || x < 2 || x == all - 1)
+            store(to, (u64)blockIdx.y * all * all * 2 + i, zeros());
+    }
+}
+
+// Of a folded convolution's weights [out][4][4][16] the first row and column of the 8x8 window stand for nothing:
+// their gradients are zeros. One thread for eight values.
+extern "C" __global__ void __launch_bounds__(256) fold_gradient(T* gradient, u32 groups) {
+    enter();
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= groups) return;
+    // Eight values are the two pixels of one row of a 2x2 block: four channels each.
+    u32 row = i % 2, x = i / 2 % 4, y = i / 8 % 4;
+    if (y == 0 && row == 0)
+        store(gradient, i, zeros());
+    else if (x == 0) {
+        float v[8];
+        unpack(load(gradient, i), v);
+#pragma unroll
+        for (int k = 0; k < 4; k++) v[k] = 0;
+        store(gradient, i, pack(v));
     }
 }

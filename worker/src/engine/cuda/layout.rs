@@ -18,11 +18,17 @@ const ALIGN: usize = 1024;
 /// full speed, short enough that the last one ends soon after backward.
 const BUCKET: usize = 4 << 20;
 
+/// Values of one output's folded weights.
+const FOLDED: usize = 4 * 4 * 16;
+
 /// How a parameter is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
     /// `[out][height][width][in]`, `in` padded with zeros.
     Krsc { padded_in: usize },
+    /// Of a 7x7 convolution with stride 2, as a 4x4 one of 2x2 pixels of 4 channels: `[out][4][4][2][2][4]`. The
+    /// 7x7 window lies behind the first row and column of an 8x8 one; what is no weight is zero.
+    Folded,
     /// `[out][in]`, `out` padded with zeros.
     Rows,
     /// As it is.
@@ -57,8 +63,14 @@ pub(super) struct Layout {
 
 impl Layout {
     /// `steps` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
-    /// the logits as the GPU has them.
-    pub(super) fn new(network: &Network, steps: &[Step], padded_in: usize, padded_classes: usize) -> Self {
+    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one.
+    pub(super) fn new(
+        network: &Network,
+        steps: &[Step],
+        padded_in: usize,
+        padded_classes: usize,
+        folded: bool,
+    ) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout =
@@ -71,6 +83,11 @@ impl Layout {
             };
             for p in ["weight", "bias"].iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
+                    (Role::ConvWeight, [out, ..])
+                        if folded && matches!(step, Step::Conv { needs_input_gradient: false, .. }) =>
+                    {
+                        (Order::Folded, out * FOLDED)
+                    }
                     (Role::ConvWeight, [out, inputs, height, width]) => {
                         let padded_in = match step {
                             Step::Conv { needs_input_gradient: false, .. } => padded_in,
@@ -128,6 +145,9 @@ impl Layout {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
                     krsc(out, inputs, height, width, padded_in, |oihw, krsc| values[oihw] = ours[krsc]);
                 }
+                (Order::Folded, &[out, inputs, ..]) => {
+                    fold(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
+                }
                 _ => {
                     let len = values.len();
                     values.copy_from_slice(&ours[..len]);
@@ -150,6 +170,9 @@ impl Layout {
                     krsc(out, inputs, height, width, padded_in, |oihw, krsc| {
                         ours[krsc] = tensor.values[oihw]
                     });
+                }
+                (Order::Folded, &[out, inputs, ..]) => {
+                    fold(out, inputs, |oihw, folded| ours[folded] = tensor.values[oihw]);
                 }
                 _ => ours[..tensor.values.len()].copy_from_slice(&tensor.values),
             }
@@ -175,6 +198,21 @@ fn krsc(
                         ((o * inputs + i) * height + y) * width + x,
                         ((o * height + y) * width + x) * padded_in + i,
                     );
+                }
+            }
+        }
+    }
+}
+
+/// Calls `each` with the place of every value of `[out][inputs][7][7]` there and in [`Order::Folded`].
+fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
+    for o in 0..out {
+        for i in 0..inputs {
+            for y in 0..7 {
+                for x in 0..7 {
+                    let block = (y + 1) / 2 * 4 + (x + 1) / 2;
+                    let within = (y + 1) % 2 * 2 + (x + 1) % 2;
+                    each(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED + block * 16 + within * 4 + i);
                 }
             }
         }

@@ -88,6 +88,9 @@ impl<'a> Walk<'a> {
     /// Values of a picture as they lie in memory.
     fn values(&self, tensor: TensorId) -> usize {
         let shape = self.p.network.tensors[tensor];
+        if self.p.folded && tensor == self.p.network.input() {
+            return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.p.padded_input;
+        }
         let channels = match tensor {
             t if t == self.p.network.input() => self.p.padded_input,
             t if t == self.p.network.logits() => self.p.padded_classes,
@@ -124,10 +127,13 @@ impl<'a> Walk<'a> {
         let shape = p.network.tensors[tensor];
         let (control, pictures, to) = (p.inputs.control.ptr, p.config.batch_size as u32, self.at(place));
         let (side, channels, padded) = (shape.height as u32, shape.channels as u32, p.padded_input as u32);
+        let folded = p.folded;
+        if folded {
+            p.ops.fold_border(main, to, pictures, side)?;
+        }
         let (source, height, width, which, scales) = match input {
-            Input::Staged { at, form: Form::Normalised | Form::Draws } => {
-                let (pixels, from) = (side * side, at);
-                let pad = ops::PadChannels { from, to, control, pictures, pixels, channels, padded };
+            Input::Staged { at: from, form: Form::Normalised | Form::Draws } => {
+                let pad = ops::PadChannels { from, to, control, pictures, side, channels, padded, folded };
                 return Ok(p.ops.pad_channels(main, pad)?);
             }
             Input::Staged { at, form: Form::Bytes } => (at, side, side, ops::Which::InOrder, &[][..]),
@@ -160,6 +166,7 @@ impl<'a> Walk<'a> {
             table,
             to,
             padded,
+            folded,
         };
         Ok(p.ops.gather(main, gather)?)
     }
@@ -456,10 +463,12 @@ impl<'a> Walk<'a> {
                 if self.starts() {
                     let dw = self.wide_gradient(name);
                     let tensors = Tensors { x: self.at(x), w: dw, y: self.at(dy), sums: 0 };
-                    self.weight_gradient(
-                        Convolution { direction: Direction::Weight, ..convolution },
-                        tensors,
-                    )?;
+                    let convolution = Convolution { direction: Direction::Weight, ..convolution };
+                    let stream = self.weight_gradient(convolution, tensors)?;
+                    if first && p.folded {
+                        let values = p.state.layout.slot(name, "weight").range.len();
+                        p.ops.fold_gradient(stream, dw, values as u32)?;
+                    }
                     self.send_buckets(name, accumulation)?;
                 }
                 self.readers[*input] -= 1;
@@ -629,15 +638,15 @@ impl<'a> Walk<'a> {
         found.unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
-    /// A convolution's weight gradient: on the way, or beside it.
-    fn weight_gradient(&self, convolution: Convolution, tensors: Tensors) -> Result<(), EngineError> {
-        if !self.beside {
-            return self.convolve_with(self.main(), convolution, tensors, self.p.side_workspace.ptr);
+    /// A convolution's weight gradient: on the way, or beside it. Gives the stream that it is on.
+    fn weight_gradient(&self, convolution: Convolution, tensors: Tensors) -> Result<Stream, EngineError> {
+        let stream = if self.beside { self.p.side.0 } else { self.main() };
+        if self.beside {
+            self.p.side_begin.record(self.main())?;
+            stream.wait(&self.p.side_begin)?;
         }
-        let side = self.p.side.0;
-        self.p.side_begin.record(self.main())?;
-        side.wait(&self.p.side_begin)?;
-        self.convolve_with(side, convolution, tensors, self.p.side_workspace.ptr)
+        self.convolve_with(stream, convolution, tensors, self.p.side_workspace.ptr)?;
+        Ok(stream)
     }
 
     fn convolve(

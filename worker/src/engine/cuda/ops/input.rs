@@ -42,24 +42,26 @@ pub(in crate::engine::cuda) struct Gather<'a> {
     pub(in crate::engine::cuda) side: u32,
     /// float32 `[channels, 256]`: what each byte becomes.
     pub(in crate::engine::cuda) table: Ptr,
-    /// T `[pictures, side, side, padded]`.
+    /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::engine::cuda) to: Ptr,
-    /// 4 or 8 channels; those past `channels` are zeros.
+    /// 4 or 8 channels; those past `channels` are zeros. 4 when folded.
     pub(in crate::engine::cuda) padded: u32,
+    pub(in crate::engine::cuda) folded: bool,
 }
 
-/// float32 `[pictures, pixels, channels]`, normalised already, to T `[pictures, pixels, padded]`.
+/// float32 `[pictures, side, side, channels]`, normalised already, to T as in [`Gather`].
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct PadChannels {
     pub(in crate::engine::cuda) from: Ptr,
     pub(in crate::engine::cuda) to: Ptr,
     pub(in crate::engine::cuda) control: Ptr,
     pub(in crate::engine::cuda) pictures: u32,
-    pub(in crate::engine::cuda) pixels: u32,
+    pub(in crate::engine::cuda) side: u32,
     /// Up to 4.
     pub(in crate::engine::cuda) channels: u32,
     /// 4 or 8.
     pub(in crate::engine::cuda) padded: u32,
+    pub(in crate::engine::cuda) folded: bool,
 }
 
 /// Weights of a bilinear scaling of one axis: half-pixel centres, a triangle that is widened when it makes
@@ -148,6 +150,7 @@ impl Ops {
             Arg::Ptr(p.table),
             Arg::Ptr(p.to),
             Arg::U32(p.padded),
+            Arg::U32(p.folded.into()),
         ]);
         let blocks = self.kernels.multiprocessors() * 8;
         let pictures = p.pictures.max(1);
@@ -183,12 +186,42 @@ impl Ops {
             Arg::Ptr(p.to),
             Arg::Ptr(p.control),
             Arg::U32(p.pictures),
-            Arg::U32(p.pixels),
+            Arg::U32(p.side),
             Arg::U32(p.channels),
             Arg::U32(p.padded),
+            Arg::U32(p.folded.into()),
         ];
-        let pixels = u64::from(p.pictures) * u64::from(p.pixels);
+        let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
         self.launch(stream, "pad_channels", self.items(pixels, 8), &args)
+    }
+
+    /// Zeros around a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`, whose pixels
+    /// [`Ops::gather`] or [`Ops::pad_channels`] writes: 2x2 of the picture's, row by row, of 4 channels each, after a
+    /// border of two and before one of one.
+    pub(in crate::engine::cuda) fn fold_border(
+        &self,
+        stream: Stream,
+        to: Ptr,
+        pictures: u32,
+        side: u32,
+    ) -> Result<(), CudaError> {
+        let all = side / 2 + 3;
+        let args = [Arg::Ptr(to), Arg::U32(side)];
+        let blocks = (all * all * 2).div_ceil(256).clamp(1, 8);
+        self.launch(stream, "fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), &args)
+    }
+
+    /// Zeros where the gradient of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, stands for no
+    /// weight of the 7x7 one.
+    pub(in crate::engine::cuda) fn fold_gradient(
+        &self,
+        stream: Stream,
+        gradient: Ptr,
+        values: u32,
+    ) -> Result<(), CudaError> {
+        let groups = values / 8;
+        let args = [Arg::Ptr(gradient), Arg::U32(groups)];
+        self.launch(stream, "fold_gradient", plain([groups.div_ceil(256), 1, 1], [256, 1, 1]), &args)
     }
 }
 

@@ -2,9 +2,9 @@
 //! and what is to happen there. Nothing happens when the variable is absent.
 //!
 //! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (as a
-//! failed assertion ends it), `error` (the disk is full) or `error*` (every time from then on), each with `@N` for
-//! the N-th time the point is reached. With `FILE` a point strikes once only, whatever process reaches it:
-//! it makes the file.
+//! failed assertion ends it), `error` (the disk is full), `error*` (every time from then on) or `hold` (waits until
+//! something is written into `FILE`), each with `@N` for the N-th time the point is reached. With `FILE` a point strikes once
+//! only, whatever process reaches it: it makes the file.
 
 use std::{
     fs::File,
@@ -14,6 +14,7 @@ use std::{
         LazyLock,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 /// Every point, in the order in which writing passes them.
@@ -89,6 +90,12 @@ pub fn point(point: &str) -> io::Result<()> {
                 let _ = std::process::Command::new("kill").args(["-KILL", &pid]).status();
             }
             "abort" => std::process::abort(),
+            "hold" => {
+                while fault.once.as_ref().and_then(|file| file.metadata().ok()).is_some_and(|m| m.len() == 0)
+                {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
             _ => {
                 let error = format!("no space left on device (LOCKSTEP_FAULT {point})");
                 return Err(io::Error::new(io::ErrorKind::StorageFull, error));

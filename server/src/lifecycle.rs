@@ -417,6 +417,10 @@ fn ended(
             row.job.step = row.job.step.max(step);
             events.push(go(row, JobState::Succeeded, None, at)?);
         }
+        // What could not be ended, and what else a person has to see to, is said.
+        (Ending::Failed { reason, retriable: false }, Some(stop)) => {
+            events.push(go(row, JobState::Cancelled, Some(format!("{stop}; {reason}")), at)?);
+        }
         (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), at)?),
         (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {

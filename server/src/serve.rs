@@ -9,11 +9,13 @@ use std::{
     future::Future,
     io::{Read, Seek, Write},
     net::SocketAddr,
-    path::Path,
-    time::Duration,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 use tokio::net::TcpListener;
 
+/// An agent of this machine that cannot reach a server looks whether the lock is free, which takes it for a moment.
+const LOCK_WITHIN: Duration = Duration::from_millis(500);
 /// For requests under way, and again for sockets, when the server stops.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -67,6 +69,11 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
     })
 }
 
+/// The file of a data directory that its server keeps locked.
+pub(crate) fn lock_path(data_dir: &Path) -> PathBuf {
+    data_dir.join("server.lock")
+}
+
 /// Makes the data directory and takes its lock, which the system frees when this process ends however it ends.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
@@ -76,9 +83,18 @@ fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
         .write(true)
         .create(true)
         .truncate(false)
-        .open(path.join("server.lock"))
+        .open(lock_path(path))
         .map_err(failed)?;
-    match file.try_lock() {
+    let since = Instant::now();
+    let locked = loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if since.elapsed() < LOCK_WITHIN => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => break other,
+        }
+    };
+    match locked {
         Ok(()) => {
             let pid = std::process::id().to_string();
             file.set_len(0).and_then(|()| file.rewind()).map_err(failed)?;

@@ -2,12 +2,14 @@
 //! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
 
 use crate::{
-    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    judge::{EVERY, Row, STEPS, judge, runs_past, spec, trained, undisturbed, with_pictures},
     postgres,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, signal, turn},
+    socket::stored,
     specs,
 };
 use lockstep_protocol::fault::{CHECKPOINT_POINTS, INGEST_POINTS, JOB_POINTS};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -23,9 +25,7 @@ fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> 
 async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let calm = with_pictures(Server::start().await).await;
-    let model = undisturbed(&calm, STEPS).await;
-    calm.stop().await;
+    let model = undisturbed(STEPS).await;
     for point in CHECKPOINT_POINTS {
         // Its third time, so that there is a checkpoint to go back to.
         let environment = faults(marks.path(), &[point], "kill", 3);
@@ -52,27 +52,57 @@ async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
 async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let calm = with_pictures(Server::start().await).await;
-    let model = undisturbed(&calm, STEPS).await;
-    calm.stop().await;
+    let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 4}}));
+    let model = trained(&often).await;
     let points = &CHECKPOINT_POINTS[..8];
+    // A checkpoint that fails at a point does not get to those after it: so one after the other, each at another one.
+    let environment = faults(marks.path(), points, "error", 2);
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&often).await;
+    let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
+    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training went on");
+    let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
-        let environment = faults(marks.path(), &[point], "error", 2);
-        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", STEPS)).await;
-        let row = Row::begin(&format!("disk full at {point}"));
-        judge(&server, &id, STEPS, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training went on");
-        let logged = server.cli(&["logs", &id, "--rank", "0"]);
-        let words = "could not be written";
-        assert!(
-            logged.ok().contains(words) && logged.stdout.contains("the one before it stands"),
-            "{}",
-            logged.stdout
-        );
-        row.passed("training went on, the log says so");
-        server.stop().await;
+        assert!(marks.path().join(point).exists(), "{point} was reached");
+        let told = logged.ok().lines().any(|line| {
+            line.contains("could not be written")
+                && line.contains(point)
+                && line.contains("the one before it stands")
+        });
+        assert!(told, "{point}: {}", logged.stdout);
     }
+    row.passed("training went on, the log says so each time");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_checkpoint_that_is_being_written_when_another_rank_dies_is_used() {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let model = undisturbed(STEPS).await;
+    let environment = faults(marks.path(), &["checkpoint.synced"], "hold", 2);
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    let mark = marks.path().join("checkpoint.synced");
+    server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
+    runs_past(&server, &id, 2 * EVERY + 10).await;
+    let (_, rank) = server.ranks(&id).remove(1);
+    let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
+    signal(rank.pid, Signal::KILL);
+    server
+        .until("the rank is gone", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
+        .await;
+    std::fs::write(&mark, "go on").expect("its mark");
+    row.until_mended(&server, &id, 1).await;
+    judge(&server, &id, STEPS, &model, &[]).await;
+    let events = stored(&server, &id).await;
+    let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
+    // Training may have got to the next one meanwhile, which is then written, too.
+    assert!(number(&plan["start_step"]) >= 2 * EVERY, "{plan}");
+    assert_eq!(number(&server.job(&id).await["attempt"]), 2);
+    row.passed("it is finished, told of and gone on from");
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -93,13 +123,11 @@ async fn the_last_checkpoint_waits_for_room() {
 async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let calm = with_pictures(Server::start().await).await;
-    let model = undisturbed(&calm, STEPS).await;
-    calm.stop().await;
+    let model = undisturbed(STEPS).await;
 
     // While reports are stored: one job, struck again and again.
     for point in INGEST_POINTS {
-        let environment = faults(marks.path(), &[point], "kill", 20);
+        let environment = faults(marks.path(), &[point], "kill", 10);
         let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
@@ -114,12 +142,13 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     }
 
     // While a job is made and given out.
+    let model = undisturbed(EVERY).await;
     for point in JOB_POINTS {
         let environment = faults(marks.path(), &[point], "kill", 1);
         let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
         let send = |server: &Server| {
             let request = server.http.post(server.api("/jobs")).header("idempotency-key", "mine");
-            request.json(&spec("disturbed", STEPS)).send()
+            request.json(&spec("disturbed", EVERY)).send()
         };
         let row = Row::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
@@ -133,7 +162,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         {
             assert_eq!(first["id"], *id, "what was acknowledged is there");
         }
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, EVERY, &model, &[]).await;
         assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(1), "one job");
         row.passed("one job, nothing lost");
         server.stop().await;
@@ -154,9 +183,7 @@ async fn the_server_dies_at_every_point_of_writing_to_postgres() {
 #[tokio::test]
 async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
-    let calm = with_pictures(Server::start().await).await;
-    let model = undisturbed(&calm, STEPS).await;
-    calm.stop().await;
+    let model = undisturbed(STEPS).await;
     for (point, at) in [("ingest.begin", 5), ("ingest.event", 50), ("ingest.commit", 5)] {
         let fault = format!("{point}:error@{at},{point}:error@{},{point}:error@{}", at + 1, at + 2);
         let environment = vec![("LOCKSTEP_FAULT".into(), fault)];

@@ -17,7 +17,7 @@ async fn postgres_away(secs: u64, steps: u64) {
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
     let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
-    let model = undisturbed(&server, steps).await;
+    let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
     let log = server.job_dir(&id).join("attempts/1/rank.1.log");
@@ -26,11 +26,12 @@ async fn postgres_away(secs: u64, steps: u64) {
     cluster.stop();
     let before = length();
     let began = Instant::now();
-    let answer = server.request(reqwest::Method::GET, "/jobs", None).await;
+    let meanwhile = spec("meanwhile", 5);
+    let (answer, refused) =
+        tokio::join!(server.request(reqwest::Method::GET, "/jobs", None), server.post("/jobs", &meanwhile));
     let told = answer.problem(503)["detail"].to_string();
     assert!(told.contains("database"), "{told}");
-    let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
-    assert_eq!(refused.status.as_u16(), 503, "{}", refused.text);
+    refused.problem(503);
     while began.elapsed() < Duration::from_secs(secs) {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -56,7 +57,7 @@ async fn slow_postgres_is_away_for_half_a_minute() {
 
 /// Jobs one after the other; every second or so what `kill` kills.
 async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let mut row = Row::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
     let mut longest = Duration::ZERO;
@@ -64,7 +65,7 @@ async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl Asy
     while killed < 50 {
         let id = server.submit(&spec("disturbed", STEPS)).await;
         jobs += 1;
-        for step in [20, 90, 160] {
+        for step in [20, 60, 110] {
             let job = server.job(&id).await;
             if killed == 50 || crate::server::state_of(&job).is_final() {
                 break;

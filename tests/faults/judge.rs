@@ -13,11 +13,13 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     io::Write,
+    path::Path,
     time::{Duration, Instant},
 };
+use tokio::sync::Mutex;
 
 /// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch.
-pub(crate) const STEPS: u64 = 240;
+pub(crate) const STEPS: u64 = 160;
 pub(crate) const EVERY: u64 = 40;
 
 /// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows
@@ -26,7 +28,8 @@ pub(crate) fn spec(name: &str, steps: u64) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, steps),
         json!({
-            "data": {"crop_padding": 2, "horizontal_flip": true},
+            // As small as it goes: what is tested does not depend on it.
+            "data": {"image_size": 8, "crop_padding": 2, "horizontal_flip": true},
             "train": {"schedule": "cosine"},
             "checkpoint": {"every_epochs": null, "every_steps": EVERY, "keep": 2},
             "recovery": {"max_restarts": 10, "stall_timeout_secs": 10},
@@ -39,11 +42,26 @@ pub(crate) async fn with_pictures(server: Server) -> Server {
     server
 }
 
-/// The weights of a job that nothing disturbs.
-pub(crate) async fn undisturbed(server: &Server, steps: u64) -> Vec<u8> {
-    let id = server.submit(&spec("disturbed", steps)).await;
+/// The weights of the tests' job of so many steps when nothing disturbs it.
+pub(crate) async fn undisturbed(steps: u64) -> Vec<u8> {
+    trained(&spec("disturbed", steps)).await
+}
+
+/// The weights of a job that nothing disturbs, with its specification beside them as `model.safetensors` has it:
+/// trained once for all tests, as they depend on nothing else.
+pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
+    static TRAINED: Mutex<BTreeMap<String, Vec<u8>>> = Mutex::const_new(BTreeMap::new());
+    let mut trained = TRAINED.lock().await;
+    if let Some(model) = trained.get(&spec.to_string()) {
+        return model.clone();
+    }
+    let server = with_pictures(Server::start().await).await;
+    let id = server.submit(spec).await;
     server.succeeded(&id).await;
-    server.last_model(&id).await
+    let model = server.last_model(&id).await;
+    server.stop().await;
+    trained.insert(spec.to_string(), model.clone());
+    model
 }
 
 /// What a rank wrote down itself: its points and the numbers of its lines.
@@ -72,31 +90,47 @@ impl Record {
     }
 }
 
-/// From the rank's own file.
+/// Every event of a file of records.
+fn all_of(path: &Path) -> Vec<AttemptEvent> {
+    let mut tail = Tail::open(path, 0);
+    let mut all = Vec::new();
+    loop {
+        let events = tail.poll().expect("a file of records");
+        if events.is_empty() {
+            return all;
+        }
+        all.extend(events);
+    }
+}
+
+/// From the rank's own file; and of its checkpoints those that it was gone too soon to tell of, from its agent's.
 fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
     let dir = server.job_dir(id).join("attempts").join(attempt.to_string());
-    let mut tail = Tail::open(&events_path(&dir, rank), 0);
     let mut record = Record::default();
-    loop {
-        let events = tail.poll().expect("the rank's own record");
-        if events.is_empty() {
-            return record;
-        }
-        for event in events {
-            match event {
-                AttemptEvent::Metrics { columns, .. } => {
-                    for column in columns {
-                        for (step, value) in column.steps.iter().zip(&column.values) {
-                            record.point(&column.name, *step, *value);
-                        }
+    for event in all_of(&events_path(&dir, rank)) {
+        match event {
+            AttemptEvent::Metrics { columns, .. } => {
+                for column in columns {
+                    for (step, value) in column.steps.iter().zip(&column.values) {
+                        record.point(&column.name, *step, *value);
                     }
                 }
-                AttemptEvent::Log { lines, .. } => lines.iter().for_each(|line| record.line(line.number)),
-                AttemptEvent::Checkpoint(info) => drop(record.checkpoints.insert(info.step)),
-                _ => {}
             }
+            AttemptEvent::Log { lines, .. } => lines.iter().for_each(|line| record.line(line.number)),
+            AttemptEvent::Checkpoint(info) => {
+                record.checkpoints.insert(info.step);
+            }
+            _ => {}
         }
     }
+    for event in all_of(&dir.join("agent.events")) {
+        if let AttemptEvent::Checkpoint(info) = event
+            && rank == 0
+        {
+            assert!(record.checkpoints.insert(info.step), "checkpoint {} told twice", info.step);
+        }
+    }
+    record
 }
 
 /// From the server's events, by attempt and rank; lines that the agent added are those above the rank's own.

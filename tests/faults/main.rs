@@ -1,6 +1,6 @@
 //! The fault matrix: what may break is broken, against the real program, and what must hold is checked.
 //!
-//! `processes.rs`, `crash_points.rs` and `databases.rs` hold a test a row of the matrix; `judge.rs` is what every one of
+//! `processes.rs`, `crash_points.rs`, `databases.rs`, `machine.rs` and `network.rs` hold a test a row of the matrix; `judge.rs` is what every one of
 //! them must pass. The fast rows run with all other tests. The rows that take long, the soak and the repeated kills
 //! are marked `ignored` and have commands of their own:
 //!
@@ -8,6 +8,8 @@
 //! cargo test --release --test faults -- --ignored slow       # minutes away, leases that run out
 //! cargo test --release --test faults -- --ignored kill_50    # kill -9 under load, 50 times each
 //! cargo test --release --test faults -- --ignored soak       # 200 jobs, a random fault every few seconds
+//! cargo test --release --test faults -- --ignored root       # what only root can do to a machine
+//! cargo test --release --test faults -- --ignored measure    # from a kill to training again, five times each
 //! ```
 //!
 //! With `LOCKSTEP_FAULTS_REPORT=FILE` every row appends what it measured as a line of JSON.
@@ -28,5 +30,8 @@ mod judge;
 
 mod crash_points;
 mod databases;
+mod machine;
+mod measure;
+mod network;
 mod processes;
 mod soak;

@@ -21,7 +21,7 @@ async fn server() -> Server {
 async fn ranks_that_are_killed_or_crash() {
     let _turn = turn().await;
     let server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let faults: [(&str, &[u32], Signal); 4] = [
         ("kill -9 of rank 0", &[0], Signal::KILL),
         ("kill -9 of the last rank", &[1], Signal::KILL),
@@ -57,9 +57,9 @@ async fn ranks_that_are_killed_or_crash() {
 
 #[tokio::test]
 async fn a_rank_that_hangs() {
-    let _turn = turn().await;
+    let own_turn = turn().await;
     let server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let id = server
         .submit(&specs::with(spec("disturbed", STEPS), json!({"recovery": {"stall_timeout_secs": 10}})))
         .await;
@@ -67,6 +67,8 @@ async fn a_rank_that_hangs() {
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
+    // While its job stands still, others can have the machine.
+    drop(own_turn);
     row.until_mended(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
@@ -83,7 +85,7 @@ async fn a_rank_that_hangs() {
 async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     let _turn = turn().await;
     let server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY + 20).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
@@ -102,7 +104,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
 async fn a_server_that_is_killed_and_started_again() {
     let _turn = turn().await;
     let mut server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY + 20).await;
     let mut row = Row::begin("kill -9 of the server, started again at once");
@@ -119,7 +121,7 @@ async fn a_server_that_is_killed_and_started_again() {
 async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
     let _turn = turn().await;
     let mut server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     for (fault, with) in [("Ctrl-C of serve", Signal::INT), ("SIGTERM of serve", Signal::TERM)] {
         let id = server.submit(&spec("disturbed", STEPS)).await;
         runs_past(&server, &id, EVERY + 20).await;
@@ -153,7 +155,7 @@ async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
 async fn the_newest_checkpoint_is_torn() {
     let _turn = turn().await;
     let server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     for (fault, harm) in [
         (
             "the newest checkpoint is torn",
@@ -196,7 +198,7 @@ async fn the_newest_checkpoint_is_torn() {
 async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
     let _turn = turn().await;
     let server = server().await;
-    let model = undisturbed(&server, STEPS).await;
+    let model = undisturbed(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY + 20).await;
     server.cli(&["pause", &id]).ok();
@@ -241,7 +243,7 @@ const LONG: u64 = 6000;
 async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
     let _turn = turn().await;
     let mut server = with_pictures(Server::start_with(Agents::Beside { cpu_slots: 2 }).await).await;
-    let model = undisturbed(&server, LONG).await;
+    let model = undisturbed(LONG).await;
 
     // Killed: its ranks end by themselves before the server gives the job to another.
     let id = server.submit(&spec("disturbed", LONG)).await;
@@ -294,7 +296,7 @@ async fn slow_a_server_that_is_away_for_longer() {
     let mut server = server().await;
     // Longer than it is away, on a fast machine too.
     let steps = 12_000;
-    let model = undisturbed(&server, steps).await;
+    let model = undisturbed(steps).await;
     for secs in [20, 60] {
         let id = server.submit(&spec("disturbed", steps)).await;
         runs_past(&server, &id, EVERY + 20).await;

@@ -1,7 +1,7 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{Row, judge, spec, undisturbed, with_pictures},
+    judge::{Row, judge, spec, trained, with_pictures},
     server::{Agents, Server, number, signal, state_of, turn},
     specs,
 };
@@ -35,7 +35,6 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let seed = std::env::var("LOCKSTEP_SOAK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_721);
     let mut chance = Chance(seed);
     let mut server = with_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
-    let model = undisturbed(&server, STEPS).await;
     let mut row =
         Row::begin(&format!("soak: {JOBS} jobs, a random fault every 2 to 5 s for {} s", FOR.as_secs()));
     let soaked = |name: &str| {
@@ -47,6 +46,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             }),
         )
     };
+    let model = trained(&soaked("disturbed")).await;
     let mut ids = Vec::new();
     for _ in 0..JOBS {
         // The name is in no weights: all are the same job.

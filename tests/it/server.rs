@@ -190,6 +190,8 @@ pub(crate) struct Server {
     pub(crate) database: Option<String>,
     /// Variables of the server's environment, and so of its agent's and their ranks'.
     pub(crate) environment: Vec<(String, String)>,
+    /// Program and arguments that `lockstep serve` is started by (`prlimit`), when it is not started directly.
+    by: Vec<String>,
     serve: Option<Child>,
     agent: Option<Child>,
     starts: u32,
@@ -213,6 +215,17 @@ impl Server {
         database: Option<String>,
         environment: Vec<(String, String)>,
     ) -> Self {
+        Self::start_by(agents, database, environment, &[], |_| {}).await
+    }
+
+    /// As [`Server::start_on`], through another program; `prepare` is given the data directory before it is used.
+    pub(crate) async fn start_by(
+        agents: Agents,
+        database: Option<String>,
+        environment: Vec<(String, String)>,
+        by: &[&str],
+        prepare: impl FnOnce(&Path),
+    ) -> Self {
         let port = free_port();
         let mut server = Self {
             url: format!("http://127.0.0.1:{port}"),
@@ -221,11 +234,13 @@ impl Server {
             agents,
             database,
             environment,
+            by: by.iter().map(ToString::to_string).collect(),
             serve: None,
             agent: None,
             starts: 0,
             folder: Folder::new(),
         };
+        prepare(&server.data_dir());
         server.serve_again().await;
         if let Agents::Beside { cpu_slots } = agents {
             server.start_agent(cpu_slots).await;
@@ -241,6 +256,16 @@ impl Server {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("serve.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
+        if let [program, arguments @ ..] = &self.by[..] {
+            let direct = std::mem::replace(&mut command, Command::new(program));
+            command.args(arguments).arg(direct.get_program()).stdin(Stdio::null());
+            for (name, value) in direct.get_envs() {
+                match value {
+                    Some(value) => command.env(name, value),
+                    None => command.env_remove(name),
+                };
+            }
+        }
         command.args(["serve", "--listen", &format!("127.0.0.1:{}", self.port), "--data-dir"]);
         command.arg(self.data_dir()).current_dir(self.folder.path());
         command.envs(self.environment.iter().cloned());
@@ -269,10 +294,16 @@ impl Server {
 
     /// Starts an agent beside the server, with its own folder.
     pub(crate) async fn start_agent(&mut self, cpu_slots: u32) {
+        let url = self.url.clone();
+        self.start_agent_at(&url, cpu_slots, &[]);
+    }
+
+    /// As [`Server::start_agent`], by another address of the server and with more options.
+    pub(crate) fn start_agent_at(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("agent.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
-        command.args(["agent", "--server", &self.url, "--name", "beside", "--cpu-slots"]);
+        command.args(["agent", "--server", url, "--name", "beside"]).args(options).arg("--cpu-slots");
         command.arg(cpu_slots.to_string()).arg("--data-dir").arg(self.folder.path().join("agent-beside"));
         command.current_dir(self.folder.path());
         command.stdout(log.try_clone().expect("a log")).stderr(log);

@@ -13,7 +13,7 @@ pub use keeper::{Keeper, Kept};
 pub use tensors::read as read_tensors;
 
 use crate::engine::NamedTensors;
-use lockstep_protocol::fault;
+use lockstep_protocol::{agent::CheckpointInfo, fault};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -336,6 +336,28 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     Ok((state, parameters, optimizer))
 }
 
+/// What there is to tell of a checkpoint, after checking it.
+///
+/// # Errors
+/// It is damaged.
+pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
+    let manifest = validate(folder)?;
+    let path = folder.join(STATE);
+    let text = fs::read(&path).map_err(at(&path))?;
+    let state: State = serde_json::from_slice(&text).map_err(|e| CheckpointError::Damaged {
+        name: folder_name(manifest.epoch, manifest.step),
+        detail: format!("{STATE}: {e}"),
+    })?;
+    Ok(CheckpointInfo {
+        epoch: state.epoch,
+        step: state.step,
+        val_accuracy: state.val_accuracy,
+        val_loss: state.val_loss,
+        best: state.best.is_some_and(|best| best.step == state.step),
+        size_bytes: size_of(folder, &manifest),
+    })
+}
+
 /// Removes what writers that were killed have left.
 ///
 /// # Errors
@@ -367,11 +389,11 @@ pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointE
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::engine::HostTensor;
 
-    pub(super) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
+    pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
         let tensor = |shape: &[usize], from: f32| HostTensor {
             shape: shape.to_vec(),
             values: (0..shape.iter().product()).map(|i| from + i as f32 * 0.1).collect(),

@@ -4,6 +4,7 @@
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
 use crate::{gpu::DeviceChoice, rank::RankConfig};
+use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -148,8 +149,7 @@ impl RankProcess {
         if self.poll().is_none()
             && let Some(group) = Pid::from_raw(self.mark.pid)
         {
-            // It may end at this very moment; the next poll tells.
-            let _ = kill_process_group(group, signal);
+            send(group, signal);
         }
     }
 
@@ -180,7 +180,7 @@ impl RankProcess {
             return true;
         }
         if let Some(group) = Pid::from_raw(self.mark.pid) {
-            let _ = kill_process_group(group, Signal::KILL);
+            send(group, Signal::KILL);
         }
         false
     }
@@ -193,6 +193,13 @@ impl RankProcess {
     fn is_there(&self) -> bool {
         stat(self.mark.pid)
             .is_some_and(|s| s.start_time == self.mark.start_time && !matches!(s.state, 'Z' | 'X'))
+    }
+}
+
+/// Signals a group. It may end at this very moment: the next look at it tells.
+fn send(group: Pid, signal: Signal) {
+    if fault::point("rank.signal").is_ok() {
+        let _ = kill_process_group(group, signal);
     }
 }
 

@@ -57,7 +57,10 @@ impl Line {
     ) -> Vec<AttemptRef> {
         let FromAgent::Hello { attempts, slots, .. } = self.hear().await else { panic!("no Hello") };
         assert_eq!(slots.len(), 2);
-        self.say(&ToAgent::Welcome { heartbeat_secs: 0.1, lease_secs: 30.0, acknowledged, revoked }).await;
+        let (heartbeat_secs, lease_secs) = (0.1, 30.0);
+        let welcome =
+            ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock: None };
+        self.say(&welcome).await;
         attempts
     }
 

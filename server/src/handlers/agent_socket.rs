@@ -211,6 +211,7 @@ impl Connection<'_> {
             lease_secs: app.config.lease.as_secs_f64(),
             acknowledged,
             revoked,
+            server_lock: Some(crate::serve::lock_path(&app.config.data_dir).to_string_lossy().into_owned()),
         };
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.

@@ -4,6 +4,7 @@ use super::{
     home::Held,
     lease::Lease,
     machine,
+    salvage::Told,
     verdict::{Failure, RankEnd, cause},
 };
 use crate::{
@@ -12,7 +13,7 @@ use crate::{
     rank::RankConfig,
     report::{Records, Tail, TailError, events_path},
 };
-use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, LogLine};
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, LogLine};
 use rustix::process::Signal;
 use std::{
     collections::BTreeMap,
@@ -169,6 +170,7 @@ struct Watched {
     last_news: Instant,
     /// Lines of its log so far.
     lines: u64,
+    told: Told,
     unreadable: Option<String>,
 }
 
@@ -181,6 +183,7 @@ impl Watched {
             end: RankEnd { rank, ..RankEnd::default() },
             last_news: Instant::now(),
             lines: 0,
+            told: Told::default(),
             unreadable: None,
         }
     }
@@ -205,6 +208,7 @@ impl Watched {
     }
 
     fn note(&mut self, event: &AttemptEvent) {
+        self.told.note(event);
         let step = &mut self.end.step;
         match event {
             AttemptEvent::Running { start_step, .. } => *step = (*step).max(*start_step),
@@ -235,6 +239,7 @@ impl Watched {
             self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = stderr_lines(dir, self.end.rank).pop();
+            self.end.no_memory = stderr_text(dir, self.end.rank).contains("memory allocation of");
         }
     }
 }
@@ -423,13 +428,18 @@ impl Supervisor {
     }
 
     fn signal(&mut self, signal: Signal) {
-        self.ranks.iter_mut().for_each(|rank| rank.process.signal(signal));
+        for rank in &mut self.ranks {
+            // One that is suspended hears of nothing else, and the others wait for it.
+            let deaf = rank.process.is_suspended() && signal == Signal::TERM;
+            rank.process.signal(if deaf { Signal::KILL } else { signal });
+        }
     }
 
     /// Every rank is gone: writes what is left to say, the verdict last.
     async fn conclude(mut self) {
         self.ranks.iter_mut().for_each(Watched::read);
         let left = self.verify_gone().await;
+        let untold = self.untold_checkpoints().await;
         let mut events = Vec::new();
         for watched in &self.ranks {
             let RankEnd { rank, ref exit, .. } = watched.end;
@@ -438,6 +448,12 @@ impl Supervisor {
                 texts = stderr_lines(&self.dir, rank);
             }
             texts.extend(watched.unreadable.clone());
+            if rank == 0 {
+                let found = |c: &CheckpointInfo| {
+                    format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
+                };
+                texts.extend(untold.iter().map(found));
+            }
             if !texts.is_empty() {
                 let at = jiff::Timestamp::now();
                 let line = |(number, text)| LogLine { number, at, text };
@@ -445,6 +461,7 @@ impl Supervisor {
                 events.push(AttemptEvent::Log { rank, lines });
             }
         }
+        events.extend(untold.into_iter().map(AttemptEvent::Checkpoint));
         let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
         let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
@@ -456,6 +473,16 @@ impl Supervisor {
         tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, ?ending, "attempt ended");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
+    }
+
+    /// Whole checkpoints of this attempt that no rank lived to tell of.
+    async fn untold_checkpoints(&self) -> Vec<CheckpointInfo> {
+        let Some(first) = self.ranks.iter().find(|r| r.end.rank == 0) else { return Vec::new() };
+        let told = first.told.clone();
+        let recorded = self.ranks.iter().map(|r| r.end.step).min().unwrap_or(0);
+        let directory = self.held.job_dir.join("checkpoints");
+        // Large ones take a while to check.
+        tokio::task::spawn_blocking(move || told.untold(&directory, recorded)).await.unwrap_or_default()
     }
 
     /// Proof that nothing of the ranks is left, also of what they started; names what cannot be killed.
@@ -487,6 +514,8 @@ impl Supervisor {
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
         let killed = |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end;
         let by_kernel = self.oom_kills.zip(machine::oom_kills()).is_some_and(|(before, now)| now > before);
+        let by_kernel = by_kernel && ends.iter().any(killed);
+        let refused = ends.iter().any(RankEnd::was_refused_memory);
         match (ending, left) {
             (ending, Some(left)) => {
                 let before = match ending {
@@ -499,10 +528,15 @@ impl Supervisor {
                 );
                 Ending::Failed { reason, retriable: false }
             }
-            (Ending::Failed { reason, .. }, None) if by_kernel && ends.iter().any(killed) => {
+            (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
+                let how = if by_kernel {
+                    "the kernel ended it to free memory"
+                } else {
+                    "it may have no more (ulimit -v)"
+                };
                 let reason = format!(
-                    "killed: out of memory ({reason}; the kernel ended it to free memory). Lower train.batch_size or \
-                     parallel.ranks, or use a machine with more memory"
+                    "killed: out of memory ({reason}; {how}). Lower train.batch_size or parallel.ranks, or use a \
+                     machine with more memory"
                 );
                 Ending::Failed { reason, retriable: false }
             }
@@ -542,10 +576,15 @@ impl Supervisor {
     }
 }
 
+/// The end of what a rank printed outside its log.
+fn stderr_text(dir: &Path, rank: u32) -> String {
+    let bytes = fs::read(rank_file(dir, rank, "stderr")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES)..]).into_owned()
+}
+
 /// The last lines of what a rank printed outside its log.
 fn stderr_lines(dir: &Path, rank: u32) -> Vec<String> {
-    let bytes = fs::read(rank_file(dir, rank, "stderr")).unwrap_or_default();
-    let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES)..]);
+    let text = stderr_text(dir, rank);
     let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     let cut = |line: &&str| line[..line.floor_char_boundary(4096)].to_owned();
     lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()

@@ -3,6 +3,7 @@
 //! ```text
 //! <dir>/agent_id                     made once
 //! <dir>/agent.lock                   held, with the process id, while an agent runs on the folder
+//! <dir>/server                       the file that the server keeps locked, when that is on this machine
 //! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
 //! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
 //! ```
@@ -160,6 +161,33 @@ impl Home {
         all
     }
 
+    /// The server has said which file it keeps locked. Kept only when it is locked here, too: else the server is on
+    /// another machine.
+    pub fn note_server(&self, lock: Option<&Path>) {
+        let note = self.dir.join("server");
+        let here = lock.filter(|lock| is_locked(lock) == Some(true));
+        let noted = match here {
+            Some(lock) if fs::read(&note).is_ok_and(|old| old == lock.as_os_str().as_encoded_bytes()) => {
+                Ok(())
+            }
+            Some(lock) => write_whole(&note, lock.as_os_str().as_encoded_bytes()),
+            None => fs::remove_file(&note).or_else(|e| match e.kind() {
+                io::ErrorKind::NotFound => Ok(()),
+                _ => Err(e),
+            }),
+        };
+        if let Err(error) = noted {
+            tracing::warn!(%error, "where the server's lock is cannot be noted");
+        }
+    }
+
+    /// Whether the server that was last heard of has surely ended: it ran on this machine and its lock is free.
+    /// A connection that is refused says less: it may have led through a tunnel.
+    pub fn server_is_gone(&self) -> bool {
+        let noted = fs::read_to_string(self.dir.join("server"));
+        noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
+    }
+
     fn held_path(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
     }
@@ -169,6 +197,15 @@ fn make_id(path: &Path) -> io::Result<String> {
     let id = uuid::Uuid::new_v4().simple().to_string();
     write_whole(path, id.as_bytes())?;
     Ok(id)
+}
+
+/// Whether some process has a file locked; none when there is no such file.
+fn is_locked(path: &Path) -> Option<bool> {
+    match File::open(path).ok()?.try_lock_shared() {
+        Ok(()) => Some(false),
+        Err(TryLockError::WouldBlock) => Some(true),
+        Err(TryLockError::Error(_)) => None,
+    }
 }
 
 /// The process of the agent that runs on `dir` now.
@@ -196,6 +233,19 @@ mod tests {
         assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
         let error = Home::open(dir.path()).unwrap_err();
         assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+        // A server of this machine, then one of another, then none.
+        let lock = dir.path().join("server.lock");
+        let server = File::create(&lock).unwrap();
+        server.lock().unwrap();
+        assert!(!home.server_is_gone(), "none was heard of");
+        home.note_server(Some(&lock));
+        assert!(!home.server_is_gone());
+        server.unlock().unwrap();
+        assert!(home.server_is_gone());
+        home.note_server(Some(&lock));
+        assert!(!home.server_is_gone(), "it was not locked while the server spoke: a file of the same name");
+        home.note_server(Some(Path::new("/nowhere/server.lock")));
+        assert!(!home.server_is_gone());
         drop(home);
         assert_eq!(running_agent(dir.path()), None);
         assert_eq!(Home::open(dir.path()).unwrap().agent_id(), id);

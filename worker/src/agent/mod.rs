@@ -8,6 +8,7 @@ mod lease;
 pub mod machine;
 mod outbox;
 mod preflight;
+mod salvage;
 mod session;
 mod verdict;
 
@@ -288,11 +289,13 @@ impl Agent {
                         }
                     }
                 }
-                Err(no) => {
-                    if no.nobody_there {
+                Err(reason) => {
+                    // A server that is gone cannot have given the work to others, and its next one grants a whole
+                    // lease first. One that cannot be reached can: then the lease runs on.
+                    if self.home.server_is_gone() {
                         self.around.lease.renew(asked);
                     }
-                    no.reason
+                    reason
                 }
             };
             if !std::mem::replace(&mut complained, true) {

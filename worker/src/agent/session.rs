@@ -11,8 +11,7 @@ use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent};
 use std::{
     collections::{HashMap, HashSet},
-    io::ErrorKind,
-    net::IpAddr,
+    path::Path,
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, task::JoinSet, time};
@@ -88,41 +87,24 @@ impl Outcome {
     }
 }
 
-/// Why there is no connection.
-#[derive(Debug)]
-pub(super) struct NoSession {
-    pub(super) reason: String,
-    /// No process of this machine listens at the server's address, which is on this machine: there is no server
-    /// that could have given the work to others.
-    pub(super) nobody_there: bool,
-}
-
-fn is_this_machine(host: &str) -> bool {
-    let host = host.trim_matches(['[', ']']);
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|a| a.is_loopback())
-}
-
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
 }
 
 impl Session {
-    pub(super) async fn connect(address: &Address) -> Result<Self, NoSession> {
+    /// # Errors
+    /// Why there is no connection.
+    pub(super) async fn connect(address: &Address) -> Result<Self, String> {
         let connecting = tokio_tungstenite::connect_async_with_config(address.0.clone(), None, true);
-        let failed = |reason: String| Err(NoSession { reason, nobody_there: false });
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
-            Err(_) => failed("it does not answer".into()),
+            Err(_) => Err("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),
             Ok(Err(tungstenite::Error::Http(answer))) => {
                 let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
-                failed(format!("it answered {} {}", answer.status(), body.trim()))
+                Err(format!("it answered {} {}", answer.status(), body.trim()))
             }
-            Ok(Err(tungstenite::Error::Io(error))) if error.kind() == ErrorKind::ConnectionRefused => {
-                let nobody_there = address.0.uri().host().is_some_and(is_this_machine);
-                Err(NoSession { reason: error.to_string(), nobody_there })
-            }
-            Ok(Err(error)) => failed(error.to_string()),
+            Ok(Err(error)) => Err(error.to_string()),
         }
     }
 
@@ -147,7 +129,8 @@ impl Session {
             Ok(answer) => answer,
         };
         match welcome {
-            Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked })) => {
+            Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
+                agent.home.note_server(server_lock.as_deref().map(Path::new));
                 agent.around.lease.set_length(seconds(lease_secs));
                 agent.around.lease.renew(sent);
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");

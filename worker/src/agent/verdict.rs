@@ -22,6 +22,8 @@ pub(super) struct RankEnd {
     pub(super) failure: Option<Failure>,
     /// The last line it printed outside its log (a panic, the loader's complaint).
     pub(super) last_stderr_line: Option<String>,
+    /// It printed that memory was refused.
+    pub(super) no_memory: bool,
 }
 
 /// What a rank said of its own failure.
@@ -40,6 +42,11 @@ impl RankEnd {
             Some(Exit::Unseen) => self.finished && self.failure.is_none(),
             _ => false,
         }
+    }
+
+    /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.
+    pub(super) fn was_refused_memory(&self) -> bool {
+        self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
     /// How good an explanation this rank's end is of the attempt's: lowest first, none if it is none.

@@ -1,0 +1,277 @@
+//! What a machine does to a job: no memory, no room on the disk, a clock that jumps, a process that does not end.
+//!
+//! Some of these can only be had as root: a disk that is really full is a small tmpfs, a process that the kernel
+//! does not let go is one in a frozen control group, and the kernel's OOM killer is called by a control
+//! group's limit. They have names that begin with `root`:
+//!
+//! ```sh
+//! cargo test --release --test faults -- --ignored root
+//! ```
+
+use crate::{
+    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    server::{Agents, Process, Server, number, turn},
+    socket::stored,
+    specs,
+};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
+
+/// A job that needs some gigabytes.
+fn large() -> Value {
+    specs::with(
+        spec("large", STEPS),
+        json!({"model": {"arch": "resnet50"}, "data": {"image_size": 96}, "train": {"batch_size": 320}}),
+    )
+}
+
+async fn failed_for_memory(server: &Server, id: &str) {
+    let job = server.ended(id).await;
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(
+        job["state"] == "failed" && reason.contains("out of memory") && reason.contains("batch_size"),
+        "{job:#}"
+    );
+    assert_eq!(number(&job["attempt"]), 1, "a restart would not help: {reason}");
+    assert!(server.ranks(id).is_empty(), "no rank is left");
+}
+
+#[tokio::test]
+async fn a_rank_that_is_refused_memory_fails_with_that_reason() {
+    let _turn = turn().await;
+    // Address space for a server, its agent and small jobs.
+    let limit = ["prlimit", "--as=3221225472"];
+    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
+    let row = Row::begin("no more memory for a rank (RLIMIT_AS)");
+    let id = server.submit(&large()).await;
+    failed_for_memory(&server, &id).await;
+    // The next one has what it needs.
+    let id = server.submit(&spec("small", 5)).await;
+    server.succeeded(&id).await;
+    row.passed("failed as out of memory, not restarted; the next job runs");
+    server.stop().await;
+}
+
+/// A control group of our own, removed in the end.
+struct Group(PathBuf);
+
+impl Group {
+    /// Of a controller as Linux has had them since 2.6.24, mounted below /sys/fs/cgroup.
+    fn new(controller: &str) -> Self {
+        let path =
+            PathBuf::from(format!("/sys/fs/cgroup/{controller}/lockstep-faults-{}", std::process::id()));
+        fs::create_dir(&path).unwrap_or_else(|e| panic!("{}: {e} (root, and cgroup v1)", path.display()));
+        Self(path)
+    }
+
+    fn set(&self, file: &str, value: impl ToString) {
+        let path = self.0.join(file);
+        fs::write(&path, value.to_string()).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    }
+
+    fn add(&self, process: &Process) {
+        self.set("cgroup.procs", process.pid);
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let until = Instant::now() + Duration::from_secs(10);
+        while fs::remove_dir(&self.0).is_err() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs root and cgroup v1"]
+async fn root_the_kernel_s_oom_killer_ends_a_rank() {
+    let _turn = turn().await;
+    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let group = Group::new("memory");
+    group.set("memory.limit_in_bytes", 1u64 << 30);
+    // The agent, and so its ranks.
+    group.add(server.processes().iter().find(|p| p.command() == "agent").expect("the agent"));
+    let row = Row::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
+    let id = server.submit(&large()).await;
+    failed_for_memory(&server, &id).await;
+    row.passed("killed: out of memory; not restarted");
+    server.stop().await;
+}
+
+async fn does_not_end(server: &Server, id: &str, rank: &Process) -> String {
+    server.cli(&["cancel", id]).ok();
+    let job = server.job_when(id, "the job is over", |job| job["state"] == "cancelled").await;
+    let reason = job["reason"].as_str().expect("a reason").to_owned();
+    let named = format!("(process {}, state", rank.pid);
+    assert!(reason.contains(&named) && reason.contains("does not end, not even by SIGKILL"), "{reason}");
+    // On the page, for people.
+    let page = server.http.get(format!("{}/jobs/{id}", server.url)).send().await.expect("a page");
+    let page = page.text().await.expect("its text");
+    assert!(page.contains(&format!("process {}", rank.pid)), "the page names it");
+    reason
+}
+
+#[tokio::test]
+#[ignore = "slow: half a minute of patience with it"]
+async fn slow_a_rank_that_cannot_be_killed_is_named() {
+    let _turn = turn().await;
+    // Every signal to a rank is lost from the first on.
+    let environment = vec![("LOCKSTEP_FAULT".into(), "rank.signal:error*".into())];
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&spec("immortal", 100_000)).await;
+    runs_past(&server, &id, EVERY).await;
+    let (_, rank) = server.ranks(&id).remove(0);
+    let mut row = Row::begin("a rank survives every SIGKILL");
+    does_not_end(&server, &id, &rank).await;
+    row.mended_now();
+    row.passed("cancelled; process, state and machine named on the page");
+    for (_, rank) in server.ranks(&id) {
+        crate::server::signal(rank.pid, rustix::process::Signal::KILL);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+#[ignore = "needs root and cgroup v1"]
+async fn root_a_rank_that_the_kernel_does_not_let_go_is_named() {
+    let _turn = turn().await;
+    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let group = Group::new("freezer");
+    let id = server.submit(&spec("immortal", 100_000)).await;
+    runs_past(&server, &id, EVERY).await;
+    let (_, rank) = server.ranks(&id).remove(0);
+    group.add(&rank);
+    let mut row = Row::begin("a rank in state D (a frozen control group)");
+    group.set("freezer.state", "FROZEN");
+    let reason = does_not_end(&server, &id, &rank).await;
+    group.set("freezer.state", "THAWED");
+    assert!(reason.contains("state D, blocked in the kernel"), "{reason}");
+    row.mended_now();
+    row.passed("cancelled; the process is named as blocked in the kernel");
+    server.stop().await;
+}
+
+/// Where Debian's package puts the library that changes a program's clock.
+fn faketime() -> PathBuf {
+    let found = fs::read_dir("/usr/lib")
+        .expect("/usr/lib")
+        .flatten()
+        .map(|e| e.path().join("faketime/libfaketime.so.1"));
+    let mut found = found.chain([PathBuf::from("/usr/lib/faketime/libfaketime.so.1")]);
+    found
+        .find(|path| path.exists())
+        .expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)")
+}
+
+#[tokio::test]
+async fn the_clock_is_set_forward_and_back() {
+    let _turn = turn().await;
+    let model = undisturbed(STEPS).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let clock = folder.path().join("clock");
+    let set = |offset: &str| {
+        let new = folder.path().join("new");
+        fs::write(&new, offset).and_then(|()| fs::rename(&new, &clock)).expect("the clock's file");
+    };
+    set("+0");
+    let environment = [
+        ("LD_PRELOAD", faketime()),
+        ("FAKETIME_TIMESTAMP_FILE", clock.clone()),
+        ("FAKETIME_NO_CACHE", "1".into()),
+        // Time of day only: as when somebody sets the clock.
+        ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
+        ("DONT_FAKE_MONOTONIC", "1".into()),
+    ];
+    let environment = environment.map(|(name, value)| (name.into(), value.display().to_string()));
+    let server = with_pictures(Server::start_on(LOCAL, None, environment.into()).await).await;
+    let mut row = Row::begin("the clock is set an hour forward, then two hours back");
+    let id = server.submit(&spec("disturbed", STEPS)).await;
+    runs_past(&server, &id, EVERY).await;
+    set("+3600");
+    runs_past(&server, &id, 3 * EVERY).await;
+    set("-3600");
+    row.mended_now();
+    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
+    // It was in the server's clock, and so in everybody's.
+    let at =
+        |event: &Value| event["at"].as_str().and_then(|at| at.parse::<Timestamp>().ok()).expect("a time");
+    let times: Vec<_> = stored(&server, &id).await.iter().map(at).collect();
+    let leaps = |least: i64| {
+        times.windows(2).any(|t| (t[1].as_second() - t[0].as_second()) * least.signum() >= least.abs())
+    };
+    assert!(leaps(3000) && leaps(-6000), "the clock never jumped");
+    row.passed("same attempt, nothing lost");
+    server.stop().await;
+}
+
+/// A file system of so many bytes at a folder, gone in the end.
+struct Disk(PathBuf);
+
+impl Disk {
+    fn mount(at: &Path, mebibytes: u32) -> Self {
+        fs::create_dir_all(at).expect("a folder");
+        let options = format!("size={mebibytes}m");
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(at).status();
+        assert!(mounted.is_ok_and(|s| s.success()), "a tmpfs cannot be mounted: this needs root");
+        Self(at.into())
+    }
+
+    /// Takes all the room there is; the file that has it.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.join("filler");
+        let mut file = fs::File::create(&path).expect("a file");
+        let mut block = vec![1; 1 << 20];
+        while !block.is_empty() {
+            if file.write_all(&block).is_err() {
+                block.truncate(block.len() / 2);
+            }
+        }
+        path
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs root"]
+async fn root_the_disk_is_really_full_for_a_while() {
+    let _turn = turn().await;
+    let steps = 2 * STEPS;
+    let model = undisturbed(steps).await;
+    let mut disk = None;
+    let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
+    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &[], prepare).await).await;
+    let disk = disk.expect("a disk");
+    let id = server.submit(&spec("disturbed", steps)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
+    let filler = disk.fill();
+    // Whatever it is asked meanwhile, it answers.
+    let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
+    let told = refused.problem(503)["detail"].to_string();
+    assert!(told.contains("No space left") || told.contains("database"), "{told}");
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(server.ranks(&id).len(), 2, "its ranks are alive");
+    fs::remove_file(filler).expect("room again");
+    row.mended_now();
+    judge(&server, &id, steps, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    row.passed("503 with a reason, same attempt, nothing lost");
+    server.stop().await;
+    drop(disk);
+}

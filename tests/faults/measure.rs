@@ -1,0 +1,144 @@
+//! How long it takes from `kill -9` of ranks until the job trains again, as a person sees it, and what checkpoints cost:
+//! default settings, the bundled pictures, five times each.
+
+use crate::{
+    judge::Row,
+    pictures,
+    server::{Agents, Server, number, signal, turn},
+    socket::stored,
+};
+use jiff::Timestamp;
+use rustix::process::Signal;
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+const TIMES: usize = 5;
+/// What must hold on any machine that is not overloaded.
+const GOAL: Duration = Duration::from_secs(5);
+
+/// Seconds until the job said so, until the next attempt ran, and until its first step was stored.
+async fn once(server: &Server, hit: &[u32]) -> [f64; 3] {
+    let spec = json!({
+        "name": "measured",
+        "model": {"arch": "resnet20"},
+        "data": {"dataset": "fashion"},
+        "train": {"epochs": 50},
+        "parallel": {"ranks": 2, "device": "cpu"},
+    });
+    let id = server.submit(&spec).await;
+    let trains = |job: &serde_json::Value| number(&job["step"]) > number(&job["steps_per_epoch"]) + 20;
+    server
+        .job_when(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
+        .await;
+    let kept = server.checkpoints(&id).await;
+    let from = kept.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
+    let killed = Instant::now();
+    for (_, process) in server.ranks(&id).iter().filter(|(rank, _)| hit.contains(rank)) {
+        signal(process.pid, Signal::KILL);
+    }
+    let mut seen = [None; 3];
+    while seen[2].is_none() {
+        let job = server.job(&id).await;
+        let again = number(&job["attempt"]) == 2;
+        let now = [
+            again || job["state"] == "restarting",
+            again && job["state"] == "running",
+            again && job["state"] == "running" && number(&job["step"]) > from,
+        ];
+        for (seen, now) in seen.iter_mut().zip(now) {
+            if now {
+                seen.get_or_insert(killed.elapsed().as_secs_f64());
+            }
+        }
+        assert!(killed.elapsed() < Duration::from_secs(60), "it does not train again: {job:#}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    server.cli(&["cancel", &id]).ok();
+    server.ended(&id).await;
+    seen.map(|at| at.expect("a time"))
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn measure_from_a_kill_to_training_again() {
+    let _turn = turn().await;
+    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
+    server.register("fashion", &pictures::bundled()).await;
+    for (what, hit) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
+        let row = Row::begin(&format!("kill -9 of {what}, default settings, n = {TIMES}"));
+        let mut times = Vec::new();
+        for _ in 0..TIMES {
+            times.push(once(&server, hit).await);
+        }
+        let of = |at: usize| {
+            let mut sorted: Vec<f64> = times.iter().map(|t| t[at]).collect();
+            sorted.sort_by(f64::total_cmp);
+            format!("{:.2} (to {:.2})", sorted[TIMES / 2], sorted[TIMES - 1])
+        };
+        let longest = times.iter().map(|t| t[2]).fold(0.0, f64::max);
+        assert!(longest < GOAL.as_secs_f64(), "training again after {longest:.2} s");
+        let (noticed, running, step) = (of(0), of(1), of(2));
+        row.passed(&format!(
+            "median (longest), s: noticed {noticed}, next attempt {running}, first step {step}"
+        ));
+    }
+    server.stop().await;
+}
+
+/// Steps between two checkpoints, and of a job, whose cost is measured.
+const BETWEEN: u64 = 10;
+const LENGTH: u64 = 60;
+
+/// Milliseconds from the first to the last step of a ResNet-18 (90 MB a checkpoint) on all cores.
+async fn steps_of(server: &Server, every: Option<u64>) -> f64 {
+    let spec = json!({
+        "name": "measured",
+        "model": {"arch": "resnet18"},
+        "data": {"dataset": "fashion", "image_size": 32},
+        "train": {"steps": LENGTH, "batch_size": 32},
+        "parallel": {"ranks": 1, "device": "cpu"},
+        "checkpoint": {"every_epochs": 0, "every_steps": every},
+        "evaluate": {"every_epochs": 0},
+    });
+    let id = server.submit(&spec).await;
+    server.succeeded(&id).await;
+    let events = stored(server, &id).await;
+    let told = |step: u64| {
+        let of = |e: &&serde_json::Value| {
+            let steps = e["steps"].as_array();
+            e["name"] == "loss" && steps.is_some_and(|s| s.iter().any(|s| number(s) == step))
+        };
+        let at = events.iter().find(of).and_then(|e| e["at"].as_str()?.parse::<Timestamp>().ok());
+        at.expect("the step's loss").as_millisecond()
+    };
+    (told(LENGTH) - told(1)) as f64
+}
+
+#[tokio::test]
+#[ignore = "takes minutes, and a machine that does nothing else"]
+async fn measure_what_a_checkpoint_costs() {
+    let _turn = turn().await;
+    let server = Server::start_on(Agents::Local { cpu_slots: 1 }, None, Vec::new()).await;
+    server.register("fashion", &pictures::bundled()).await;
+    let mut without = Vec::new();
+    let mut with = Vec::new();
+    // In turn, so that whatever else the machine does falls on both.
+    for _ in 0..TIMES {
+        without.push(steps_of(&server, None).await);
+        with.push(steps_of(&server, Some(BETWEEN)).await);
+    }
+    without.sort_by(f64::total_cmp);
+    with.sort_by(f64::total_cmp);
+    let (without, with) = (without[TIMES / 2], with[TIMES / 2]);
+    let written = ((LENGTH - 1) / BETWEEN) as f64;
+    let row = Row::begin(&format!("a checkpoint of ResNet-18 every {BETWEEN} steps, n = {TIMES}"));
+    row.passed(&format!(
+        "medians: a step {:.1} ms without and {:.1} ms with ({:+.1} %); {:.1} ms a checkpoint",
+        without / (LENGTH - 1) as f64,
+        with / (LENGTH - 1) as f64,
+        (with / without - 1.0) * 100.0,
+        (with - without) / written
+    ));
+    assert!(with / without < 1.05, "checkpoints cost {:.1} %", (with / without - 1.0) * 100.0);
+    server.stop().await;
+}

@@ -1,0 +1,147 @@
+//! An agent that reaches its server through a tunnel (`ssh -L`), and what happens when that is cut.
+
+use crate::{
+    judge::{EVERY, Row, judge, runs_past, spec, undisturbed, with_pictures},
+    server::turn,
+    server::{Agents, Server, free_port, number},
+};
+use std::time::{Duration, Instant};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::watch,
+    task::JoinHandle,
+};
+
+/// A tunnel to `to` on a port of its own.
+struct Tunnel {
+    port: u16,
+    to: String,
+    passes: watch::Sender<bool>,
+    listening: Option<JoinHandle<()>>,
+}
+
+async fn one_way(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut passes: watch::Receiver<bool>) {
+    let mut block = vec![0; 1 << 16];
+    while let Ok(length @ 1..) = from.read(&mut block).await {
+        if passes.wait_for(|passes| *passes).await.is_err() || to.write_all(&block[..length]).await.is_err() {
+            return;
+        }
+    }
+}
+
+impl Tunnel {
+    async fn open(server: &Server) -> Self {
+        let to = server.url.trim_start_matches("http://").to_owned();
+        let mut tunnel = Self { port: free_port(), to, passes: watch::channel(true).0, listening: None };
+        tunnel.listen().await;
+        tunnel
+    }
+
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    async fn listen(&mut self) {
+        let listener = TcpListener::bind(("127.0.0.1", self.port)).await.expect("the tunnel's port");
+        let (to, passes) = (self.to.clone(), self.passes.subscribe());
+        self.listening = Some(tokio::spawn(async move {
+            // Its connections end with it.
+            let mut ways = tokio::task::JoinSet::new();
+            while let Ok((near, _)) = listener.accept().await {
+                let Ok(far) = TcpStream::connect(&to).await else { continue };
+                let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+                ways.spawn(one_way(near_in, far_out, passes.clone()));
+                ways.spawn(one_way(far_in, near_out, passes.clone()));
+            }
+        }));
+    }
+
+    /// As when `ssh` ends: connections are closed, new ones refused.
+    async fn close(&mut self) {
+        let listening = self.listening.take().expect("an open tunnel");
+        listening.abort();
+        let _ = listening.await;
+    }
+}
+
+/// Longer than a lease of 15 s lasts, on a fast machine too.
+const LONG: u64 = 6000;
+
+#[tokio::test]
+#[ignore = "slow: leases run out"]
+async fn slow_the_network_between_agent_and_server_is_cut() {
+    let _turn = turn().await;
+    let model = undisturbed(LONG).await;
+    let mut server = Server::start_with(Agents::None).await;
+    let mut tunnel = Tunnel::open(&server).await;
+    server.start_agent_at(&tunnel.url(), 2, &[]);
+    server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
+    let mut server = with_pictures(server).await;
+
+    // Nothing comes through, for less than the lease.
+    let id = server.submit(&spec("disturbed", LONG)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin("the network between agent and server is cut for 8 s");
+    tunnel.passes.send_replace(false);
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    tunnel.passes.send_replace(true);
+    row.mended_now();
+    judge(&server, &id, LONG, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    row.passed("same attempt, nothing lost");
+
+    // The tunnel is gone: the agent's machine says "connection refused", and the server lives.
+    let id = server.submit(&spec("disturbed", LONG)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin("the SSH tunnel between agent and server is gone for 25 s");
+    tunnel.close().await;
+    let began = Instant::now();
+    let ended = async |s: &Server| s.ranks(&id).is_empty();
+    server.until("its ranks end by themselves", ended).await;
+    let ranks_gone = began.elapsed();
+    assert!(ranks_gone < Duration::from_secs(17), "ranks ended {ranks_gone:?} after the cut");
+    server
+        .until("the server gives the job to others", async |s: &Server| {
+            s.job(&id).await["state"] == "restarting"
+        })
+        .await;
+    assert!(server.ranks(&id).is_empty(), "not before its ranks had ended");
+    tokio::time::sleep(Duration::from_secs(25).saturating_sub(began.elapsed())).await;
+    tunnel.listen().await;
+    row.until_mended(&server, &id, 1).await;
+    judge(&server, &id, LONG, &model, &[1]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 2);
+    row.passed(&format!("ranks ended themselves after {:.1} s, within the lease", ranks_gone.as_secs_f64()));
+    server.stop().await;
+}
+
+#[tokio::test]
+#[ignore = "slow: a spool fills"]
+async fn slow_the_spool_is_full() {
+    let _turn = turn().await;
+    let model = undisturbed(LONG).await;
+    let mut server = Server::start_with(Agents::None).await;
+    let url = server.url.clone();
+    server.start_agent_at(&url, 2, &["--spool-mib", "1"]);
+    server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
+    let mut server = with_pictures(server).await;
+    let id = server.submit(&spec("disturbed", LONG)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 1) is full");
+    server.kill_serve();
+    let ended = async |s: &Server| s.ranks(&id).is_empty();
+    server.until("its ranks keep a checkpoint and end", ended).await;
+    server.serve_again().await;
+    row.until_mended(&server, &id, 1).await;
+    judge(&server, &id, LONG, &model, &[]).await;
+    let events = crate::socket::stored(&server, &id).await;
+    let reason = events.iter().find_map(|e| (e["state"] == "restarting").then(|| e["reason"].to_string()));
+    let reason = reason.expect("a restart");
+    assert!(reason.contains("the spool of agent") && reason.contains("--spool-mib"), "{reason}");
+    row.passed("ranks kept a checkpoint and ended, the reason says so; goes on from it");
+    server.stop().await;
+}

@@ -1,0 +1,73 @@
+//! Checkpoints that are whole on disk and that no rank has told of.
+//!
+//! Rank 0 writes them beside training and tells of each when it is there. When it is killed in between, or ends because
+//! another rank died while one was still being written, nobody does; the next attempt would begin before it. So
+//! the agent, which sees the ranks go, looks once more when all of them are gone.
+
+use crate::checkpoint;
+use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
+use std::{collections::BTreeSet, path::Path};
+
+/// What the ranks of an attempt have said of its checkpoints.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Told {
+    /// The step that the attempt began after; none until rank 0 has said that it runs.
+    start_step: Option<u64>,
+    /// Steps of checkpoints that were written, whether kept or not.
+    steps: BTreeSet<u64>,
+}
+
+impl Told {
+    pub(super) fn note(&mut self, event: &AttemptEvent) {
+        match event {
+            AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
+            AttemptEvent::Checkpoint(info) => drop(self.steps.insert(info.step)),
+            AttemptEvent::CheckpointRemoved { step, .. } => drop(self.steps.insert(*step)),
+            _ => {}
+        }
+    }
+
+    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never told of. What every
+    /// rank did up to there is in its records, so that going on from it leaves no step out.
+    pub(super) fn untold(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
+        let Some(start) = self.start_step else { return Vec::new() };
+        let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
+        on_disk
+            .into_iter()
+            .filter(|(_, step)| *step > start && *step <= recorded && !self.steps.contains(step))
+            // One that is damaged is none.
+            .filter_map(|(epoch, step)| {
+                checkpoint::info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{MODEL, folder_name, tests::snapshot, write};
+
+    #[test]
+    fn what_nobody_told_of_is_found_when_it_is_whole_and_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("checkpoints");
+        for step in [20, 40, 60, 80, 100] {
+            write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
+        }
+        let mut told = Told::default();
+        assert_eq!(told.untold(&at, 1000), [], "it never ran");
+        let running = AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 20 };
+        told.note(&running);
+        told.note(&AttemptEvent::Checkpoint(checkpoint::info(&at.join(folder_name(1, 40))).unwrap()));
+        let model = at.join(folder_name(1, 60)).join(MODEL);
+        let mut bytes = std::fs::read(&model).unwrap();
+        bytes.pop();
+        std::fs::write(&model, bytes).unwrap();
+        let found = told.untold(&at, 99);
+        assert_eq!(found.iter().map(|info| info.step).collect::<Vec<_>>(), [80]);
+        assert_eq!((found[0].val_accuracy, found[0].best), (Some(0.5), false));
+        assert!(found[0].size_bytes > 0);
+        assert_eq!(told.untold(&dir.path().join("nowhere"), 1000), []);
+    }
+}

@@ -15,20 +15,12 @@ pub(super) struct Arena {
     free: Vec<Place>,
     /// Bytes that were ever in use.
     pub(super) peak: usize,
-    /// Places are given out once only: for work that runs beside the main stream and may still read
-    /// what was taken back.
-    once: bool,
 }
 
 /// What cuDNN and 16-byte loads need, and what keeps tensors off each other's cache lines.
 const ALIGN: usize = 256;
 
 impl Arena {
-    /// One that gives places out once only, or not.
-    pub(super) fn new(once: bool) -> Self {
-        Self { once, ..Self::default() }
-    }
-
     /// Room for `bytes`: the smallest gap that fits.
     pub(super) fn take(&mut self, bytes: usize) -> Place {
         let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);
@@ -57,9 +49,6 @@ impl Arena {
 
     /// Takes a place back.
     pub(super) fn give(&mut self, place: Place) {
-        if self.once {
-            return;
-        }
         let at = self.free.partition_point(|p| p.offset < place.offset);
         self.free.insert(at, place);
         if at + 1 < self.free.len() && place.offset + place.bytes == self.free[at + 1].offset {
@@ -92,13 +81,5 @@ mod tests {
         arena.give(c);
         assert_eq!(arena.take(4000).offset, 3072, "the last gap grows");
         assert_eq!(arena.peak, 3072 + 4096);
-    }
-
-    #[test]
-    fn places_given_once_stay_apart() {
-        let mut arena = Arena::new(true);
-        let a = arena.take(256);
-        arena.give(a);
-        assert_eq!(arena.take(256).offset, 256);
     }
 }

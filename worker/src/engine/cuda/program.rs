@@ -35,10 +35,9 @@ mod walk;
 const PADDED_INPUT: usize = 4;
 /// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
-/// Of the GPU's free memory, the part up to which activations get places of their own, and weight gradients
-/// are computed beside the way back: kernels of small tensors leave most of the GPU idle. Past it places
-/// are used again.
-const BESIDE_UP_TO: f64 = 0.8;
+/// Weight gradients that run beside the way back: what the oldest of them reads is used again when the next is
+/// started.
+const SIDE_DONE: usize = 2;
 
 /// Which part of a step a micro-batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -133,14 +132,14 @@ pub(super) struct Program {
     totals: Buffer,
     stamps: Buffer,
     arena: Buffer,
-    /// Whether weight gradients run beside the way back.
-    beside: bool,
     workspace: Buffer,
     side_workspace: Buffer,
     pub(super) main: OwnedStream,
     side: OwnedStream,
     side_begin: Event,
     side_end: Event,
+    /// After the newest weight gradients, in turn.
+    side_done: [Event; SIDE_DONE],
     /// Where evaluation leaves its logits.
     evaluated_logits: Buffer,
 }
@@ -167,7 +166,6 @@ impl Program {
         let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
         let padded_classes = network.classes.next_multiple_of(PADDED_CLASSES);
         let folded = padded_input == 4
-            && std::env::var("LOCKSTEP_CUDA_FOLD").as_deref() != Ok("0")
             && network.image_size.is_multiple_of(2)
             && nodes
                 .iter()
@@ -267,13 +265,13 @@ impl Program {
             totals: device.zeros(256)?,
             stamps: device.zeros(256)?,
             arena: device.alloc(256)?,
-            beside: false,
             workspace: device.alloc(256)?,
             side_workspace: device.alloc(256)?,
             main: OwnedStream::new(false)?,
             side: OwnedStream::new(false)?,
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
+            side_done: [Event::new(false)?, Event::new(false)?],
             evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
             config: config.clone(),
@@ -315,21 +313,17 @@ impl Program {
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
         let both = Accumulation { first: true, last: true, whole: true };
-        let peak = |once: bool, phase: Phase| -> Result<usize, EngineError> {
-            let mut walk = Walk::new(self, None, once);
+        let peak = |phase: Phase, beside: bool| -> Result<usize, EngineError> {
+            let mut walk = Walk::new(self, None, beside);
             walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
             Ok(walk.arena.peak)
         };
-        let all = peak(true, Phase::Train(both))?;
-        let beside = match std::env::var("LOCKSTEP_CUDA_BESIDE").as_deref() {
-            Ok("0") => false,
-            Ok("1") => true,
-            _ => all as f64 <= BESIDE_UP_TO * device.memory().0 as f64,
-        };
-        let bytes = peak(beside, Phase::Train(both))?.max(peak(false, Phase::Evaluate)?);
-        self.beside = beside;
+        // Apart is how a step is timed call by call.
+        let apart = peak(Phase::Train(both), false)?;
+        let bytes = peak(Phase::Train(both), true)?.max(apart).max(peak(Phase::Evaluate, true)?);
         self.arena = device.zeros(bytes)?;
-        tracing::debug!("activations take {} MB, weight gradients beside: {beside}", bytes >> 20);
+        let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
+        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
         Ok(())
     }
 
@@ -371,9 +365,7 @@ impl Program {
 
     /// Starts the work of a micro-batch on [`Program::main`].
     pub(super) fn emit(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        let beside = self.beside && phase != Phase::Evaluate;
-        let mut walk = Walk::new(self, Some(self.arena.ptr), beside);
-        walk.network(phase, input)
+        Walk::new(self, Some(self.arena.ptr), true).network(phase, input)
     }
 
     /// Loss and right answers of the micro-batch that was evaluated last.

@@ -11,7 +11,9 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Most memory that a plan may ask for beside its tensors.
 const MOST_WORKSPACE: usize = 512 << 20;
-/// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
+/// What a convolution that takes sums along saves, beside the finish of a pass of its own over them: milliseconds,
+/// and bytes of activations that such a pass reads in one.
+const PASS_MILLIS: f32 = 0.004;
 const PASS_BYTES_A_MILLI: f32 = 3e9;
 /// Runs in a recorded graph, which is timed.
 const RUNS: usize = 4;
@@ -88,7 +90,7 @@ impl Tuner {
             let found = if convolution.sums {
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
+                let worth = plain + PASS_MILLIS + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
                 found.ok().filter(|(_, millis)| *millis < worth)
             } else {
                 Some(found?)

@@ -4,13 +4,18 @@
 use super::*;
 use crate::engine::cpu::sgd::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
+use std::collections::VecDeque;
 
 pub(super) struct Walk<'a> {
     p: &'a Program,
     base: Option<Ptr>,
     pub(super) arena: Arena,
-    /// Whether weight gradients run beside the way back.
+    /// Whether weight gradients run beside the way back: kernels of small tensors leave most of the GPU idle.
     beside: bool,
+    /// By weight gradient that may still run, oldest first: what it reads and nothing needs after it.
+    read: VecDeque<Vec<Place>>,
+    /// Weight gradients so far.
+    weight_gradients: usize,
     /// By tensor.
     activations: Vec<Option<Place>>,
     /// By tensor: convolutions whose weight gradient still needs it.
@@ -26,7 +31,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(p: &'a Program, base: Option<Ptr>, once: bool) -> Self {
+    pub(super) fn new(p: &'a Program, base: Option<Ptr>, beside: bool) -> Self {
         let tensors = p.network.tensors.len();
         let mut readers = vec![0; tensors];
         for node in &p.nodes {
@@ -37,8 +42,10 @@ impl<'a> Walk<'a> {
         Self {
             p,
             base,
-            arena: Arena::new(once),
-            beside: once,
+            arena: Arena::default(),
+            beside,
+            read: VecDeque::new(),
+            weight_gradients: 0,
             activations: vec![None; tensors],
             readers,
             marks: vec![None; p.norms.len()],
@@ -482,11 +489,12 @@ impl<'a> Walk<'a> {
                     }
                     self.gradients[*input].push(Gradient::Whole(dx));
                 }
-                self.arena.give(dy);
-                // Batch norm's input is where its gradient is, which has been given back.
+                // Batch norm's input is where its gradient is, which is given back.
+                let mut read = vec![dy];
                 if self.readers[*input] == 0 {
-                    self.drop_activation(*input);
+                    read.extend(self.activations[*input].take());
                 }
+                self.give_back(read)?;
             }
             Node::Norm(node) => self.norm_backward(node, accumulation)?,
             Node::GlobalAveragePool { input, output } => {
@@ -636,6 +644,29 @@ impl<'a> Walk<'a> {
         });
         // Numbers are those of nodes.
         found.unwrap_or_else(|| unreachable!("no batch norm {norm}"))
+    }
+
+    /// Gives back what the newest weight gradient reads, once that is done: the main stream waits for the one before
+    /// it, which has had all the time since.
+    fn give_back(&mut self, read: Vec<Place>) -> Result<(), EngineError> {
+        if !self.beside {
+            read.into_iter().for_each(|place| self.arena.give(place));
+            return Ok(());
+        }
+        if self.starts() {
+            self.p.side_done[self.weight_gradients % SIDE_DONE].record(self.p.side.0)?;
+        }
+        self.read.push_back(read);
+        self.weight_gradients += 1;
+        if self.read.len() >= SIDE_DONE {
+            if self.starts() {
+                self.main().wait(&self.p.side_done[self.weight_gradients % SIDE_DONE])?;
+            }
+            for place in self.read.pop_front().unwrap_or_default() {
+                self.arena.give(place);
+            }
+        }
+        Ok(())
     }
 
     /// A convolution's weight gradient: on the way, or beside it. Gives the stream that it is on.

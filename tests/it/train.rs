@@ -93,6 +93,13 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
     succeeded(&bench.train("two", &[]).output().expect("it runs"));
     let last = bench.model("one", "2-24");
     assert!(last == bench.model("two", "2-24"), "the same job gives the same bytes");
+    assert!(last != bench.model("one", "1-7"), "and it is steps that make them");
+
+    assert!(said.contains("ranks share memory"), "{said}");
+    let apart = bench.train("apart", &[]).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
+    let said = succeeded(&apart);
+    assert!(said.contains("over TCP (rank 0: LOCKSTEP_SHARED_MEMORY is 0)"), "{said}");
+    assert!(last == bench.model("apart", "2-24"), "whichever way gradients go");
 
     // Steps 7 and 14 are in the middle of epochs 1 and 2.
     for from in ["1-7", "2-14"] {

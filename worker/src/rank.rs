@@ -4,7 +4,7 @@
 //! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
 use crate::{
-    comm::{Alone, Communicator, nccl, ring::Ring, watchdog::Watchdog},
+    comm::{Alone, Communicator, nccl, ring::Ring, shared::Host, watchdog::Watchdog},
     fence,
     gpu::{
         DeviceChoice, RankGpu,
@@ -235,12 +235,13 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
-        all_reduce_once(ring.as_ref())?;
+        let comm: Arc<dyn Communicator> = if on_gpu { ring } else { Host::meet(&store, ring)? };
+        all_reduce_once(comm.as_ref())?;
         let store = Arc::new(store);
         // The store ends with rank 0's process; others may still be asking.
         let _ = life.store.set(store.clone());
         met = Some(store);
-        ring
+        comm
     };
     let _ = life.comm.set(comm.clone());
     let (watchdog, _sampler) = if on_gpu {

@@ -3,7 +3,7 @@
 
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use lockstep_worker::{
-    comm::{Alone, CommError, Communicator, Reduction, ring::Ring},
+    comm::{Alone, CommError, Communicator, Reduction, ring::Ring, shared::Host},
     data::loader::Batch,
     engine::{Engine, EngineConfig, EngineError, NamedTensors, StepResult, build_cpu},
     made_up::{labels, values},
@@ -57,8 +57,13 @@ fn pictures(step: usize, from: usize, to: usize) -> Batch {
     Batch { images, labels, ..Batch::default() }
 }
 
-/// Runs `body` on every rank of a ring, in threads, and gives what each returned.
+/// Runs `body` on every rank of a machine, in threads, and gives what each returned.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
+    meet(ranks, true, body)
+}
+
+/// The same for ranks that share memory or only have a ring.
+fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
     if ranks == 1 {
         return vec![body(Arc::new(Alone))];
     }
@@ -80,7 +85,7 @@ fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + Syn
                     .unwrap();
                     let ring = Ring::connect(&store, TIMEOUT).unwrap();
                     store.barrier("connected").unwrap();
-                    body(ring)
+                    body(if shared { Host::meet(&store, ring).unwrap() } else { ring })
                 })
             })
             .collect();
@@ -247,19 +252,60 @@ impl Communicator for Single {
 }
 
 #[test]
-fn one_group_for_everything_gives_the_same_bits_as_two() {
-    let weights = |single: bool| {
-        on_ranks(2, move |comm| {
+fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
+    let weights = |shared: bool, single: bool| {
+        meet(2, shared, move |comm| {
             let from = 8 * comm.rank() as usize;
             let comm: Arc<dyn Communicator> = if single { Arc::new(Single(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
+            let told = engine.exchange();
+            assert_eq!(told.contains("share memory: weights are there once"), shared, "{told}");
             for step in 0..3 {
                 engine.train_step(&[pictures(step, from, from + 8)], 0.1).unwrap();
             }
-            engine.parameters().unwrap()
+            (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
     };
-    assert_eq!(weights(true), weights(false));
+    let of_shared = weights(true, false);
+    assert_eq!(of_shared, weights(false, false));
+    assert_eq!(of_shared, weights(false, true));
+    assert_eq!(of_shared[0], of_shared[1]);
+}
+
+/// ResNet-18: too large for sums in float64, and with parameters of many pieces.
+#[test]
+fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
+    let model = ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() };
+    let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
+    let initial = init::initial_parameters(&network, false, 1);
+    for optimizer in [OptimizerKind::Momentum, OptimizerKind::Nesterov, OptimizerKind::Lars] {
+        let run = |ranks: u32, shared: bool, threads: usize, accumulate: usize, steps: usize| {
+            meet(ranks, shared, |comm| {
+                let own = 8 / ranks as usize / accumulate;
+                let first = comm.rank() as usize * accumulate;
+                let config = EngineConfig { optimizer, threads, accumulate, ..config(own) };
+                let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
+                let mut norms = Vec::new();
+                for step in 0..steps {
+                    let batch = |i| pictures(step, (first + i) * own, (first + i + 1) * own);
+                    let batches: Vec<_> = (0..accumulate).map(batch).collect();
+                    norms.push(engine.train_step(&batches, 0.01).unwrap().grad_norm);
+                }
+                (norms, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
+            })
+        };
+        let shared = run(2, true, 1, 2, 2);
+        assert_eq!(shared, run(2, true, 2, 2, 2), "{optimizer:?}: threads do not show, nor who does what");
+        assert_eq!(shared, run(2, false, 1, 2, 2), "{optimizer:?}: nor does the way of the gradients");
+        assert_eq!(shared[0], shared[1]);
+        // One step: float32 sums in another order, and training lets rounding grow.
+        let alone = &run(1, false, 1, 1, 1)[0];
+        for of in [&run(2, true, 1, 1, 1)[0], &run(4, true, 1, 1, 1)[3]] {
+            assert!((of.0[0] / alone.0[0] - 1.0).abs() < 1e-3, "{optimizer:?}: {:?} {:?}", of.0, alone.0);
+            let apart = furthest_apart(&of.1, &alone.1);
+            assert!(apart < 2e-3, "{optimizer:?}: {apart}");
+        }
+    }
 }
 
 #[test]

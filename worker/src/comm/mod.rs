@@ -4,8 +4,10 @@ pub(crate) mod handshake;
 pub mod nccl;
 pub mod peers;
 pub mod ring;
+pub mod shared;
 pub mod watchdog;
 
+use shared::SharedMemory;
 use std::{sync::Arc, time::Duration};
 
 /// Why a collective did not complete. The group is unusable afterwards.
@@ -28,6 +30,19 @@ pub enum CommError {
     Failed { operation: &'static str, detail: String },
 }
 
+impl CommError {
+    /// The collective that did not complete.
+    pub fn operation(&self) -> &'static str {
+        match self {
+            CommError::TimedOut { operation, .. }
+            | CommError::Disconnected { operation, .. }
+            | CommError::Aborted { operation, .. }
+            | CommError::Mismatch { operation, .. }
+            | CommError::Failed { operation, .. } => operation,
+        }
+    }
+}
+
 /// How values of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
@@ -39,8 +54,8 @@ pub enum Reduction {
 
 /// Collectives among the ranks of a group; every rank calls the same ones in the same order.
 ///
-/// Implementations are a TCP ring on CPUs and NCCL on GPUs (whose engine adds its own,
-/// stream-ordered calls beside these).
+/// Implementations are a TCP ring, shared memory beside it where all ranks are on one machine, and NCCL on GPUs
+/// (whose engine adds its own, stream-ordered calls beside these).
 pub trait Communicator: Send + Sync {
     /// This process's rank, from 0.
     fn rank(&self) -> u32;
@@ -66,6 +81,10 @@ pub trait Communicator: Send + Sync {
     /// Aborting either aborts both.
     fn beside(&self) -> Option<Arc<dyn Communicator>> {
         None
+    }
+    /// `bytes` of zeroed memory that all ranks see, or why there is none; every rank gets the same.
+    fn shared_memory(&self, _bytes: usize) -> Result<Result<SharedMemory, String>, CommError> {
+        Ok(Err("the ranks are not known to be on one machine".into()))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Engine, EngineConfig, StepResult, build_cpu, build_cuda};
 use crate::{
-    comm::{Alone, Communicator, ring::Ring},
+    comm::{Alone, Communicator, ring::Ring, shared::Host},
     data::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
@@ -101,7 +101,7 @@ pub struct Measurement {
 
 /// Trains `case` for 13 steps on the CPU with `threads` threads a rank and times the last ten.
 ///
-/// Several ranks run in this process, connected over loopback as those of a job are.
+/// Several ranks run in this process, connected as those of a job on one machine are.
 ///
 /// # Errors
 /// A case that does not divide over the ranks or fit its network; ports that cannot be had.
@@ -130,7 +130,8 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
                     let store = Store::join(meeting).map_err(|e| e.to_string())?;
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
-                    run_rank(case, threads, ring)
+                    let comm = Host::meet(&store, ring).map_err(|e| e.to_string())?;
+                    run_rank(case, threads, comm)
                 })
             })
             .collect();

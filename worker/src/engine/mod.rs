@@ -114,17 +114,22 @@ pub trait Engine: Send {
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
     /// Weights, biases and running statistics.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces weights, biases and running statistics; `values` must hold all of them.
+    /// Replaces weights, biases and running statistics; `values` must hold all of them. Where ranks share memory,
+    /// weights and biases are rank 0's, for all to see after the next collective.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Momentum buffers under their parameters' names.
     fn optimizer_state(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces the momentum buffers.
+    /// Replaces the momentum buffers, shared as weights are.
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// Memory of the device that this process holds; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
         0
+    }
+    /// How gradients reach other ranks, for the log; empty where that goes without saying.
+    fn exchange(&self) -> String {
+        String::new()
     }
     /// `CPU, 2 threads`, `NVIDIA H200, fp16`.
     fn device_name(&self) -> String;

@@ -190,4 +190,8 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         plan.total_steps,
         plan.steps_per_epoch
     ));
+    let exchange = engine.exchange();
+    if !exchange.is_empty() {
+        observer.log(&exchange);
+    }
 }

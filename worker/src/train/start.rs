@@ -99,8 +99,10 @@ fn resume(
         None => (None, None, None),
     };
     let parameters = shared(comm, engine.parameters()?, parameters, folder)?;
-    engine.set_parameters(&parameters)?;
     let optimizer = shared(comm, engine.optimizer_state()?, optimizer, folder)?;
+    // Ranks may share them: all have looked at the old ones before they change.
+    comm.barrier()?;
+    engine.set_parameters(&parameters)?;
     engine.set_optimizer_state(&optimizer)?;
     let state = shared_state(comm, state)?;
 

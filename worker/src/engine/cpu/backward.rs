@@ -55,7 +55,7 @@ impl Machine {
 
         if let Step::Norm { name, norm, input, shortcut, relu, output } = &step {
             let slots = ["weight", "bias"].map(|s| self.layout.slot(&format!("{name}.{s}")));
-            let [gamma, beta] = slots.map(|s| &self.weights[self.layout.slots[s].range.clone()]);
+            let [gamma, beta] = slots.map(|s| &self.state.weights[self.layout.slots[s].range.clone()]);
             let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
             let x = &self.activations[*input][..len(*input)];
             let keep = more.is_some() || shortcut.is_some();
@@ -67,7 +67,7 @@ impl Machine {
             let mut sums = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
             if self.config.sync_batch_norm {
-                self.reducer.statistics(&mut sums)?;
+                self.reducer.statistics(&mut sums, &mut || self.state.advance())?;
             }
             let count = statistics_of * shapes[*input].pixels() as f64;
             if let Some(shortcut) = shortcut {
@@ -100,6 +100,15 @@ impl Machine {
             Step::Conv { name, shape, input, output, needs_input_gradient, .. } => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let slot = self.layout.slot(&format!("{name}.weight"));
+                if *needs_input_gradient {
+                    let mut dx = self.spare.take(len(*input));
+                    let weight = &self.state.weights[self.layout.slots[slot].range.clone()];
+                    if pictures > 0 {
+                        conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
+                    }
+                    self.gradient_parts[*input].push(dx);
+                }
+                // After the weights' last use: they may change as soon as their gradient is there.
                 let x = std::mem::take(&mut self.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
                 self.add_gradient(slot, turn, pictures, |share, out, scratch| {
@@ -109,14 +118,6 @@ impl Machine {
                     conv::backward_weight(&shape, x, dy, out, scratch);
                 });
                 self.activations[*input] = x;
-                if *needs_input_gradient {
-                    let mut dx = self.spare.take(len(*input));
-                    let weight = &self.weights[self.layout.slots[slot].range.clone()];
-                    if pictures > 0 {
-                        conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
-                    }
-                    self.gradient_parts[*input].push(dx);
-                }
             }
             Step::MaxPool { input, output, .. } => {
                 let mut dx = self.spare.take(len(*input));
@@ -132,7 +133,7 @@ impl Machine {
                 let slots = ["weight", "bias"].map(|s| self.layout.slot(&format!("{name}.{s}")));
                 let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
                 let mut dx = self.spare.take(len(*input));
-                let weight = &self.weights[self.layout.slots[slots[0]].range.clone()];
+                let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
                 linear::backward_input(&dy, weight, outputs, &mut dx);
                 self.gradient_parts[*input].push(dx);
                 let x = std::mem::take(&mut self.activations[*input]);

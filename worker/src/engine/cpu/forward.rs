@@ -50,7 +50,7 @@ impl Machine {
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| {
             let slot = self.layout.slot(&format!("{name}.{suffix}"));
-            &self.weights[self.layout.slots[slot].range.clone()]
+            &self.state.weights[self.layout.slots[slot].range.clone()]
         };
         match step {
             // Without pictures there is nothing to compute, but statistics of other ranks' still come.
@@ -94,7 +94,7 @@ impl Machine {
                     sums = batch_norm::sums(x(*input), channels);
                 }
                 if self.config.sync_batch_norm {
-                    self.reducer.statistics(&mut sums)?;
+                    self.reducer.statistics(&mut sums, &mut || false)?;
                 }
                 let count = of * shapes[*input].pixels() as f64;
                 if count == 0.0 {

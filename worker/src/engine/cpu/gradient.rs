@@ -8,7 +8,7 @@
 //! its order does not matter. It holds where every rank's micro-batch is a multiple of [`SHARE`]
 //! and statistics are synchronised.
 //!
-//! Float64 doubles what ranks send. Large networks reduce float32 in a fixed order: the same bits in
+//! Float64 doubles what ranks read and send. Large networks reduce float32 in a fixed order: the same bits in
 //! every run at one number of ranks, but not at another.
 
 use super::{conv::Scratch, machine::Machine, reduce::Bucket};
@@ -45,7 +45,7 @@ impl Machine {
         compute: impl Fn(Range<usize>, &mut [f32], &mut Scratch) + Sync,
     ) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
-        match &mut self.gradients[bucket] {
+        match self.state.gradient(bucket) {
             Bucket::Single(values) => {
                 let out = &mut values[range];
                 match (pictures, turn.first) {
@@ -91,7 +91,7 @@ impl Machine {
     /// Adds a gradient that is known in float64.
     pub(super) fn add_sums(&mut self, slot: usize, turn: Turn, sums: &[f64]) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
-        match &mut self.gradients[bucket] {
+        match self.state.gradient(bucket) {
             Bucket::Single(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
                 *o = if turn.first { *s as f32 } else { *o + *s as f32 };
             }),
@@ -105,18 +105,24 @@ impl Machine {
     /// Notes a bucket whose last gradient this was.
     fn complete(&mut self, slot: usize, turn: Turn) {
         let bucket = self.layout.slots[slot].bucket;
-        if turn.last && self.layout.last_slots[bucket] == slot {
+        if !turn.last || self.layout.last_slots[bucket] != slot {
+            return;
+        }
+        if self.reducer.carries_gradients() {
             self.ready.push(bucket);
             if !(self.config.sync_batch_norm && self.reducer.shares_one_queue()) {
                 self.send_ready();
             }
+        } else {
+            self.state.complete(bucket);
+            self.state.advance();
         }
     }
 
     /// Hands complete buckets to the reducer.
     pub(super) fn send_ready(&mut self) {
         for bucket in self.ready.drain(..) {
-            self.reducer.start_bucket(std::mem::take(&mut self.gradients[bucket]));
+            self.reducer.start_bucket(std::mem::take(self.state.gradient(bucket)));
         }
     }
 }

@@ -3,11 +3,12 @@
 use super::{
     batch_norm::Statistics,
     conv, gradient,
-    layout::{Layout, Slot},
+    layout::Layout,
     loss,
     plan::{self, Step},
-    reduce::{Bucket, Reducer},
-    sgd::{self, Sgd},
+    reduce::Reducer,
+    sgd::Sgd,
+    state::State,
 };
 use crate::{
     comm::Communicator,
@@ -50,13 +51,11 @@ pub(super) struct Machine {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
     world_size: f64,
-    sgd: Sgd,
     pub(super) steps: Vec<Step>,
     pub(super) layout: Layout,
-    pub(super) weights: Vec<f32>,
-    pub(super) momentum: Vec<f32>,
-    /// One a bucket of the layout; empty while it is with the reducer.
-    pub(super) gradients: Vec<Bucket>,
+    pub(super) state: State,
+    /// Why the ranks do not share memory, if they do not.
+    pub(super) apart: Option<String>,
     /// Complete buckets that wait to be sent.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
@@ -89,20 +88,14 @@ impl Machine {
         let norms = norms(&network, &steps);
         let tensors = network.tensors.len();
         let world_size = f64::from(comm.world_size());
-        let reducer = Reducer::new(comm)
+        let sgd =
+            Sgd { kind: config.optimizer, momentum: config.momentum, weight_decay: config.weight_decay };
+        let (state, apart) = State::new(&layout, exact, sgd, comm.as_ref())?;
+        let reducer = Reducer::new(comm, state.memory())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let mut machine = Self {
-            sgd: Sgd { kind: config.optimizer, momentum: config.momentum, weight_decay: config.weight_decay },
-            weights: vec![0.0; layout.len()],
-            momentum: vec![0.0; layout.len()],
-            gradients: layout
-                .buckets
-                .iter()
-                .map(|b| match exact {
-                    true => Bucket::Exact(vec![0.0; b.len()]),
-                    false => Bucket::Single(vec![0.0; b.len()]),
-                })
-                .collect(),
+            state,
+            apart,
             exact,
             scratches: Vec::new(),
             ready: Vec::new(),
@@ -159,13 +152,14 @@ impl Machine {
         let nothing = Batch::default();
         let batches: Vec<&Batch> = (0..slots).map(|slot| batches.get(slot).unwrap_or(&nothing)).collect();
         let mut counts = batches.iter().map(|b| b.labels.len() as f64).collect();
-        self.reducer.statistics(&mut counts)?;
+        self.reducer.statistics(&mut counts, &mut || false)?;
         let total: f64 = counts.iter().sum();
         let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
             return Ok(StepResult::default());
         };
         let scale = if self.config.gradients_mean { 1.0 } else { self.world_size } / total;
 
+        self.state.begin(lr);
         let mut measured = loss::Loss::default();
         let mut first = true;
         for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0.0) {
@@ -178,7 +172,7 @@ impl Machine {
             let turn = gradient::Turn { first: std::mem::take(&mut first), last: slot == last };
             self.backward(batch.labels.len(), of, turn)?;
         }
-        let square_sum = self.update(lr)?;
+        let square_sum = self.update()?;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
         Ok(StepResult {
             loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },
@@ -202,34 +196,18 @@ impl Machine {
         loss
     }
 
-    /// Waits for the buckets in order and updates each one's weights while the next still travels.
-    /// Gives the sum of squares of the reduced gradient.
-    fn update(&mut self, lr: f32) -> Result<f64, EngineError> {
-        let mut square_sum = 0.0;
-        let mut rounded = Vec::new();
-        let mut slots = self.layout.slots.iter().peekable();
-        for bucket in 0..self.layout.buckets.len() {
-            let reduced = self.reducer.finish_bucket()?;
-            let gradient = match &reduced {
-                Bucket::Single(values) => values,
-                Bucket::Exact(values) => {
-                    rounded.clear();
-                    rounded.extend(values.iter().map(|v| *v as f32));
-                    &rounded
-                }
-            };
-            square_sum += sgd::square_sum(gradient);
-            while let Some(Slot { range, in_bucket, adapted, .. }) = slots.next_if(|s| s.bucket == bucket) {
-                self.sgd.update(
-                    lr,
-                    *adapted,
-                    &mut self.weights[range.clone()],
-                    &mut self.momentum[range.clone()],
-                    &gradient[in_bucket.clone()],
-                );
+    /// Waits for what is left of the update, and does its part. Gives the sum of squares of the reduced gradient.
+    fn update(&mut self) -> Result<f64, EngineError> {
+        if self.reducer.carries_gradients() {
+            // Each one's weights are updated while the next still travels.
+            for bucket in 0..self.layout.buckets.len() {
+                *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
+                self.state.complete(bucket);
+                self.state.advance();
             }
-            self.gradients[bucket] = reduced;
         }
+        let (square_sum, waited) = self.state.finish()?;
+        self.reducer.add_waited(waited);
         Ok(square_sum)
     }
 

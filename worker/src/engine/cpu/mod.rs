@@ -15,11 +15,13 @@ pub(super) mod layout;
 mod linear;
 mod loss;
 mod machine;
+mod pieces;
 pub(super) mod plan;
 mod pool;
 mod reduce;
 pub(super) mod sgd;
 mod simd;
+mod state;
 
 use super::{Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, StepResult};
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
@@ -40,6 +42,9 @@ pub(super) fn build(
     let machine = Machine::new(network.clone(), config, comm.clone())?;
     let mut engine = CpuEngine { threads, machine, network, comm };
     engine.set_parameters(initial)?;
+    if engine.machine.state.memory().is_some() {
+        engine.comm.barrier()?;
+    }
     Ok(Box::new(engine))
 }
 
@@ -73,7 +78,7 @@ impl Engine for CpuEngine {
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.machine.layout.export(&self.machine.weights, &mut all);
+        self.machine.layout.export(&self.machine.state.weights, &mut all);
         for norm in &self.machine.norms {
             for (suffix, values) in [("running_mean", &norm.running_mean), ("running_var", &norm.running_var)]
             {
@@ -86,7 +91,9 @@ impl Engine for CpuEngine {
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         layout::check(&self.network, values, |_| true)?;
-        self.machine.layout.import(values, &mut self.machine.weights);
+        if self.writes() {
+            self.machine.layout.import(values, &mut self.machine.state.weights);
+        }
         for norm in &mut self.machine.norms {
             if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
                 norm.running_mean.copy_from_slice(&mean.values);
@@ -100,18 +107,22 @@ impl Engine for CpuEngine {
 
     fn optimizer_state(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.machine.layout.export(&self.machine.momentum, &mut all);
+        self.machine.layout.export(&self.machine.state.momentum, &mut all);
         Ok(all)
     }
 
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         layout::check(&self.network, values, |p| p.role.is_trained())?;
-        self.machine.layout.import(values, &mut self.machine.momentum);
+        if self.writes() {
+            self.machine.layout.import(values, &mut self.machine.state.momentum);
+        }
         Ok(())
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
-        self.comm.broadcast(&mut self.machine.weights, 0)?;
+        if self.machine.state.memory().is_none() {
+            self.comm.broadcast(&mut self.machine.state.weights, 0)?;
+        }
         let mut running: Vec<f32> = self
             .machine
             .norms
@@ -130,11 +141,26 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
+    fn exchange(&self) -> String {
+        match (&self.machine.apart, self.comm.world_size()) {
+            (_, 1) => String::new(),
+            (None, _) => "ranks share memory: weights are there once, gradients travel no way".into(),
+            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
+        }
+    }
+
     fn device_name(&self) -> String {
         match self.threads.current_num_threads() {
             1 => "CPU, 1 thread".into(),
             n => format!("CPU, {n} threads"),
         }
+    }
+}
+
+impl CpuEngine {
+    /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
+    fn writes(&self) -> bool {
+        self.machine.state.memory().is_none() || self.comm.rank() == 0
     }
 }
 

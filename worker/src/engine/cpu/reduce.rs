@@ -1,4 +1,5 @@
-//! All-reduces of a step. Gradients travel in a thread of their own while backward runs.
+//! All-reduces of a step. Where ranks share memory, gradients need none ([`super::state`]) and statistics are
+//! summed there. Elsewhere gradients travel in a thread of their own while backward runs.
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets take one
 //! group, in the order in which backward completes them; statistics of batch norms take the group
@@ -7,24 +8,26 @@
 //! then queued right after the next statistics have come back (not before them, where they would
 //! wait behind it), and so has the whole next convolution's backward pass to hide behind.
 
-use crate::comm::{CommError, Communicator, Reduction};
+use crate::comm::{
+    CommError, Communicator, Reduction,
+    shared::{Held, SharedMemory},
+};
 use std::{
-    collections::VecDeque,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 
 /// Gradients of some parameters, before or after their sum over the ranks.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) enum Bucket {
-    Single(Vec<f32>),
+    Single(Held<f32>),
     /// See [`super::gradient`].
-    Exact(Vec<f64>),
+    Exact(Held<f64>),
 }
 
 impl Default for Bucket {
     fn default() -> Self {
-        Bucket::Single(Vec::new())
+        Bucket::Single(Held::default())
     }
 }
 
@@ -35,8 +38,10 @@ enum Request {
 
 /// How a rank's values become those of all.
 enum Way {
-    /// One rank: its values are the sum. Buckets wait here to be taken back.
-    Alone(VecDeque<Bucket>),
+    /// One rank: its values are the sum.
+    Alone,
+    /// All ranks see this.
+    Shared(SharedMemory),
     /// A thread for buckets, and for statistics where there is no second group.
     Group { thread: Thread, beside: Option<Arc<dyn Communicator>> },
 }
@@ -54,19 +59,33 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    pub(super) fn new(comm: Arc<dyn Communicator>) -> std::io::Result<Self> {
-        let way = if comm.world_size() > 1 {
-            let beside = comm.beside();
-            Way::Group { thread: Thread::start(comm)?, beside }
-        } else {
-            Way::Alone(VecDeque::new())
+    /// `memory`: where gradients lie, if all ranks see them.
+    pub(super) fn new(comm: Arc<dyn Communicator>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+        let way = match memory {
+            _ if comm.world_size() == 1 => Way::Alone,
+            Some(memory) => Way::Shared(memory.clone()),
+            None => {
+                let beside = comm.beside();
+                Way::Group { thread: Thread::start(comm)?, beside }
+            }
         };
         Ok(Self { way, waited: Duration::ZERO })
     }
 
-    /// Sums `values` over all ranks.
-    pub(super) fn statistics(&mut self, values: &mut Vec<f64>) -> Result<(), CommError> {
-        let Way::Group { thread, beside } = &self.way else { return Ok(()) };
+    /// Sums `values` over all ranks. A rank that waits may do what `idle` finds to do.
+    pub(super) fn statistics(
+        &mut self,
+        values: &mut Vec<f64>,
+        idle: &mut dyn FnMut() -> bool,
+    ) -> Result<(), CommError> {
+        let (thread, beside) = match &self.way {
+            Way::Alone => return Ok(()),
+            Way::Shared(memory) => {
+                self.waited += memory.all_reduce_f64(values, idle)?;
+                return Ok(());
+            }
+            Way::Group { thread, beside } => (thread, beside),
+        };
         let start = Instant::now();
         match beside {
             Some(group) => group.all_reduce_f64(values)?,
@@ -80,6 +99,11 @@ impl Reducer {
         Ok(())
     }
 
+    /// Whether gradients have to travel.
+    pub(super) fn carries_gradients(&self) -> bool {
+        matches!(self.way, Way::Group { .. })
+    }
+
     /// Whether a bucket should wait for the next statistics to come back before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
         matches!(self.way, Way::Group { beside: None, .. })
@@ -87,23 +111,23 @@ impl Reducer {
 
     /// Starts the sum of a gradient bucket over all ranks.
     pub(super) fn start_bucket(&mut self, values: Bucket) {
-        match &mut self.way {
-            Way::Alone(buckets) => buckets.push_back(values),
-            Way::Group { thread, .. } => drop(thread.requests.send(Request::Bucket(values))),
+        if let Way::Group { thread, .. } = &self.way {
+            drop(thread.requests.send(Request::Bucket(values)));
         }
     }
 
     /// Waits for the oldest bucket.
     pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
-        match &mut self.way {
-            Way::Alone(buckets) => Ok(buckets.pop_front().unwrap_or_default()),
-            Way::Group { thread, .. } => {
-                let start = Instant::now();
-                let answer = thread.buckets.recv().map_err(|_| gone())?;
-                self.waited += start.elapsed();
-                answer
-            }
-        }
+        let Way::Group { thread, .. } = &self.way else { return Err(gone()) };
+        let start = Instant::now();
+        let answer = thread.buckets.recv().map_err(|_| gone())?;
+        self.waited += start.elapsed();
+        answer
+    }
+
+    /// Counts a wait that happened elsewhere.
+    pub(super) fn add_waited(&mut self, waited: Duration) {
+        self.waited += waited;
     }
 
     /// Time waited since the last call.

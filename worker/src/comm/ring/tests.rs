@@ -1,0 +1,201 @@
+//! Rings of threads on loopback.
+
+use super::*;
+use crate::rendezvous::{Meeting, free_port, tests::meeting};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Runs `body` on `world` ranks, in a thread each, and gives what each returned.
+fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
+    let port = free_port("127.0.0.1").unwrap();
+    std::thread::scope(|scope| {
+        let body = &body;
+        let rank = |rank| {
+            scope.spawn(move || {
+                let store = Store::join(meeting(port, rank, world)).unwrap();
+                let ring = Ring::connect(&store, timeout).unwrap();
+                store.barrier("connected").unwrap();
+                body(ring)
+            })
+        };
+        let ranks: Vec<_> = (0..world).map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Values of a rank that do not add up exactly, so that order shows.
+fn values(rank: u32, length: usize) -> Vec<f32> {
+    let seed = |i: usize| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(rank * 40_503);
+    (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn sums_are_right_and_bit_equal_at_any_size() {
+    for world in 1..=5 {
+        for length in [0, 1, 7, 1023, 8192, 8193, 1_000_003] {
+            let run = || {
+                on_ranks(world, TIMEOUT, |ring| {
+                    let mut sum = values(ring.rank(), length);
+                    ring.all_reduce(&mut sum, Reduction::Sum).unwrap();
+                    let mut mean = values(ring.rank(), length);
+                    ring.all_reduce(&mut mean, Reduction::Mean).unwrap();
+                    (sum, mean)
+                })
+            };
+            let results = run();
+            let inputs: Vec<_> = (0..world).map(|rank| values(rank, length)).collect();
+            for i in 0..length {
+                let exact: f64 = inputs.iter().map(|v| f64::from(v[i])).sum();
+                let (sum, mean) = (f64::from(results[0].0[i]), f64::from(results[0].1[i]));
+                assert!((sum - exact).abs() < 1e-5, "{world} ranks, {length} values, {i}: {sum} {exact}");
+                assert!((mean - exact / f64::from(world)).abs() < 1e-5);
+            }
+            for (sum, mean) in results.iter().chain(&run()) {
+                assert_eq!(bits(sum), bits(&results[0].0), "{world} ranks, {length} values");
+                assert_eq!(bits(mean), bits(&results[0].1));
+            }
+        }
+    }
+}
+
+#[test]
+fn broadcast_gather_f64_and_barrier() {
+    for world in 1..=5 {
+        on_ranks(world, TIMEOUT, |ring| {
+            for length in [0, 1, 1000, 200_001] {
+                for root in 0..world {
+                    let mut got = values(ring.rank(), length);
+                    ring.broadcast(&mut got, root).unwrap();
+                    assert_eq!(got, values(root, length));
+                }
+                let all: Vec<f32> = (0..world).flat_map(|rank| values(rank, length)).collect();
+                assert_eq!(ring.all_gather(&values(ring.rank(), length)).unwrap(), all);
+            }
+            let mut counts = [1.0, f64::from(ring.rank()), 1e-17];
+            ring.all_reduce_f64(&mut counts).unwrap();
+            let n = f64::from(world);
+            assert_eq!(counts[..2], [n, n * (n - 1.0) / 2.0]);
+            ring.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn the_group_beside_runs_at_the_same_time_in_its_own_order() {
+    on_ranks(3, TIMEOUT, |ring| {
+        let beside = ring.beside().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    let mut big = vec![1.0; 300_000];
+                    ring.all_reduce(&mut big, Reduction::Sum).unwrap();
+                    assert!(big.iter().all(|v| *v == 3.0));
+                }
+            });
+            for _ in 0..200 {
+                let mut small = [1.0; 64];
+                beside.all_reduce_f64(&mut small).unwrap();
+                assert_eq!(small, [3.0; 64]);
+            }
+        });
+    });
+}
+
+#[test]
+fn ranks_that_disagree_are_told() {
+    let results = on_ranks(2, TIMEOUT, |ring| {
+        if ring.rank() == 0 {
+            ring.all_reduce(&mut [0.0; 10], Reduction::Sum).unwrap_err().to_string()
+        } else {
+            ring.broadcast(&mut [0.0; 12], 0).unwrap_err().to_string()
+        }
+    });
+    let told =
+        results.iter().any(|e| e.contains("broadcast of 12 values") && e.contains("all_reduce of 10 values"));
+    assert!(told, "{results:?}");
+}
+
+#[test]
+fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
+    let timeout = Duration::from_millis(300);
+    let over = std::sync::Barrier::new(3);
+    let results = on_ranks(3, timeout, |ring| {
+        if ring.rank() == 1 {
+            over.wait();
+            return None;
+        }
+        let error = ring.all_reduce(&mut [0.0; 10], Reduction::Sum).unwrap_err();
+        over.wait();
+        Some(error)
+    });
+    let timed_out = |e: &CommError| matches!(e, CommError::TimedOut { secs, .. } if *secs == 0.3);
+    assert!(results.iter().flatten().any(timed_out), "{results:?}");
+
+    let results = on_ranks(3, Duration::from_secs(600), |ring| {
+        let rank = ring.rank();
+        if rank == 1 {
+            drop(ring);
+            return None;
+        }
+        let mut values = vec![0.0; 100_000];
+        Some(ring.all_reduce(&mut values, Reduction::Sum).unwrap_err())
+    });
+    for error in results.iter().flatten() {
+        assert!(matches!(error, CommError::Disconnected { .. }), "{error}");
+    }
+}
+
+#[test]
+fn abort_ends_a_call_from_another_thread() {
+    let results = on_ranks(2, Duration::from_secs(600), |ring| {
+        if ring.rank() == 1 {
+            return ring.barrier().unwrap_err();
+        }
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| ring.all_reduce(&mut [0.0], Reduction::Sum).unwrap_err());
+            ring.abort("told to stop");
+            waiting.join().unwrap()
+        })
+    });
+    assert_eq!(results[0].to_string(), "all_reduce: aborted: told to stop");
+    // Rank 1 finds out by the header that came first, or by the connection that went.
+    let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
+    assert!(found_out, "{:?}", results[1]);
+}
+
+/// `cargo test --release -p lockstep-worker ring::tests::speed -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement"]
+fn speed() {
+    for world in [2, 4] {
+        for length in [64, 1024, 250_000, 2_500_000] {
+            let secs = on_ranks(world, TIMEOUT, |ring| {
+                let mut values = vec![1.0; length];
+                let rounds = if length > 10_000 { 20 } else { 2000 };
+                (0..rounds).fold(f64::MAX, |best, _| {
+                    let began = Instant::now();
+                    ring.all_reduce(&mut values, Reduction::Mean).unwrap();
+                    best.min(began.elapsed().as_secs_f64())
+                })
+            });
+            eprintln!("{world} ranks, {length} values: {:.1} us", secs[0] * 1e6);
+        }
+    }
+}
+
+#[test]
+fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
+    let port = free_port("127.0.0.1").unwrap();
+    let rank_0 = Store::join(meeting(port, 0, 2)).unwrap();
+    let stranger = Meeting { secret: b"guessed".to_vec(), ..meeting(port, 1, 2) };
+    assert!(Store::join(stranger).is_err());
+    let short = Meeting { timeout: Duration::from_millis(50), ..rank_0.meeting().clone() };
+    drop(rank_0);
+    let short = Store::join(Meeting { port: free_port("127.0.0.1").unwrap(), ..short }).unwrap();
+    let error = Ring::connect(&short, TIMEOUT).unwrap_err();
+    assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
+}

@@ -1,0 +1,179 @@
+//! Memory with a file behind it that has no name: it is gone when the last process that has it mapped is,
+//! however that ended.
+
+#![allow(unsafe_code)] // Mapping memory, and giving out slices of it.
+
+use rustix::{
+    fs::{FallocateFlags, MemfdFlags, SealFlags},
+    mm::{MapFlags, ProtFlags},
+};
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    ops::{Deref, DerefMut, Range},
+    os::fd::AsRawFd,
+    ptr::NonNull,
+    sync::Arc,
+};
+
+/// A multiple of every page size that Linux uses on x86-64 and most that it uses elsewhere.
+const PAGE: usize = 64 << 10;
+
+/// `bytes`, made a whole number of pages.
+pub(super) fn whole_pages(bytes: usize) -> usize {
+    bytes.next_multiple_of(PAGE)
+}
+
+/// An open file in memory.
+#[derive(Debug)]
+pub(super) struct Anonymous(File);
+
+impl Anonymous {
+    /// An empty one, which can grow but never shrink: a page that is mapped cannot go away.
+    pub(super) fn create() -> io::Result<Self> {
+        let fd = rustix::fs::memfd_create("lockstep", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)?;
+        Ok(Self(fd.into()))
+    }
+
+    /// The one that process `pid` of this user has open as `fd`.
+    pub(super) fn of_process(pid: u32, fd: i32) -> io::Result<Self> {
+        OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/fd/{fd}")).map(Self)
+    }
+
+    /// Its number in this process.
+    pub(super) fn fd(&self) -> i32 {
+        self.0.as_raw_fd()
+    }
+
+    /// Makes room for `bytes` zeros from `offset` on, now: later there is no way to say that there is none.
+    pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
+    }
+
+    /// Maps `bytes` of it from `offset` on, whole pages both.
+    pub(super) fn map(&self, offset: usize, bytes: usize) -> io::Result<Arc<Mapping>> {
+        if self.0.metadata()?.len() < (offset + bytes) as u64 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the memory is shorter than was said"));
+        }
+        // SAFETY: a new mapping of its own, of a part of the file that exists and cannot be cut off.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &self.0,
+                offset as u64,
+            )?
+        };
+        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        Ok(Arc::new(Mapping { start, bytes }))
+    }
+}
+
+/// A part of such a file in this process's memory.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the memory belongs to no thread.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; who makes slices of it answers for their use.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Values in it.
+    ///
+    /// # Safety
+    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads
+    /// and writes these values: whoever has a slice of what another rank writes has a wrong program.
+    ///
+    /// # Panics
+    /// They are not inside, or not aligned.
+    pub(super) unsafe fn view<T>(self: &Arc<Self>, offset: usize, len: usize) -> Held<T> {
+        let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
+        assert!(
+            end.is_some_and(|end| end <= self.bytes),
+            "{len} values from byte {offset} of {}",
+            self.bytes
+        );
+        // SAFETY: inside of the mapping, as just checked.
+        let start: NonNull<T> = unsafe { self.start.add(offset) }.cast();
+        assert!(start.is_aligned());
+        Held { start, len, _owner: Owner::Shared { _mapping: self.clone() } }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: what [`Anonymous::map`] mapped; nobody has a view of it any more.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Values in memory of this process alone or in memory that ranks share: a slice that knows who keeps it.
+#[derive(Debug)]
+pub struct Held<T> {
+    start: NonNull<T>,
+    len: usize,
+    _owner: Owner<T>,
+}
+
+#[derive(Debug)]
+enum Owner<T> {
+    This { _values: Vec<T> },
+    Shared { _mapping: Arc<Mapping> },
+}
+
+// SAFETY: it is a vector, or a slice of memory that belongs to no thread.
+unsafe impl<T: Send> Send for Held<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Held<T> {}
+
+impl<T> From<Vec<T>> for Held<T> {
+    fn from(mut values: Vec<T>) -> Self {
+        let start = NonNull::new(values.as_mut_ptr()).unwrap_or(NonNull::dangling());
+        Self { start, len: values.len(), _owner: Owner::This { _values: values } }
+    }
+}
+
+impl<T> Default for Held<T> {
+    fn default() -> Self {
+        Vec::new().into()
+    }
+}
+
+impl<T> Deref for Held<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the owner keeps that many values there.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T> DerefMut for Held<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and they are borrowed mutably with this.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T> Held<T> {
+    /// Some of the values, to be written while others are in use elsewhere.
+    ///
+    /// # Safety
+    /// Nobody uses these values meanwhile.
+    ///
+    /// # Panics
+    /// They are not inside.
+    #[allow(clippy::mut_from_ref)] // What the caller promises is more than the borrow checker can see.
+    pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
+        // SAFETY: inside, and by the caller's promise nobody else's.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
+    }
+}

@@ -1,0 +1,81 @@
+//! How rank 0's memory gets to the other ranks.
+
+use super::{
+    VARIABLE,
+    host::{Head, beginning},
+    mapping::{Anonymous, Held, Mapping},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+};
+
+/// What rank 0 says of it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Offer {
+    /// Of the running kernel: ranks on another machine know that by it.
+    boot_id: String,
+    pid: u32,
+    fd: i32,
+    /// Stands at the beginning of the memory: it is this one.
+    token: [u64; 2],
+}
+
+/// The memory, in this process.
+pub(super) type Opened = (Anonymous, Arc<Mapping>);
+
+/// Makes memory for `world` ranks, or says why not.
+pub(super) fn make(world: usize) -> Result<(Offer, Opened), String> {
+    allowed()?;
+    let made = || -> io::Result<Opened> {
+        let file = Anonymous::create()?;
+        file.grow(0, beginning(world))?;
+        let memory = file.map(0, beginning(world))?;
+        Ok((file, memory))
+    };
+    let (file, memory) = made().map_err(|e| format!("no memory to share: {e}"))?;
+    let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
+    let offer = Offer { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
+    for (place, value) in head(&memory)[0].token.iter().zip(offer.token) {
+        place.store(value, Ordering::Release);
+    }
+    Ok((offer, (file, memory)))
+}
+
+/// Opens what rank 0 offers, or says why not.
+pub(super) fn open(offer: &Offer, world: usize) -> Result<Opened, String> {
+    allowed()?;
+    if offer.boot_id != boot_id() {
+        return Err("it runs on another machine than rank 0".into());
+    }
+    let open = || -> io::Result<Opened> {
+        let file = Anonymous::of_process(offer.pid, offer.fd)?;
+        let memory = file.map(0, beginning(world))?;
+        Ok((file, memory))
+    };
+    let (file, memory) = open().map_err(|e| format!("rank 0's memory cannot be opened: {e}"))?;
+    let head = head(&memory);
+    let found = head[0].token.each_ref().map(|place| place.load(Ordering::Acquire));
+    if found != offer.token {
+        return Err("rank 0's memory cannot be opened: another process has its number here".into());
+    }
+    Ok((file, memory))
+}
+
+#[allow(unsafe_code)]
+pub(super) fn head(memory: &Arc<Mapping>) -> Held<Head> {
+    // SAFETY: atomic numbers only.
+    unsafe { memory.view(0, 1) }
+}
+
+fn allowed() -> Result<(), String> {
+    match std::env::var(VARIABLE) {
+        Ok(value) if value == "0" => Err(format!("{VARIABLE} is 0")),
+        _ => Ok(()),
+    }
+}
+
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}

@@ -1,0 +1,69 @@
+//! An update cut into tasks that any thread of any rank may do.
+
+use super::layout::Layout;
+use std::ops::Range;
+
+/// Values of a piece, at most: a task of some 15 us.
+const PIECE: usize = 1 << 14;
+
+/// Some values of one parameter.
+#[derive(Debug, Clone)]
+pub(super) struct Piece {
+    pub(super) slot: usize,
+    pub(super) bucket: usize,
+    /// In the flat buffer.
+    pub(super) range: Range<usize>,
+    /// In its bucket.
+    pub(super) in_bucket: Range<usize>,
+}
+
+/// What is done with a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    /// Sum over the ranks and update.
+    Whole,
+    /// Only the sum, and its norm: the optimizer needs that of the whole parameter first.
+    Sum,
+    /// Then the update.
+    Update,
+}
+
+/// One task. Tasks are taken in order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Task {
+    pub(super) piece: usize,
+    pub(super) work: Work,
+    /// Tasks from the first on that must be done before: for an update all sums of its bucket.
+    pub(super) after: usize,
+}
+
+/// Of every bucket its pieces, in order; parameters are not mixed.
+pub(super) fn pieces(layout: &Layout) -> Vec<Piece> {
+    let of_slot = |(slot, at): (usize, &super::layout::Slot)| {
+        let (bucket, first) = (at.bucket, at.in_bucket.start);
+        let (start, len) = (at.range.start, at.range.len());
+        (0..len).step_by(PIECE).map(move |from| {
+            let to = len.min(from + PIECE);
+            let (range, in_bucket) = (start + from..start + to, first + from..first + to);
+            Piece { slot, bucket, range, in_bucket }
+        })
+    };
+    layout.slots.iter().enumerate().flat_map(of_slot).collect()
+}
+
+/// The tasks of a step; `in_two`: sums first, updates when those of a bucket are done.
+pub(super) fn tasks(pieces: &[Piece], in_two: bool) -> Vec<Task> {
+    if !in_two {
+        return (0..pieces.len()).map(|piece| Task { piece, work: Work::Whole, after: 0 }).collect();
+    }
+    let mut tasks = Vec::new();
+    let mut first = 0;
+    for bucket in pieces.chunk_by(|a, b| a.bucket == b.bucket) {
+        let these = first..first + bucket.len();
+        first = these.end;
+        tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
+        let after = tasks.len();
+        tasks.extend(these.map(|piece| Task { piece, work: Work::Update, after }));
+    }
+    tasks
+}

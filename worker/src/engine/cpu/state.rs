@@ -1,0 +1,388 @@
+//! What a rank trains: weights, momentum and gradients, and the update that leads from one step to the next.
+//!
+//! Ranks of one machine keep weights and momentum once, where all of them see them, and each one's gradients beside
+//! them. Whichever rank (and thread of it) has nothing better to do takes the next piece of a bucket that
+//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: gradients
+//! travel no way, weights are updated once and not once a rank, and a rank that waits for another works
+//! meanwhile. Who does a piece does not show in its bits.
+//!
+//! It holds together because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
+//! in a step, pieces are done when all ranks have completed it, and a step is over when all pieces are done. So
+//! nobody reads a weight while somebody may write it. Elsewhere (one rank; ranks of several machines, whose
+//! gradients come back summed) the same tasks run in this process alone.
+
+#![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
+
+use super::{
+    layout::Layout,
+    pieces::{self, Piece, Task, Work},
+    reduce::Bucket,
+    sgd::{Lanes, Sgd},
+    simd::wide,
+};
+use crate::comm::{
+    CommError, Communicator,
+    shared::{Held, SharedMemory},
+};
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+/// Values added up and updated at a time: they stay in the first-level cache.
+const BLOCK: usize = 1024;
+/// What lies beside each other in shared memory begins at multiples of this.
+const ALIGN: usize = 4096;
+
+/// How far the ranks are; lines of their own in the cache. All counts go on over steps.
+#[repr(C, align(128))]
+#[derive(Debug, Default)]
+struct Counts {
+    /// Of line 0: tasks that are taken.
+    taken: AtomicU64,
+    /// Of line 0: tasks that are done.
+    done: AtomicU64,
+    /// Buckets that the rank of this line has completed.
+    buckets: AtomicU64,
+    /// Tasks that it took, and did.
+    own_taken: AtomicU64,
+    own_done: AtomicU64,
+}
+
+/// See the module.
+pub(super) struct State {
+    pub(super) weights: Held<f32>,
+    pub(super) momentum: Held<f32>,
+    /// By rank in sight, by bucket: those of this process alone, or of all ranks of this machine. An own one is
+    /// empty while it travels.
+    gradients: Vec<Vec<Bucket>>,
+    own: usize,
+    counts: Held<Counts>,
+    /// By piece: sum of squares of the gradient, and (in two steps) of the weights.
+    squares: [Held<AtomicU64>; 2],
+    memory: Option<SharedMemory>,
+    sgd: Sgd,
+    /// Of this step.
+    lr: f32,
+    /// Whether LARS adapts a parameter, by slot.
+    adapted: Vec<bool>,
+    /// Of each slot.
+    slot_pieces: Vec<Range<usize>>,
+    pieces: Vec<Piece>,
+    tasks: Vec<Task>,
+    buckets: usize,
+    steps: u64,
+}
+
+/// What lies in shared memory, or would.
+struct Kept {
+    weights: Held<f32>,
+    momentum: Held<f32>,
+    gradients: Vec<Vec<Bucket>>,
+    counts: Held<Counts>,
+    squares: [Held<AtomicU64>; 2],
+}
+
+/// Where everything lies in shared memory.
+struct Map {
+    next: usize,
+}
+
+impl Map {
+    fn take(&mut self, bytes: usize) -> usize {
+        let at = self.next;
+        self.next = (at + bytes).next_multiple_of(ALIGN);
+        at
+    }
+}
+
+impl State {
+    /// Zeros for everything; and why the ranks do not share memory, if there are several and they do not.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub(super) fn new(
+        layout: &Layout,
+        exact: bool,
+        sgd: Sgd,
+        comm: &dyn Communicator,
+    ) -> Result<(Self, Option<String>), CommError> {
+        let pieces = pieces::pieces(layout);
+        let tasks = pieces::tasks(&pieces, sgd.needs_norms());
+        let (world, len) = (comm.world_size() as usize, layout.len());
+        let mut slot_pieces = vec![0..0; layout.slots.len()];
+        for (index, piece) in pieces.iter().enumerate() {
+            let range = &mut slot_pieces[piece.slot];
+            *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
+        }
+
+        let mut map = Map { next: 0 };
+        let [weights, momentum] = [0; 2].map(|_| map.take(4 * len));
+        let counts = map.take(world * size_of::<Counts>());
+        let squares = [0; 2].map(|_| map.take(8 * pieces.len()));
+        let width = if exact { 8 } else { 4 };
+        let places: Vec<Vec<usize>> = (0..world)
+            .map(|_| layout.buckets.iter().map(|bucket| map.take(width * bucket.len())).collect())
+            .collect();
+        let (memory, apart) = match world {
+            1 => (None, None),
+            _ => match comm.shared_memory(map.next)? {
+                Ok(memory) => (Some(memory), None),
+                Err(why) => (None, Some(why)),
+            },
+        };
+        let kept = match &memory {
+            // SAFETY: numbers, of which all bits are valid; the module says who uses which when.
+            Some(memory) => unsafe {
+                let bucket = |(at, range): (&usize, &Range<usize>)| match exact {
+                    true => Bucket::Exact(memory.view(*at, range.len())),
+                    false => Bucket::Single(memory.view(*at, range.len())),
+                };
+                let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
+                Kept {
+                    weights: memory.view(weights, len),
+                    momentum: memory.view(momentum, len),
+                    gradients: places.iter().map(of_rank).collect(),
+                    counts: memory.view(counts, world),
+                    squares: squares.map(|at| memory.view(at, pieces.len())),
+                }
+            },
+            None => {
+                let bucket = |range: &Range<usize>| match exact {
+                    true => Bucket::Exact(vec![0.0; range.len()].into()),
+                    false => Bucket::Single(vec![0.0; range.len()].into()),
+                };
+                let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+                Kept {
+                    weights: vec![0.0; len].into(),
+                    momentum: vec![0.0; len].into(),
+                    gradients: vec![layout.buckets.iter().map(bucket).collect()],
+                    counts: vec![Counts::default()].into(),
+                    squares: [zeros().into(), zeros().into()],
+                }
+            }
+        };
+        let Kept { weights, momentum, gradients, counts, squares } = kept;
+        let own = if memory.is_some() { comm.rank() as usize } else { 0 };
+        let adapted = layout.slots.iter().map(|slot| slot.adapted).collect();
+        let (buckets, steps, lr) = (layout.buckets.len(), 0, 0.0);
+        let state = Self {
+            weights,
+            momentum,
+            gradients,
+            own,
+            counts,
+            squares,
+            memory,
+            sgd,
+            lr,
+            adapted,
+            slot_pieces,
+            pieces,
+            tasks,
+            buckets,
+            steps,
+        };
+        Ok((state, apart))
+    }
+
+    /// Memory that all ranks see, if that is where this is.
+    pub(super) fn memory(&self) -> Option<&SharedMemory> {
+        self.memory.as_ref()
+    }
+
+    /// This rank's gradients of a bucket.
+    pub(super) fn gradient(&mut self, bucket: usize) -> &mut Bucket {
+        &mut self.gradients[self.own][bucket]
+    }
+
+    /// Begins a step.
+    pub(super) fn begin(&mut self, lr: f32) {
+        self.lr = lr;
+    }
+
+    /// This rank's gradients of a bucket are complete, and it uses the bucket's weights no more in this step.
+    pub(super) fn complete(&self, bucket: usize) {
+        let complete = self.steps * self.buckets as u64 + bucket as u64 + 1;
+        self.counts[self.own].buckets.store(complete, Ordering::Release);
+        if let Some(memory) = &self.memory {
+            memory.ring_bell();
+        }
+    }
+
+    /// Does what can be done now, on all threads; false when that is nothing.
+    pub(super) fn advance(&self) -> bool {
+        if self.next_task().is_none() {
+            return false;
+        }
+        if rayon::current_num_threads() == 1 {
+            while self.do_one() {}
+        } else {
+            rayon::broadcast(|_| while self.do_one() {});
+        }
+        true
+    }
+
+    /// Waits until the update is done everywhere, and works on it meanwhile. Gives the sum of squares of the reduced
+    /// gradient, and the time without work.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub(super) fn finish(&mut self) -> Result<(f64, Duration), CommError> {
+        let all = (self.steps + 1) * self.tasks.len() as u64;
+        let done = || self.counts[0].done.load(Ordering::Acquire) >= all;
+        let waited = match &self.memory {
+            Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.behind())?,
+            None => {
+                self.advance();
+                Duration::ZERO
+            }
+        };
+        self.steps += 1;
+        Ok((self.squares[0].iter().map(number).sum(), waited))
+    }
+
+    /// The rank that the others wait for: one that took a task and does not end, or that has completed least.
+    fn behind(&self) -> usize {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
+        let ranks = || self.counts.iter().enumerate();
+        let stuck = ranks().find(|(rank, c)| *rank != self.own && busy(c));
+        stuck.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
+    }
+
+    /// Number of the next task if it can be begun, and how many were taken before it.
+    fn next_task(&self) -> Option<(usize, u64)> {
+        let begun = self.steps * self.tasks.len() as u64;
+        let taken = self.counts[0].taken.load(Ordering::Acquire);
+        let index = usize::try_from(taken.checked_sub(begun)?).ok()?;
+        let task = self.tasks.get(index)?;
+        let complete = self.steps * self.buckets as u64 + self.pieces[task.piece].bucket as u64 + 1;
+        let ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= complete)
+            && (task.after == 0 || self.counts[0].done.load(Ordering::Acquire) >= begun + task.after as u64);
+        ready.then_some((index, taken))
+    }
+
+    /// Takes a task and does it, if there is one.
+    fn do_one(&self) -> bool {
+        let counts = &self.counts[0];
+        let index = loop {
+            let Some((index, taken)) = self.next_task() else { return false };
+            let mine =
+                counts.taken.compare_exchange_weak(taken, taken + 1, Ordering::AcqRel, Ordering::Relaxed);
+            if mine.is_ok() {
+                break index;
+            }
+        };
+        let own = &self.counts[self.own];
+        own.own_taken.fetch_add(1, Ordering::Relaxed);
+        let Task { piece, work, .. } = self.tasks[index];
+        // SAFETY: the task is this thread's alone, and its piece no other's at this time.
+        unsafe { self.piece(piece, work) };
+        own.own_done.fetch_add(1, Ordering::Relaxed);
+        counts.done.fetch_add(1, Ordering::AcqRel);
+        if let Some(memory) = &self.memory {
+            memory.ring_bell();
+        }
+        true
+    }
+
+    /// # Safety
+    /// Nobody else uses this piece of weights, momentum and gradients meanwhile.
+    unsafe fn piece(&self, index: usize, work: Work) {
+        let piece = &self.pieces[index];
+        // SAFETY: the caller's promise.
+        let (weights, momentum) =
+            unsafe { (self.weights.part(piece.range.clone()), self.momentum.part(piece.range.clone())) };
+        let (lr, decay) = match work {
+            Work::Sum => (0.0, 0.0),
+            _ => self.sgd.rates(self.lr, self.adapted[piece.slot], || self.norms(piece.slot)),
+        };
+        wide(
+            #[inline(always)]
+            || {
+                let (mut squares, mut of_weights) = (Lanes::default(), Lanes::default());
+                let mut block = [0.0f32; BLOCK];
+                for from in (0..weights.len()).step_by(BLOCK) {
+                    let to = weights.len().min(from + BLOCK);
+                    let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
+                    let gradient = &mut block[..to - from];
+                    if work == Work::Update {
+                        first(&self.gradients[0][piece.bucket], place.clone(), gradient);
+                    } else {
+                        sum(&self.gradients, piece.bucket, place.clone(), gradient);
+                        squares.add(gradient);
+                    }
+                    let (weights, momentum) = (&mut weights[from..to], &mut momentum[from..to]);
+                    if work == Work::Sum {
+                        of_weights.add(weights);
+                        // SAFETY: the sum takes the place of rank 0's own part of it.
+                        unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
+                    } else {
+                        self.sgd.update(lr, decay, weights, momentum, gradient);
+                    }
+                }
+                if work != Work::Update {
+                    for (kept, lanes) in self.squares.iter().zip([squares, of_weights]) {
+                        kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
+                    }
+                }
+            },
+        );
+    }
+
+    /// L2 norms of a parameter's gradient and of its weights, when all sums of its bucket are done.
+    fn norms(&self, slot: usize) -> [f64; 2] {
+        let pieces = self.slot_pieces[slot].clone();
+        self.squares.each_ref().map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
+    }
+}
+
+fn number(bits: &AtomicU64) -> f64 {
+    f64::from_bits(bits.load(Ordering::Relaxed))
+}
+
+/// A bucket's values of all ranks, added in their order.
+#[inline(always)]
+fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
+    let mut exact = [0.0f64; BLOCK];
+    let exact = &mut exact[..out.len()];
+    for (rank, buckets) in gradients.iter().enumerate() {
+        match &buckets[bucket] {
+            Bucket::Single(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
+            Bucket::Single(values) => {
+                out.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
+            }
+            Bucket::Exact(values) => {
+                exact.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
+                if rank + 1 == gradients.len() {
+                    out.iter_mut().zip(&*exact).for_each(|(o, v)| *o = *v as f32);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
+    match bucket {
+        Bucket::Single(values) => out.copy_from_slice(&values[place]),
+        Bucket::Exact(values) => out.iter_mut().zip(&values[place]).for_each(|(o, v)| *o = *v as f32),
+    }
+}
+
+/// # Safety
+/// Nobody else uses this place of the bucket meanwhile.
+#[inline(always)]
+unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match bucket {
+            Bucket::Single(values) => values.part(place).copy_from_slice(sum),
+            Bucket::Exact(values) => {
+                values.part(place).iter_mut().zip(sum).for_each(|(o, v)| *o = f64::from(*v));
+            }
+        }
+    }
+}

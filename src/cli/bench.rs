@@ -39,6 +39,9 @@ pub(crate) struct Args {
     /// Batch statistics over all ranks, or each rank's own (GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
+    /// On GPUs, the same bits in every run
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    deterministic: bool,
     /// Threads of a rank [default: the cores, divided over the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -154,6 +157,7 @@ fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
         format!("--case={}", case.name),
         format!("--precision={}", name(&args.precision)),
         format!("--sync-batch-norm={}", args.sync_batch_norm),
+        format!("--deterministic={}", args.deterministic),
     ]
     .map(OsString::from)
     .into();
@@ -173,6 +177,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         ordinal: gpu.ordinal,
         precision: args.precision.precision(),
         loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: args.deterministic,
         store: store.clone(),
         watchdog: None,
     };

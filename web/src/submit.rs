@@ -121,6 +121,7 @@ const GROUPS: [(&str, &[Field]); 4] = [
             more("train.accumulate", "Accumulate", Kind::Integer, "micro-batches a step"),
             more("train.precision", "Precision", Kind::Choice(&["auto", "fp32", "bf16", "fp16"]), ""),
             more("train.loss_scale", "Loss scale", Kind::NumberOrText, "fp16: dynamic or a number"),
+            more("train.deterministic", "Same bits in every run (GPUs: a few % slower)", Kind::Switch, ""),
             more("train.seed", "Seed", Kind::Integer, ""),
         ],
     ),

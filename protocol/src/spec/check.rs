@@ -122,6 +122,7 @@ pub const KEYS: &[Section] = &[
             ("accumulate", whole(1, 4096)),
             ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
             ("loss_scale", Kind::LossScale),
+            ("deterministic", Kind::Bool),
             ("seed", Kind::Seed),
         ],
     },

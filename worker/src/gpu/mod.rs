@@ -61,6 +61,8 @@ pub struct GpuConfig {
     pub precision: Precision,
     /// For fp16.
     pub loss_scale: LossScale,
+    /// The same bits in every run.
+    pub deterministic: bool,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
     /// To be told of every step that is submitted and done.

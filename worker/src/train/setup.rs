@@ -137,6 +137,7 @@ pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box
                 ordinal,
                 precision: spec.train.precision,
                 loss_scale: spec.train.loss_scale.clone(),
+                deterministic: spec.train.deterministic,
                 store: training.store.clone(),
                 watchdog: training.watchdog.clone(),
             };

@@ -151,11 +151,13 @@ impl Cudnn {
         }
     }
 
-    /// Every plan that can run `convolution`, the likely fastest first. Results in the same bits in every run.
+    /// Every plan that can run `convolution`, the likely fastest first; if `deterministic`, those that cuDNN says give
+    /// the same bits in every run.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
         most_workspace: usize,
+        deterministic: bool,
     ) -> Result<Vec<Plan>, CudaError> {
         let graph = self.graph(convolution)?;
         let mut plans: Vec<Plan> = Vec::new();
@@ -168,7 +170,9 @@ impl Cudnn {
             let Ok(configs) = configurations(&graph, mode) else { continue };
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
-                if plans.iter().any(|p| p.choice == choice) || !suits(&config, convolution.dtype) {
+                if plans.iter().any(|p| p.choice == choice)
+                    || !suits(&config, convolution.dtype, deterministic)
+                {
                     continue;
                 }
                 if let Ok(plan) = self.plan(convolution, config, choice)
@@ -408,9 +412,9 @@ fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
     Ok(Choice { engine: index[0], knobs })
 }
 
-/// Whether an engine keeps what is promised: the same bits in every run, sums in float32, and with
-/// float32 tensors no tensor cores, which would round their inputs to 10 bits (TF32).
-fn suits(config: &Descriptor, dtype: DType) -> bool {
+/// Whether an engine keeps what is promised: the same bits in every run if `deterministic`, sums in float32, and
+/// with float32 tensors no tensor cores, which would round their inputs to 10 bits (TF32).
+fn suits(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
     use sys::cudnnBackendNumericalNote_t as Note;
     let Ok(engine) = engine_of(config) else { return false };
     let mut notes = [i32::MAX; 16];
@@ -426,7 +430,7 @@ fn suits(config: &Descriptor, dtype: DType) -> bool {
             || has(Note::CUDNN_NUMERICAL_NOTE_WINOGRAD)
             || has(Note::CUDNN_NUMERICAL_NOTE_FFT));
     exact
-        && !has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC)
+        && !(deterministic && has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC))
         && !has(Note::CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION)
 }
 

@@ -39,7 +39,7 @@ fn gpu_convolutions_have_plans() {
         let (_, nodes) = nodes::compile(&network).unwrap();
         for (dtype, padded) in [(DType::F16, 4), (DType::Bf16, 4)] {
             let began = Instant::now();
-            let mut tuner = Tuner::new(&device).unwrap();
+            let mut tuner = Tuner::new(&device, true).unwrap();
             let mut all = Vec::new();
             for node in &nodes {
                 let (input, output, kernel, stride, padding, first) = match *node {
@@ -95,7 +95,7 @@ fn gpu_convolutions_have_plans() {
                 eprintln!("  {c}: {:.1} us", 1e3 * ms);
             }
             let began = Instant::now();
-            let mut again = Tuner::new(&device).unwrap();
+            let mut again = Tuner::new(&device, true).unwrap();
             again.prepare(&device, &all).unwrap();
             eprintln!(
                 "  again from the cache: {:.2} s, {} timed anew",
@@ -113,8 +113,14 @@ fn gpu_a_step_tells_where_its_time_goes() {
     use lockstep_protocol::spec::{LossScale, Precision};
     for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu =
-            GpuConfig { ordinal: 0, precision: Precision::Fp16, loss_scale, store: None, watchdog: None };
+        let gpu = GpuConfig {
+            ordinal: 0,
+            precision: Precision::Fp16,
+            loss_scale,
+            deterministic: true,
+            store: None,
+            watchdog: None,
+        };
         let calls = bench::profile_gpu(&case.parse().unwrap(), gpu).unwrap();
         let mut parts: std::collections::BTreeMap<&str, (usize, f64)> = Default::default();
         for (name, ms) in &calls {

@@ -35,9 +35,9 @@ mod walk;
 const PADDED_INPUT: usize = 4;
 /// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
-/// Weight gradients that run beside the way back: what the oldest of them reads is used again when the next is
-/// started.
-const SIDE_DONE: usize = 2;
+/// Weight gradients that may be behind the way back, which runs beside them: what they read is kept until they are
+/// done.
+const BEHIND: usize = 4;
 
 /// Which part of a step a micro-batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,7 +139,7 @@ pub(super) struct Program {
     side_begin: Event,
     side_end: Event,
     /// After the newest weight gradients, in turn.
-    side_done: [Event; SIDE_DONE],
+    side_done: Vec<Event>,
     /// Where evaluation leaves its logits.
     evaluated_logits: Buffer,
 }
@@ -257,7 +257,7 @@ impl Program {
             scratch,
             segments,
             rates,
-            tuner: Tuner::new(device)?,
+            tuner: Tuner::new(device, gpu.deterministic)?,
             inputs: Inputs::new(device, config.batch_size)?,
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
@@ -271,7 +271,12 @@ impl Program {
             side: OwnedStream::new(false)?,
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
-            side_done: [Event::new(false)?, Event::new(false)?],
+            side_done: (0..std::env::var("LOCKSTEP_CUDA_BEHIND")
+                .ok()
+                .and_then(|b| b.parse().ok())
+                .unwrap_or(BEHIND))
+                .map(|_| Event::new(false))
+                .collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
             config: config.clone(),

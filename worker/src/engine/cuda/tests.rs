@@ -70,7 +70,8 @@ fn cuda_from(
     precision: Precision,
 ) -> Box<dyn Engine> {
     let loss_scale = LossScale::Static(1024.0);
-    let gpu = GpuConfig { ordinal: 0, precision, loss_scale, store: None, watchdog: None };
+    let gpu =
+        GpuConfig { ordinal: 0, precision, loss_scale, deterministic: true, store: None, watchdog: None };
     engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(Alone), gpu).unwrap()
 }
 
@@ -438,6 +439,7 @@ fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
         ordinal: 0,
         precision: Precision::Fp16,
         loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: true,
         store: None,
         watchdog: None,
     };

@@ -15,6 +15,8 @@ const MOST_WORKSPACE: usize = 512 << 20;
 /// and bytes of activations that such a pass reads in one.
 const PASS_MILLIS: f32 = 0.004;
 const PASS_BYTES_A_MILLI: f32 = 3e9;
+/// Runs whose sums are compared.
+const REPEATS: usize = 6;
 /// Runs in a recorded graph, which is timed.
 const RUNS: usize = 4;
 
@@ -25,18 +27,28 @@ pub(super) struct Tuner {
     /// None: it is not worth it, or cuDNN has none.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
+    deterministic: bool,
     /// Convolutions that were timed here, with the milliseconds of the best plan.
     pub(super) timed: Vec<(Convolution, f32)>,
 }
 
 impl Tuner {
-    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+    /// `deterministic`: only plans that give the same bits in every run.
+    pub(super) fn new(device: &Device, deterministic: bool) -> Result<Self, CudaError> {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
-        let file = format!("plans-{gpu}-cudnn{}.json", Cudnn::version());
+        let any = if deterministic { "" } else { "-any" };
+        let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
         let choices =
             cache::read(&file).and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
-        Ok(Self { cudnn: Cudnn::new()?, plans: HashMap::new(), choices, file, timed: Vec::new() })
+        Ok(Self {
+            cudnn: Cudnn::new()?,
+            plans: HashMap::new(),
+            choices,
+            file,
+            deterministic,
+            timed: Vec::new(),
+        })
     }
 
     pub(super) fn cudnn(&self) -> &Cudnn {
@@ -83,15 +95,16 @@ impl Tuner {
         }
         // Plain ones first: those that take sums along are compared with them.
         unknown.sort_by_key(|convolution| convolution.sums);
-        let bench = Bench::new(device, &unknown)?;
+        let bench = Bench::new(device, &unknown, self.deterministic)?;
         for convolution in unknown {
             let name = format!("{convolution:?}");
             let found = bench.fastest(&self.cudnn, &convolution);
             let found = if convolution.sums {
+                let found = found.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
                 let worth = plain + PASS_MILLIS + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
-                found.ok().filter(|(_, millis)| *millis < worth)
+                found.filter(|(_, millis)| *millis < worth)
             } else {
                 Some(found?)
             };
@@ -116,6 +129,7 @@ fn places(convolution: &Convolution) -> [usize; 4] {
 
 /// Room to try plans in.
 struct Bench {
+    deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,
     stream: OwnedStream,
@@ -124,7 +138,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, convolutions: &[Convolution]) -> Result<Self, CudaError> {
+    fn new(device: &Device, convolutions: &[Convolution], deterministic: bool) -> Result<Self, CudaError> {
         let bytes =
             convolutions.iter().map(|c| places(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
@@ -141,6 +155,7 @@ impl Bench {
             tensors.write_at(offset, &pattern[..len])?;
         }
         Ok(Self {
+            deterministic,
             tensors,
             workspace: device.alloc(MOST_WORKSPACE)?,
             stream: OwnedStream::new(false)?,
@@ -153,7 +168,10 @@ impl Bench {
     fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
-        for plan in cudnn.candidates(convolution, MOST_WORKSPACE)? {
+        for plan in cudnn.candidates(convolution, MOST_WORKSPACE, self.deterministic)? {
+            if convolution.sums && self.deterministic && !self.repeats(cudnn, convolution, &plan)? {
+                continue;
+            }
             match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
                 Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
                 Ok(_) => {}
@@ -166,6 +184,26 @@ impl Bench {
                 CudaError::Unsupported(format!("cuDNN {} has no plan for {convolution:?}", Cudnn::version()))
             }
         })
+    }
+
+    /// Whether sums are the same bits every time: some engines add them up as their blocks come to an end, although
+    /// cuDNN calls them deterministic.
+    fn repeats(&self, cudnn: &Cudnn, convolution: &Convolution, plan: &Plan) -> Result<bool, CudaError> {
+        let at = self.places(convolution);
+        let mut sums = vec![0u32; 2 * convolution.out_c];
+        let mut first: Option<Vec<u32>> = None;
+        for _ in 0..REPEATS {
+            if cudnn.run(self.stream.0, plan, at, self.workspace.ptr).is_err() {
+                return Ok(false);
+            }
+            self.stream.0.synchronize()?;
+            self.tensors.read((at.sums - self.tensors.ptr) as usize, &mut sums)?;
+            if first.as_ref().is_some_and(|first| *first != sums) {
+                return Ok(false);
+            }
+            first = Some(sums.clone());
+        }
+        Ok(true)
     }
 
     /// Where a convolution's tensors are.

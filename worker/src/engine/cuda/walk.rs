@@ -646,21 +646,23 @@ impl<'a> Walk<'a> {
         found.unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
-    /// Gives back what the newest weight gradient reads, once that is done: the main stream waits for the one before
-    /// it, which has had all the time since.
+    /// Gives back what a weight gradient reads once it is done: here that of the oldest one that the main stream has
+    /// not waited for yet.
     fn give_back(&mut self, read: Vec<Place>) -> Result<(), EngineError> {
         if !self.beside {
             read.into_iter().for_each(|place| self.arena.give(place));
             return Ok(());
         }
+        // One event a place in the queue: the oldest is waited for before it is recorded anew.
+        let count = self.p.side_done.len();
         if self.starts() {
-            self.p.side_done[self.weight_gradients % SIDE_DONE].record(self.p.side.0)?;
+            self.p.side_done[self.weight_gradients % count].record(self.p.side.0)?;
         }
         self.read.push_back(read);
         self.weight_gradients += 1;
-        if self.read.len() >= SIDE_DONE {
+        if self.read.len() >= count {
             if self.starts() {
-                self.main().wait(&self.p.side_done[self.weight_gradients % SIDE_DONE])?;
+                self.main().wait(&self.p.side_done[self.weight_gradients % count])?;
             }
             for place in self.read.pop_front().unwrap_or_default() {
                 self.arena.give(place);

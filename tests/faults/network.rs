@@ -80,7 +80,7 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
     let mut tunnel = Tunnel::open(&server).await;
     server.start_agent_at(&tunnel.url(), 2, &[]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
-    let mut server = with_pictures(server).await;
+    let server = with_pictures(server).await;
 
     // Nothing comes through, for less than the lease.
     let id = server.submit(&spec("disturbed", LONG)).await;

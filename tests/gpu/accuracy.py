@@ -79,7 +79,7 @@ while process.poll() is None:
     if seen > lines:
         now = time.monotonic()
         first = first or now
-        if "validation" not in log.read_text(errors="replace"):
+        if "validation accuracy" not in log.read_text(errors="replace"):
             last = now
         lines = seen
 secs = time.monotonic() - began

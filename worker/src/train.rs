@@ -148,7 +148,11 @@ impl TrainError {
 /// The first thing that cannot be gone past; [`TrainError::is_secondary`] when that happened elsewhere.
 pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let Training { spec, comm, observer, .. } = training;
-    let mut pulse = Pulse::new(*observer, comm.rank());
+    let device = match training.device {
+        DeviceChoice::Cpu => "CPU".into(),
+        DeviceChoice::Cuda { ordinal } => format!("GPU {ordinal}"),
+    };
+    let mut pulse = Pulse::new(*observer, comm.rank(), device);
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
     let plan = Plan::new(spec, &data.shape, comm.as_ref())?;

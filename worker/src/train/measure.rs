@@ -24,11 +24,12 @@ pub(super) struct Pulse<'a> {
 }
 
 impl<'a> Pulse<'a> {
-    pub(super) fn new(observer: &'a dyn Observer, rank: u32) -> Self {
+    /// `device`: its name as far as it is known before the engine is built.
+    pub(super) fn new(observer: &'a dyn Observer, rank: u32, device: String) -> Self {
         Self {
             observer,
             rank,
-            device: "CPU".into(),
+            device,
             step: 0,
             epoch: 0,
             last: Instant::now(),

@@ -27,7 +27,6 @@ use crate::{
 use std::sync::Arc;
 use walk::Walk;
 
-#[path = "walk.rs"]
 mod walk;
 
 /// Channels of the input as the network's first convolution reads it: a multiple of what cuDNN's

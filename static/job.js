@@ -35,11 +35,11 @@ const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
 checkpoints.draw();
 const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
-const tabs = new Tabs({ evaluation: () => evaluation.load() });
 const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); },
   quiet: () => stream?.close(), loud: () => follow(stream?.seq ?? 0),
 });
+const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.byHand() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
 log.ranks(job.ranks, job.attempt);
@@ -135,7 +135,7 @@ function onFrame(frame) {
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
 async function reload() {
-  const seq = await metrics.load([charts.other]);
+  const seq = await metrics.load([charts.other], true);
   charts.redraw(true);
   stream.reconnect(seq);
 }
@@ -147,7 +147,14 @@ async function start() {
   let seq = null, delay = 250;
   while (seq === null) {
     try {
-      [seq] = await Promise.all([metrics.load([charts.other], () => charts.redraw(true)), log.load()]);
+      let logged = null;
+      seq = await metrics.load([charts.other], charts.meanFirst, async () => {
+        charts.all.loss.release();
+        await drawn();
+        logged = log.load();
+        logged.catch(() => {});
+      });
+      await logged;
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return gone();
       showLive("reconnecting");
@@ -155,11 +162,14 @@ async function start() {
       delay = Math.min(10_000, delay * 2);
     }
   }
-  charts.redraw(true);
+  charts.release();
   charts.detail();
   drawFacts();
   follow(seq);
 }
+
+/** After the next frame; a hidden page has none. */
+const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
 function follow(seq) {
   stream = new Stream({

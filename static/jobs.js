@@ -6,7 +6,7 @@ import { Bulk } from "./jobs/bulk.js";
 import { blank, fill, FINAL } from "./jobs/row.js";
 
 /** Jobs read at a time; older ones as the reader scrolls to them. */
-const PART = 100;
+const PART = 50;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 let notes = {};

@@ -147,20 +147,23 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
-        let added: anyhow::Result<Value> =
-            api.post("/datasets", &json!({ "name": DATASET, "path": path })).await;
-        let Err(error) = added else { return Ok(()) };
-        // From an earlier demo on the same folder.
-        let known: Value = api.get("/datasets").await?;
-        if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
-            return Ok(());
+        let agents: Value = api.get("/agents").await?;
+        if super::api::list::<Value>(&agents, "agents")?.iter().any(|agent| agent["online"] == true) {
+            break;
         }
         if began.elapsed() > AGENT_TIMEOUT {
             let log = data_dir.join("agent").join("agent.log");
-            return Err(error.context(format!("the local agent did not join; see {}", log.display())));
+            return Err(wrong(format!("the local agent did not join; see {}", log.display())));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    // From an earlier demo on the same folder.
+    let known: Value = api.get("/datasets").await?;
+    if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
+        return Ok(());
+    }
+    let _: Value = api.post("/datasets", &json!({ "name": DATASET, "path": path })).await?;
+    Ok(())
 }
 
 /// A CIFAR-family ResNet that passes 85 % within a minute on two cores.

@@ -21,6 +21,7 @@ function schedule() {
     frame = 0;
     let waiting = false;
     for (const chart of charts) {
+      if (chart.held) continue;
       if (chart.dirty && (chart.urgent || now - chart.drawnAt >= DATA_FRAME_MS)) { chart.drawnAt = now; chart.draw(); }
       waiting ||= chart.dirty;
     }
@@ -44,10 +45,10 @@ export class Chart {
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
    * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: told what is shown.
-   * `zero`: the axis starts at 0. `limits`: what the axis never goes beyond.
+   * `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `held`: nothing is drawn until `release()`.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false, limits }) {
-    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero, limits });
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false, limits, held = false }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero, limits, held });
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.over = root.appendChild(document.createElement("canvas"));
     this.tip = root.appendChild(document.createElement("div"));
@@ -68,6 +69,12 @@ export class Chart {
     view.addEventListener("cursor", () => this.#drawOver());
     this.#listen();
     schedule();
+  }
+
+  /** From now on it is drawn. */
+  release() {
+    this.held = false;
+    this.invalidate(true);
   }
 
   invalidate(urgent = false) {

@@ -7,10 +7,21 @@ export const RANK_COLOURS = 8;
 const NAMES = ["text", "muted", "line", "grid", "card", "accent", "accent-2", ...Array.from({ length: RANK_COLOURS }, (_, i) => `rank-${i}`)];
 
 let cache = null;
+let listening = false;
+const watchers = new Set();
+
+/** From the first use on: asking for the system's theme earlier makes the browser lay the page out once more. */
+function listen() {
+  listening = true;
+  const changed = () => { cache = null; for (const then of watchers) then(); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+}
 
 /** `{ text, muted, grid, card, accent, ..., ranks: [...] }` as the canvas understands them. */
 export function palette() {
   if (cache) return cache;
+  if (!listening) listen();
   const probe = document.createElement("span");
   probe.hidden = true;
   document.body.append(probe);
@@ -27,8 +38,4 @@ export function palette() {
 }
 
 /** Calls `then` whenever the theme changes, by the system or by the button. */
-export function onThemeChange(then) {
-  const changed = () => { cache = null; then(); };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-  new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-}
+export function onThemeChange(then) { watchers.add(then); }

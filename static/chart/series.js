@@ -211,6 +211,13 @@ export class MeanSeries extends Series {
 
   /** As `load`, for the buckets of all ranks of an attempt; those of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
+    const [{ steps: same }] = ranks;
+    if (ranks.length === this.ranks && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {
+      return this.load(attempt, {
+        steps: same, min: same.map((_, i) => lowest(ranks, i)), max: same.map((_, i) => highest(ranks, i)),
+        mean: same.map((_, i) => ranks.reduce((sum, r) => sum + (r.mean[i] ?? NaN), 0) / ranks.length),
+      }, exact, width);
+    }
     const joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {
@@ -233,3 +240,7 @@ export class MeanSeries extends Series {
     }
   }
 }
+
+// A bucket without a finite value is null.
+function lowest(ranks, i) { let low = Infinity; for (const r of ranks) low = Math.min(low, r.min?.[i] ?? r.mean[i] ?? NaN); return low; }
+function highest(ranks, i) { let high = -Infinity; for (const r of ranks) high = Math.max(high, r.max?.[i] ?? r.mean[i] ?? NaN); return high; }

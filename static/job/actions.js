@@ -18,7 +18,6 @@ export class Actions {
     byId("cancel").addEventListener("click", () => this.#cancel());
     byId("delete").addEventListener("click", () => this.#delete());
     byId("fork").addEventListener("click", () => this.fork(null));
-    this.#byHand();
   }
 
   show() {
@@ -88,7 +87,8 @@ export class Actions {
     dialog.showModal();
   }
 
-  async #byHand() {
+  /** The panel of what people say about a job. */
+  async byHand() {
     const job = this.page.job(), note = byId("note"), tags = byId("tags"), priority = byId("priority"), status = byId("note-status");
     priority.value = job.spec.priority;
     const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));

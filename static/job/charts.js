@@ -16,8 +16,8 @@ const OTHERS = {
   gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
   gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
 };
-/** After the last wheel turn; a drag asks at once. */
-const SETTLE_MS = 40;
+/** Between two questions while the reader turns a wheel; the first is asked at once. */
+const SETTLE_MS = 80;
 
 const short = (v) => {
   const size = Math.abs(v);
@@ -34,7 +34,8 @@ export class Charts {
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, ...options });
+    // Nothing is drawn twice: they are held until their history is here.
+    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, held: true, ...options });
     const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
       loss: make("loss", { label: "Loss of each rank", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
@@ -55,6 +56,12 @@ export class Charts {
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
   }
+
+  /** Whether the mean over ranks is what the first chart shows. */
+  get meanFirst() { return this.lines === "mean" || this.metrics.ranks > RANK_COLOURS; }
+
+  /** History is here: draws all. */
+  release() { for (const chart of Object.values(this.all)) chart.release(); }
 
   redraw(urgent = false) { for (const chart of Object.values(this.all)) chart.invalidate(urgent); }
 
@@ -124,12 +131,16 @@ export class Charts {
   }
 
   #timer = 0;
+  #askedAt = -Infinity;
   #zoomed() {
     const { view } = this;
     byId("reset-zoom").hidden = !view.zoom;
     write({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
     clearTimeout(this.#timer);
-    if (view.zoom && this.metrics.coarse) this.#timer = setTimeout(() => this.detail(), SETTLE_MS);
+    if (!view.zoom || !this.metrics.coarse) return;
+    const now = performance.now(), rest = this.#askedAt + SETTLE_MS - now;
+    if (rest > 0) this.#timer = setTimeout(() => this.#zoomed(), rest);
+    else { this.#askedAt = now; this.detail(); }
   }
 
   /** Reads the zoomed part as finely as the screen shows it; each chart is drawn as soon as its part is here. */

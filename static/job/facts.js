@@ -1,7 +1,7 @@
 // The row of numbers, the title's line and the verdict: what one glance has to answer.
 
 import { byId, text } from "../page.js";
-import { clock, count, percent, plural, rate, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"];
 /** A running job with no new step for this long (or 20 usual steps, if that is longer) is worth a sentence. */
@@ -99,9 +99,8 @@ export class Facts {
     text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     if (job.started_at) {
-      const at = new Date(job.started_at), today = at.toDateString() === new Date().toDateString();
-      const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
-      text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${time}`);
+      const started = job.started_at, at = new Date(started), today = at.toDateString() === new Date().toDateString();
+      text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(started).slice(0, 5)}`);
       byId("started").title = job.started_at;
     }
   }

@@ -10,6 +10,8 @@ import { colourOf } from "./ranks.js";
 const KEEP = 1000;
 /** Events read at a time. */
 const PART = 400;
+/** Found lines that fill the panel. */
+const SCREEN = 25;
 const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
 
@@ -25,6 +27,8 @@ export class Log {
   #newer = false;
   #reading = false;
   #lastTop = 0;
+  /** While searching: what is older than this event is not looked at yet. */
+  #from = null;
 
   constructor(job) {
     this.job = job;
@@ -85,7 +89,8 @@ export class Log {
     const [seq, attempt, rank, number] = line;
     const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ tail: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
     this.follow.checked = false;
-    this.#fresh([...before.lines, ...after.lines], before.lines.length >= PART, after.next !== null);
+    this.#from = before.next;
+    this.#fresh([...before.lines, ...after.lines], this.#narrowed ? before.next !== null : before.lines.length >= PART, after.next !== null);
     const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
     found?.classList.add("marked");
     found?.scrollIntoView({ block: "center" });
@@ -94,9 +99,20 @@ export class Log {
   async toNewest() {
     const answer = await this.#ask({ tail: this.#narrowed ? PART : KEEP });
     if (!answer) return;
+    this.#from = answer.next;
     this.#fresh(answer.lines, this.#narrowed ? answer.next !== null : answer.lines.length >= KEEP, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
+    if (this.#narrowed) await this.#searchOn();
+  }
+
+  /** The server searches a second at a time: goes on until there is a screen full or the log's beginning is reached. */
+  async #searchOn() {
+    while (this.#narrowed && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
+      if (await this.#before(true)) continue;
+      if (!this.#reading) return;
+      await new Promise((done) => setTimeout(done, 50));
+    }
   }
 
   #fresh(lines, older, newer) {
@@ -108,6 +124,7 @@ export class Log {
     for (const line of lines) this.#note1(line);
     this.box.replaceChildren(...lines.slice(-KEEP).map(row));
     this.#note();
+    performance.mark("log shown");
   }
 
   #note1({ attempt, rank, number }) {
@@ -170,19 +187,26 @@ export class Log {
     this.#note();
   }
 
-  async #before() {
-    if (this.#reading) return;
-    const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
-    if (!seq) return;
+  /** Reads older lines. `held`: the reader has not moved, so the place stays at the end. */
+  async #before(held = false) {
+    if (this.#reading) return false;
+    const first = this.box.querySelector("p[data-at]"), seq = this.#narrowed ? this.#from : Number(first?.dataset.at.split(".")[0]);
+    if (!seq) return false;
     const answer = await this.#ask({ tail: PART, before: seq }).catch(() => null);
-    if (!answer) return;
+    if (!answer) return false;
+    this.#from = answer.next;
     this.#older = this.#narrowed ? answer.next !== null : answer.lines.length >= PART;
     const height = this.box.scrollHeight;
-    first.before(...answer.lines.map(row));
-    this.box.scrollTop += this.box.scrollHeight - height;
-    this.#trim("last");
-    this.follow.checked = false;
+    if (answer.lines.length) this.box.querySelector(".none")?.remove();
+    this.box.prepend(...answer.lines.map(row));
+    if (held && this.follow.checked) this.#toEnd();
+    else {
+      this.box.scrollTop += this.box.scrollHeight - height;
+      this.#trim("last");
+      this.follow.checked = false;
+    }
     this.#note();
+    return true;
   }
 
   async #behind() {
@@ -210,11 +234,12 @@ export class Log {
   #note() {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) {
-      const words = this.#narrowed ? "No line has this." : "No line yet. Ranks write here as soon as they start.";
-      this.box.append(Object.assign(document.createElement("p"), { className: "none", textContent: words }));
+      this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
     }
+    const none = this.box.querySelector(".none");
+    if (none) text(none, !this.#narrowed ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#narrowed ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones above" : ""}`
+      : this.#narrowed ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
       : this.#older ? `${count(this.box.childElementCount)} lines, older ones above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }

@@ -41,8 +41,8 @@ export class Metrics {
     return ask(`/api/v1/jobs/${this.job}/metrics?name=${name}&points=${this.points(name)}${range}`);
   }
 
-  /** Reads one metric's history, unless it is here. */
-  async need(name) {
+  /** Reads one metric's history, unless it is here; `first()` is awaited before the mean over ranks is made. */
+  async need(name, first) {
     if (this.#asOf.has(name)) return;
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
@@ -50,18 +50,23 @@ export class Metrics {
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
     this.#means.delete(name);
     this.#asOf.set(name, answer.as_of_seq);
-    fill(answer, (rank) => this.of(name, rank), MEANS.has(name) && (() => this.mean(name)));
+    fill(answer, (rank) => this.of(name, rank));
+    await first?.();
+    if (MEANS.has(name)) fillMean(answer, this.mean(name));
   }
 
-  /** Reads all history afresh, `first()` is called when the first chart's is here. Answers the sequence number from which the stream is to go on. */
-  async load(others, first) {
+  /**
+   * Reads all history afresh. The first chart's comes first, with the mean over ranks if `meanFirst`, and then
+   * `first()` is awaited before anything else is asked for. Answers the sequence number from which the stream is to go on.
+   */
+  async load(others, meanFirst, first) {
     const names = new Set([...NAMES, ...others, ...GPU]);
     this.#series.clear();
     this.#means.clear();
     this.#asOf.clear();
     this.detail = null;
-    await this.need(NAMES[0]);
-    first?.();
+    await this.need(NAMES[0], meanFirst ? null : first);
+    if (meanFirst) await first?.();
     await Promise.all([...names].map((name) => this.need(name)));
     return Math.min(...this.#asOf.values());
   }
@@ -98,7 +103,8 @@ export class Metrics {
     await Promise.all(names.map(async (name) => {
       const answer = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#since) return;
-      fill(answer, (rank) => make(this.of(name, rank), Series, rank), MEANS.has(name) && (() => make(this.mean(name), MeanSeries, this.ranks)));
+      fill(answer, (rank) => make(this.of(name, rank), Series, rank));
+      if (MEANS.has(name)) fillMean(answer, make(this.mean(name), MeanSeries, this.ranks));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;
@@ -108,9 +114,11 @@ export class Metrics {
   }
 }
 
-function fill(answer, of, mean) {
+function fill(answer, of) {
   for (const s of answer.series) of(s.rank).load(s.attempt, s, answer.exact, answer.bucket_steps);
-  if (!mean) return;
+}
+
+function fillMean(answer, mean) {
   const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean().loadRanks(attempt, ranks, answer.exact, answer.bucket_steps);
+  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps);
 }

@@ -1,26 +1,89 @@
 // How quick the dashboard is with much data: a real server, a real Chromium, the browser's own clock.
 //
-//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000]
+//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--lines 10000000]
 //
 // 1. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
 //    chart drawn (n = 15), and from the end of a zoom to the finer drawing (n = 15).
 // 2. A list of a thousand jobs: from navigation to the list drawn, and all of them as JSON.
 // 3. A job of 8 ranks that tells five metrics, 100 points of each a second and rank: frames a second, memory.
+// 4. A job with ten million log lines, each an event of its own as ranks write them; put into the SQLite file while no
+//    server runs (needs python3), since telling them takes as long as training would.
 
+import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, House, until } from "../browser/house.mjs";
 import { join, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
-const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), RANKS = 8, N = 15;
+const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling", "--enable-precise-memory-info"];
 const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
 const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
 
+/** Writes lines as the store does: a log event a line, of eight ranks in turn. */
+const FILL = `
+import sqlite3, sys
+path, job, lines = sys.argv[1], sys.argv[2], int(sys.argv[3])
+db = sqlite3.connect(path)
+db.execute("PRAGMA synchronous = OFF")
+first = db.execute("SELECT last_seq FROM jobs WHERE id = ?", (job,)).fetchone()[0] + 1
+def events():
+    for i in range(lines):
+        text = "a needle" if i == 1000 else f"epoch: {1 + i // 80000} step: {i // 8}, loss is {0.25 + (i * 7919 % 1000) / 1000}"
+        yield job, first + i, 1767323045000 + i, "log", 1, i % 8, '{"type":"log","attempt":1,"rank":%d,"lines":[{"number":%d,"at":"2026-01-02T03:04:05.%03dZ","text":"%s"}]}' % (i % 8, i // 8 + 1, i % 1000, text)
+db.executemany("INSERT INTO events (job_id, seq, at, kind, attempt, rank, body) VALUES (?, ?, ?, ?, ?, ?, ?)", events())
+db.execute("UPDATE jobs SET last_seq = ? WHERE id = ?", (first + lines - 1, job))
+db.commit()
+print(first)
+`;
+
+async function logs() {
+  const { id } = await house.ask("/jobs", spec("many lines", RANKS, 10_000_000));
+  await house.crash();
+  const began = Date.now(), first = Number(execFileSync("python3", ["-c", FILL, `${house.dir}/lockstep.db`, id, String(LINES)]));
+  console.error(`${LINES.toLocaleString("en")} lines written in ${((Date.now() - began) / 1000).toFixed(0)} s`);
+  await house.start();
+  const opened = [], recent = [], linked = [], older = [], rare = [], rows = "#log-lines p[data-at]";
+  const page = await context.newPage();
+  /** Milliseconds until `check` (in the page) holds after \`act\`. */
+  const timed = (act, check) => page.evaluate(async ([act, check]) => {
+    const start = performance.now();
+    new Function(act)();
+    for (const holds = new Function(`return ${check}`); !holds();) {
+      await new Promise((done) => requestAnimationFrame(done));
+      if (performance.now() - start > 120_000) throw new Error(`not within two minutes: ${check}`);
+    }
+    return performance.now() - start;
+  }, [act, check]);
+  const last = `[...document.querySelectorAll("${rows}")].at(-1)?.textContent`;
+  const search = (q) => `const s = document.querySelector("#log-search"); s.value = ${JSON.stringify(q)}; s.dispatchEvent(new Event("input", { bubbles: true }));`;
+  for (let i = 0; i < N; i++) {
+    await page.goto(`${house.url}/jobs/${id}`, { waitUntil: "commit" });
+    await until("the newest lines are there", () => page.evaluate(() => performance.getEntriesByName("log shown").length));
+    opened.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
+    older.push(await timed(`document.querySelector("#log-lines").scrollTop = 0; window.was = document.querySelector("${rows}").dataset.at;`, `document.querySelector("${rows}").dataset.at !== window.was`));
+    const step = Math.floor((LINES - 1 - i * 800) / 8);
+    recent.push(await timed(search(`step: ${step},`), `document.querySelectorAll("${rows}").length > 0 && ${last}.includes("step: ${step},")`));
+    if (i < 3) rare.push(await timed(search("a needle"), `document.querySelectorAll("${rows}").length === 1 && ${last}.includes("a needle")`));
+    const seq = first + Math.floor(LINES * (i + 1) / (N + 2)), line = seq - first;
+    await page.goto(`${house.url}/jobs/${id}?line=${seq}.1.${line % 8}.${Math.floor(line / 8) + 1}`, { waitUntil: "commit" });
+    await until("the line is there", () => page.evaluate(() => document.querySelector("#log-lines .marked") && performance.getEntriesByName("log shown").length));
+    linked.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
+  }
+  await page.close();
+  const many = `${LINES.toLocaleString("en")} log lines`;
+  row(`${many}: navigation to the newest on the page`, opened);
+  row("the same: scrolled up, to the lines before", older);
+  row("the same: a search that finds among the newest, 200 ms of waiting for the next key included", recent);
+  row("the same: a search that finds one of the first, all others looked at", rare);
+  row("the same: a link to a line, navigation to that line", linked);
+}
+
 const house = await House.open({ dataset: false, agent: false });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
+let agent, context;
 try {
-  const agent = await join(other, house, RANKS);
+  agent = await join(other, house, RANKS);
   console.log("| what | median | from to | n |\n|---|---|---|---|");
 
   const { id } = await house.ask("/jobs", spec("a million points", RANKS, POINTS));
@@ -41,7 +104,7 @@ try {
   }, [id, POINTS, RANKS]);
   console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
 
-  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();
@@ -78,8 +141,17 @@ try {
   row("the same: to the list refreshed by its script", fetched);
   row(`all ${JOBS} jobs as JSON, read and parsed`, json);
 
+  if (MINUTES) await live(id);
+  if (LINES) await logs();
+} finally {
+  await Promise.all([browser.close(), other.close()]);
+  await house.close();
+}
+
+/** The live page, after `first` has made room. */
+async function live(first) {
   const live = await house.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
-  await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [id]);
+  await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [first]);
   await agent.evaluate(async ([id, ranks]) => {
     const attempt = await window.it.attempt(id);
     await window.it.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
@@ -115,11 +187,10 @@ try {
     heaps.push(metrics.find((m) => m.name === "JSHeapUsedSize").value / 1e6);
     console.error(`minute ${minute + 1}: ${heaps.at(-1).toFixed(0)} MB of heap`);
   }
-  const { times, longest } = await page.evaluate(() => window.frames_), points = await page.evaluate(() => window.lockstep.charts.loss.snapshot().reduce((n, s) => n + s.points, 0));
+  const { times, longest } = await page.evaluate(() => window.frames_);
+  const points = await page.evaluate(() => window.lockstep.charts.loss.snapshot().reduce((n, s) => n + s.points, 0));
   row(`live, ${RANKS} ranks × 100 points/s of five metrics, ${MINUTES} min: frames each second`, times, "fps");
   row("the same: JavaScript heap at each minute's end, garbage included", heaps, "MB");
   console.log(`| the same: longest frame; points drawn of loss | ${longest.toFixed(0)} ms | ${points.toLocaleString("en")} | 1 |`);
-} finally {
-  await Promise.all([browser.close(), other.close()]);
-  await house.close();
+  await page.close();
 }

@@ -147,7 +147,8 @@ export async function join(browser, house, slots) {
   await page.goto(`${house.url}/static/icon.svg`);
   await page.evaluate(inPage);
   await page.evaluate(([n, info]) => { window.it = new window.agent.Agent(n, info); return window.it.ready; }, [slots, INFO]);
-  await house.ask("/datasets", { name: "made-up", path: "/made-up" });
+  const known = (await house.ask("/datasets")).datasets.some((d) => d.name === "made-up");
+  if (!known) await house.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;
 }
 

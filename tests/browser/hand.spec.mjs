@@ -144,6 +144,11 @@ describe("a run", () => {
     await page.getByRole("button", { name: "Resume", exact: true }).click();
     await until("it goes on from there", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
     await until("the page too", async () => (await state()) === "running");
+    await page.locator("#log-attempt").selectOption("1");
+    const whose = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
+    await until("the log of one attempt", async () => (await whose()) === "attempt 1");
+    await page.locator("#log-attempt").selectOption("2");
+    await until("and of the other", async () => (await whose()) === "attempt 2");
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused again", async () => (await state()) === "paused");
 

@@ -114,7 +114,11 @@ export class Eyes {
     const context = await this.browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
     // To try a change of a script or a style without building: they come from the tree.
     if (process.env.LOCKSTEP_STATIC) {
-      await context.route("**/static/**", (route) => route.fulfill({ path: join(ROOT, new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, "")) }));
+      await context.route("**/static/**", (route) => {
+        const path = new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, ""), page = path.match(/\/all\/(.*)$/)?.[1];
+        if (!page) return route.fulfill({ path: join(ROOT, path) });
+        return route.fulfill({ contentType: "text/javascript", body: `import "/static/keys.js";\nimport "/static/${page}";\n` });
+      });
     }
     const page = await context.newPage();
     page.faults = [];

@@ -85,7 +85,14 @@ describe("a job", () => {
     assert.equal((await house.job(id)).state, "cancelled");
     assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
 
+    await page.getByRole("button", { name: "Go on", exact: true }).click();
+    await until("it goes on with another attempt", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2; });
+    await until("the page shows that", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await until("it is cancelled again", async () => (await state(page)) === "cancelled");
+
     await page.getByRole("button", { name: "Delete", exact: true }).click();
+    await until("what it frees is told", async () => /\d (kB|MB|B)/.test(await dialog.textContent()));
     await page.getByRole("button", { name: "Delete the job" }).click();
     await page.waitForURL(/\/jobs$/);
     await until("the list no longer has it", async () => !(await page.locator("#rows").textContent()).includes("endless"));

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { copyFile, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
@@ -40,6 +40,9 @@ describe("a model", () => {
     // Recall by hand from the matrix.
     for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
+    assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
+    assert.equal(await page.locator("#behind figure").count(), Math.min(24, told.mistakes.length), "without being asked for");
+    assert.deepEqual(told.mistakes.map((m) => m.confidence), told.mistakes.map((m) => m.confidence).sort((a, b) => b - a));
     const [most] = told.mistakes;
     const names = told.classes.map((c) => c.name), count = told.confusion[most.label][most.predicted];
     await page.getByRole("button", { name: `${count} of ${names[most.label]} taken for ${names[most.predicted]}` }).click();
@@ -52,7 +55,13 @@ describe("a model", () => {
   test("classifies several dropped pictures as the command line does", async () => {
     const files = await pictures(3), page = await eyes.page(house, `/jobs/${job.id}?tab=classify`);
     await writeFile(join(dir, "notes.png"), "no picture");
-    await page.setInputFiles("#classify-files", [...files.map((f) => f.file), join(dir, "notes.png")]);
+    // Dropped, as from a folder beside the browser.
+    const dropped = await Promise.all([...files.map((f) => f.file), join(dir, "notes.png")].map(async (file) => [file.split("/").pop(), [...await readFile(file)]]));
+    await page.locator("#drop").evaluate((zone, files) => {
+      const data = new DataTransfer();
+      for (const [name, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, { type: "image/png" }));
+      for (const kind of ["dragover", "drop"]) zone.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
+    }, dropped);
     await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG or PNG/);
@@ -91,6 +100,11 @@ describe("a model", () => {
 describe("data", () => {
   test("is shown by split and class, and as a job's augmentation makes it", async () => {
     const page = await eyes.page(house, "/datasets");
+    const { info } = await house.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
+    await card.getByText("Classes", { exact: true }).click();
+    const train = info.splits.find((s) => s.name === "train"), row = card.locator("tr", { hasText: "Sandal" });
+    assert.ok((await row.textContent()).includes(train.per_class[info.classes.indexOf("Sandal")].toLocaleString("en")), "pictures of each class are counted");
+    assert.match(await card.textContent(), new RegExp(info.mean[0].toFixed(3)), "and the mean told");
     await page.getByText("Pictures", { exact: true }).click();
     const figures = page.locator("[data-g=grid] figure");
     await until("pictures come", async () => (await figures.count()) === 48);
@@ -105,6 +119,25 @@ describe("data", () => {
     assert.ok(new Set(shown).size > 1, "they differ");
     const again = await house.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
     assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "seeded: the same every time");
+    await page.end();
+  });
+
+  test("with a broken picture in it is taken, and the picture named", async () => {
+    const [one] = await pictures(1), folder = join(dir, "pets");
+    for (const name of ["cat", "dog"]) {
+      await mkdir(join(folder, "train", name), { recursive: true });
+      for (let i = 0; i < 3; i++) await copyFile(one.file, join(folder, "train", name, `${i}.png`));
+    }
+    await writeFile(join(folder, "train/dog/torn.png"), "no picture");
+    const page = await eyes.page(house, "/datasets");
+    await page.getByLabel("Name", { exact: true }).fill("pets");
+    await page.getByLabel("Folder on the training machine").fill(folder);
+    await page.getByRole("button", { name: "Look and register" }).click();
+    const card = page.locator("[data-dataset=pets]");
+    await until("it is registered", () => card.isVisible());
+    await card.locator(".broken summary").click();
+    assert.match(await card.locator(".broken summary").textContent(), /^1 /);
+    assert.match(await card.locator(".broken li").textContent(), /torn\.png.*\S/);
     await page.end();
   });
 

@@ -15,12 +15,14 @@ before(async () => {
 });
 after(async () => { await eyes?.close(); await house?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=settings`, "/compare", "/nowhere"];
+/** A page that is none says so with its status. */
+const expected = [/404/];
 
 describe("every page", () => {
   test("fits a phone: nothing to scroll sideways", async () => {
     for (const path of paths()) {
-      const page = await eyes.page(house, path, { viewport: { width: 360, height: 740 } });
+      const page = await eyes.page(house, path, { viewport: { width: 360, height: 740 }, expected });
       await page.waitForLoadState("networkidle").catch(() => {});
       const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
       assert.ok(over <= 0, `${path} is ${over} pixels too wide`);
@@ -32,7 +34,7 @@ describe("every page", () => {
   test("passes axe in both themes", async () => {
     for (const colorScheme of ["dark", "light"]) {
       for (const path of paths()) {
-        const page = await eyes.page(house, path, { colorScheme });
+        const page = await eyes.page(house, path, { colorScheme, expected });
         await until("its scripts have run", () => page.locator("#theme").isVisible());
         if (path.startsWith("/jobs/j")) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
         if (path.includes("evaluation")) await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());

@@ -1,6 +1,6 @@
 //! Styles and scripts, embedded in the binary.
 
-use super::extract::Path;
+use super::{bundle, extract::Path};
 use crate::error::{Error, Result};
 use axum::{
     http::{HeaderMap, StatusCode, header},
@@ -8,7 +8,12 @@ use axum::{
 };
 use rust_embed::RustEmbed;
 use sha2::{Digest, Sha256};
-use std::{fmt::Write as _, sync::OnceLock};
+use std::{
+    borrow::Cow,
+    collections::HashMap,
+    fmt::Write as _,
+    sync::{Mutex, OnceLock, PoisonError},
+};
 
 #[derive(RustEmbed)]
 #[folder = "../static"]
@@ -21,6 +26,7 @@ pub(crate) fn folder() -> &'static str {
         let mut paths: Vec<_> = Assets::iter().collect();
         paths.sort();
         let mut hash = Sha256::new();
+        hash.update(include_bytes!("bundle.rs"));
         for path in paths {
             hash.update(path.as_bytes());
             hash.update(Assets::get(&path).map(|file| file.metadata.sha256_hash()).unwrap_or_default());
@@ -33,15 +39,32 @@ pub(crate) fn folder() -> &'static str {
     })
 }
 
+/// A file, or `all/PAGE.js`: every module of a page.
+fn content(path: &str) -> Option<Cow<'static, [u8]>> {
+    let Some(page) = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js")) else {
+        return Assets::get(path).map(|file| file.data);
+    };
+    static MADE: OnceLock<Mutex<HashMap<String, &'static [u8]>>> = OnceLock::new();
+    let mut made = MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(text) = made.get(page) {
+        return Some(Cow::Borrowed(text));
+    }
+    let source = |path: &str| Assets::get(path).and_then(|f| String::from_utf8(f.data.into_owned()).ok());
+    // A few, and for as long as the process lives.
+    let text: &'static [u8] = Vec::leak(bundle::page(page, &source)?.into_bytes());
+    made.insert(page.to_owned(), text);
+    Some(Cow::Borrowed(text))
+}
+
 /// `GET /static/{path}`. Below this build's own folder a browser may keep them for good. Elsewhere (a page that an
 /// older server wrote) they are asked for again each time, and answered with 304 while they are the same.
 pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Result<Response> {
     let versioned = path.strip_prefix("v-").and_then(|rest| rest.split_once('/'));
     let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));
     let path = versioned.map_or(path.as_str(), |(_, file)| file);
-    let file = Assets::get(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
+    let content = content(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
     let mut tag = String::from("\"");
-    for byte in &file.metadata.sha256_hash()[..12] {
+    for byte in &Sha256::digest(&content)[..12] {
         let _ = write!(tag, "{byte:02x}");
     }
     tag.push('"');
@@ -59,5 +82,21 @@ pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Resul
         Some("png") => "image/png",
         _ => "application/octet-stream",
     };
-    Ok((common, [(header::CONTENT_TYPE, kind)], file.data).into_response())
+    Ok((common, [(header::CONTENT_TYPE, kind)], content).into_response())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_s_modules_go_into_one_file() {
+        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines"] {
+            let text = content(&format!("all/{page}.js")).unwrap_or_else(|| panic!("{page}"));
+            let text = std::str::from_utf8(&text).unwrap();
+            let left = text.lines().find(|l| l.starts_with("import") || l.starts_with("export"));
+            assert_eq!(left, None, "{page}: written in another way than the others");
+        }
+        assert!(content("all/nothing.js").is_none() && content("all/../job.js").is_none());
+    }
 }

@@ -48,7 +48,7 @@ pub(crate) struct ListQuery {
     /// Part of the name.
     name: Option<String>,
     /// At most so many, up to 1000; 50 when absent.
-    limit: Option<u32>,
+    pub(crate) limit: Option<u32>,
     /// `next` of the page before.
     cursor: Option<String>,
 }

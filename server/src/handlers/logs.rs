@@ -17,6 +17,7 @@ use axum::{
 use futures_util::stream;
 use lockstep_protocol::{
     agent::LogLine,
+    job::Job,
     stream::{Event, EventBody},
 };
 use serde::{Deserialize, Serialize};
@@ -28,8 +29,8 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_EVENTS: u32 = 1000;
 const MAX_EVENTS: u32 = 10_000;
-/// Events read at a time while searching, and for how long.
-const SEARCHED: u32 = 5000;
+/// Events looked at in one question to the database while searching, and for how long to go on.
+const SEARCHED: u64 = 50_000;
 const SEARCH: Duration = Duration::from_secs(1);
 
 /// Which lines.
@@ -57,7 +58,7 @@ pub(crate) struct LogsQuery {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Logs {
     lines: Vec<Line>,
-    /// Give it as `after` to read on; null at the end.
+    /// Give it as `after` to read on, or with `tail` as `before`; null at the end.
     next: Option<u64>,
 }
 
@@ -97,9 +98,10 @@ pub(crate) async fn query(
         before: query.before,
         limit,
         newest,
+        containing: None,
     };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        return Ok(Json(search(&app, &job_id(&id)?, filter, q).await?).into_response());
+        return Ok(Json(search(&app, &job, filter, q).await?).into_response());
     }
     let events = app.store.logs(&job_id(&id)?, &filter).await?;
     let next = (!newest && events.len() == limit as usize).then(|| events.last().map(|e| e.seq)).flatten();
@@ -112,27 +114,39 @@ pub(crate) async fn query(
     Ok(Json(Logs { lines, next }).into_response())
 }
 
-/// Reads on until `limit` lines are found, the log ends, or a second has passed.
-async fn search(app: &App, job: &lockstep_protocol::JobId, filter: LogFilter, q: &str) -> Result<Logs> {
+/// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.
+async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs> {
     let start = Instant::now();
+    let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let wanted = filter.limit as usize;
-    let mut filter = LogFilter { limit: SEARCHED, ..filter };
-    let mut found = Vec::new();
+    // What is not looked at yet: `low < seq < high`.
+    let (mut low, mut high) = (filter.after, filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
+    let mut found: Vec<Line> = Vec::new();
     loop {
-        let events = app.store.logs(job, &filter).await?;
-        let ends = (events.first().map(|e| e.seq), events.last().map(|e| e.seq));
-        let more = events.len() == SEARCHED as usize;
-        let part = lines(events, Some(q));
-        let next = if filter.newest { ends.0 } else { ends.1 }.filter(|_| more);
-        if filter.newest {
-            found.splice(0..0, part);
-            filter.before = next;
+        (filter.after, filter.before) = if filter.newest {
+            (low.max(high.saturating_sub(SEARCHED)), Some(high))
         } else {
+            (low, Some(high.min(low.saturating_add(SEARCHED))))
+        };
+        let (from, to) = (filter.after, filter.before.unwrap_or(high));
+        let events = app.store.logs(&job.id, &filter).await?;
+        let full = events.len() == filter.limit as usize;
+        let ends = events.first().zip(events.last()).map(|(first, last)| (first.seq, last.seq));
+        let part = lines(events, Some(q));
+        let next = if filter.newest {
+            high = ends.filter(|_| full).map_or(from + 1, |(first, _)| first);
+            found.splice(0..0, part);
+            high
+        } else {
+            low = ends.filter(|_| full).map_or(to.saturating_sub(1), |(_, last)| last);
             found.extend(part);
-            filter.after = next.unwrap_or(filter.after);
+            low
+        };
+        if low + 1 >= high {
+            return Ok(Logs { lines: found, next: None });
         }
-        if next.is_none() || found.len() >= wanted || start.elapsed() > SEARCH {
-            return Ok(Logs { lines: found, next });
+        if found.len() >= wanted || start.elapsed() > SEARCH {
+            return Ok(Logs { lines: found, next: Some(next) });
         }
     }
 }
@@ -164,6 +178,7 @@ fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response 
             before: query.before,
             limit: DEFAULT_EVENTS,
             newest: false,
+            containing: query.q.clone(),
         };
         let containing = query.q.clone();
         async move {

@@ -22,6 +22,9 @@ use lockstep_web::{
 };
 use serde::Deserialize;
 
+/// Rows of the list as the server writes it: what fits a screen. The script reads on, or the link below them.
+const ROWS: u32 = 25;
+
 type Page = Result<Response, PageError>;
 
 fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
@@ -43,7 +46,10 @@ pub(crate) async fn home() -> Redirect {
 /// `GET /jobs`
 pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query): Query<ListQuery>) -> Page {
     // A filter typed by hand that is none shows everything.
-    let filter = query.filter().unwrap_or_else(|_| JobFilter { limit: 50, ..JobFilter::default() });
+    let mut filter = query.filter().unwrap_or_default();
+    if query.limit.is_none() {
+        filter.limit = ROWS;
+    }
     let page = app.store.jobs(&filter).await?;
     let any = !page.jobs.is_empty()
         || !app.store.jobs(&JobFilter { limit: 1, ..JobFilter::default() }).await?.jobs.is_empty();

@@ -34,6 +34,10 @@ mod dialect {
     pub(super) const SCHEMA: &str = "SELECT table_name::text, column_name::text, data_type::text \
         FROM information_schema.columns WHERE table_schema = current_schema() \
         AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
+    /// The planner knows how rare log lines are, and chooses.
+    pub(super) const BY_LOG: &str = "";
+    /// Whatever the case of letters.
+    pub(super) const LIKE: &str = "ILIKE";
     /// The next attempt's token is above those that were copied.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'token'), \
         greatest((SELECT coalesce(max(token), 0) FROM attempts), 1))";

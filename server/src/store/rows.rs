@@ -233,6 +233,8 @@ pub struct LogFilter {
     pub limit: u32,
     /// The newest ones instead of the first ones (still in order).
     pub newest: bool,
+    /// Only events that may have this text in a line, in capitals or not. A hint that saves reading: others may come, too.
+    pub containing: Option<String>,
 }
 
 /// A complete checkpoint.

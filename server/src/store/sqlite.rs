@@ -38,6 +38,10 @@ mod dialect {
     pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
         JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
+    /// The planner would rather look through all events of a range, points and all.
+    pub(super) const BY_LOG: &str = "INDEXED BY events_log";
+    /// Whatever the case of ASCII letters.
+    pub(super) const LIKE: &str = "LIKE";
     /// AUTOINCREMENT follows the rows by itself.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }

@@ -1,6 +1,6 @@
 //! Events and what is read from them: metrics, logs, reports of ranks, checkpoints.
 
-use super::{BEGIN_SNAPSHOT, DbRow, SqlStore};
+use super::{BEGIN_SNAPSHOT, BY_LOG, DbRow, LIKE, SqlStore};
 use crate::store::{
     CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError,
     values::{from_json, int, plain, small, time, uint},
@@ -12,7 +12,7 @@ use lockstep_protocol::{
     stream::Event,
 };
 use serde::Deserialize;
-use sqlx::Row;
+use sqlx::{AssertSqlSafe, Row};
 
 /// The part of a metrics event that a query needs.
 #[derive(Deserialize)]
@@ -26,6 +26,23 @@ struct Points {
 /// The filter's ranks as text between commas: the two databases agree on little that takes a list.
 pub(super) fn ranks(filter: &MetricFilter) -> String {
     filter.ranks.iter().map(|rank| format!(",{rank},")).collect()
+}
+
+/// A pattern for bodies that may have `text` in a string; `None` where JSON may write it in another way or letters
+/// have cases that not every database knows.
+fn pattern(text: &str) -> Option<String> {
+    let plain = !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
+    plain.then(|| {
+        let mut pattern = String::from("%");
+        for letter in text.chars() {
+            if matches!(letter, '%' | '_' | '!') {
+                pattern.push('!');
+            }
+            pattern.push(letter);
+        }
+        pattern.push('%');
+        pattern
+    })
 }
 
 fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
@@ -98,20 +115,20 @@ impl SqlStore {
     }
 
     pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
-        let query = if filter.newest {
-            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
-             AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND ($6 IS NULL OR seq < $6) ORDER BY seq DESC LIMIT $5"
-        } else {
-            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'log' AND ($2 IS NULL OR rank = $2) \
-             AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND ($6 IS NULL OR seq < $6) ORDER BY seq LIMIT $5"
-        };
-        let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(query)
+        let order = if filter.newest { "DESC" } else { "ASC" };
+        let query = format!(
+            "SELECT seq, at, body FROM events {BY_LOG} WHERE job_id = $1 AND kind = 'log' \
+             AND ($2 IS NULL OR rank = $2) AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND seq < $5 \
+             AND ($6 IS NULL OR body {LIKE} $6 ESCAPE '!') ORDER BY seq {order} LIMIT $7"
+        );
+        let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(AssertSqlSafe(query))
             .bind(job.as_str())
             .bind(filter.rank.map(i64::from))
             .bind(filter.attempt.map(i64::from))
             .bind(int(filter.after))
+            .bind(filter.before.map_or(i64::MAX, int))
+            .bind(filter.containing.as_deref().and_then(pattern))
             .bind(i64::from(filter.limit))
-            .bind(filter.before.map(int))
             .fetch_all(&self.reader)
             .await?;
         if filter.newest {
@@ -127,9 +144,14 @@ impl SqlStore {
         job: &JobId,
         attempt: u32,
     ) -> Result<Vec<(u32, RankReport)>> {
+        // A run of a week has millions of them: the newest of each rank is found by an index alone.
         let rows: Vec<(i64, String)> = sqlx::query_as(
-            "SELECT rank, body FROM events WHERE job_id = $1 AND seq IN (SELECT max(seq) FROM events \
-             WHERE job_id = $1 AND kind = 'rank' AND name IS NULL AND attempt = $2 GROUP BY rank) ORDER BY rank",
+            "WITH RECURSIVE ranks (rank) AS ( \
+               SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank' AND name IS NULL) \
+               UNION ALL SELECT rank - 1 FROM ranks WHERE rank > 0) \
+             SELECT e.rank, e.body FROM ranks JOIN events e ON e.job_id = $1 AND e.seq = (SELECT max(seq) FROM events \
+               WHERE job_id = $1 AND kind = 'rank' AND name IS NULL AND rank = ranks.rank) \
+             WHERE e.attempt = $2 ORDER BY e.rank",
         )
         .bind(job.as_str())
         .bind(i64::from(attempt))

@@ -1,0 +1,108 @@
+//! All modules of a page in one file, so that a browser asks once instead of thirty times. Made when first asked for,
+//! from the modules as they are: nothing is built beforehand, and each is also served on its own.
+//!
+//! Every module becomes a function that returns what it exports. That needs modules to be written in one way, which
+//! ours are: `import { a, b as c } from "./x.js";` on a line of its own, `export` in front of a declaration, no cycles.
+
+use std::fmt::Write as _;
+
+/// The keyboard and then the page's own script, with all that they import; `None` when a file is missing.
+pub(crate) fn page(entry: &str, source: &impl Fn(&str) -> Option<String>) -> Option<String> {
+    let mut bundle = Bundle { modules: Vec::new(), text: String::new(), source };
+    bundle.add("keys.js", 0)?;
+    bundle.add(&format!("{entry}.js"), 0)?;
+    Some(bundle.text)
+}
+
+struct Bundle<'a, S> {
+    /// Paths in the order of `text`; a module's place is its name there.
+    modules: Vec<String>,
+    text: String,
+    source: &'a S,
+}
+
+/// Deeper than any of our imports: a cycle.
+const DEEPEST: u32 = 20;
+
+impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
+    /// Adds a module behind those that it imports; answers its place.
+    fn add(&mut self, path: &str, depth: u32) -> Option<usize> {
+        if let Some(place) = self.modules.iter().position(|m| m == path) {
+            return Some(place);
+        }
+        if depth > DEEPEST {
+            return None;
+        }
+        let (mut body, mut exports) = (String::new(), Vec::new());
+        for line in (self.source)(path)?.lines() {
+            if let Some((names, from)) = import(line) {
+                let place = self.add(&resolve(path, from), depth + 1)?;
+                let _ = writeln!(body, "const {{{}}} = m{place};", names.replace(" as ", ": "));
+            } else if let Some(declaration) = line.strip_prefix("export ") {
+                exports.push(declared(declaration)?.to_owned());
+                let _ = writeln!(body, "{declaration}");
+            } else {
+                let _ = writeln!(body, "{line}");
+            }
+        }
+        let (place, exports) = (self.modules.len(), exports.join(", "));
+        let _ = write!(
+            self.text,
+            "// {path}\nconst m{place} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
+        );
+        self.modules.push(path.to_owned());
+        Some(place)
+    }
+}
+
+/// Names and path of `import { names } from "path";`.
+fn import(line: &str) -> Option<(&str, &str)> {
+    line.strip_prefix("import {")?.strip_suffix("\";")?.split_once("} from \"")
+}
+
+/// The name in `const name`, `class name`, `function name` or `async function name`.
+fn declared(declaration: &str) -> Option<&str> {
+    let words = declaration.strip_prefix("async ").unwrap_or(declaration);
+    let (_, rest) = words.split_once(' ')?;
+    rest.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '$').next().filter(|name| !name.is_empty())
+}
+
+/// `../x.js` as written in `a/b.js`.
+fn resolve(importer: &str, path: &str) -> String {
+    let mut parts: Vec<&str> = importer.split('/').collect();
+    parts.pop();
+    for part in path.split('/') {
+        match part {
+            "." => {}
+            ".." => drop(parts.pop()),
+            name => parts.push(name),
+        }
+    }
+    parts.join("/")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_come_before_their_users_and_once() {
+        let source = |path: &str| {
+            Some(match path {
+                "keys.js" => "import { one } from \"./a/one.js\";\nexport const keys = one;\n".to_owned(),
+                "page.js" => {
+                    "import { one as first, two } from \"./a/one.js\";\nexport async function go() {}\n".into()
+                }
+                "a/one.js" => "import { deep } from \"../deep.js\";\nexport function one() {}\nexport class two {}".into(),
+                "deep.js" => "export const deep = 1;".into(),
+                _ => return None,
+            })
+        };
+        let text = page("page", &source).unwrap();
+        assert_eq!(text.matches("// a/one.js\n").count(), 1);
+        assert!(text.find("// deep.js").unwrap() < text.find("// a/one.js").unwrap());
+        assert!(text.contains("const { one: first, two } = m1;\n") && text.contains("return { one, two };"));
+        assert!(text.contains("\nasync function go() {}\nreturn { go };"), "{text}");
+        assert!(page("nowhere", &source).is_none());
+    }
+}

@@ -1,0 +1,167 @@
+// What a page tells by itself while it stays open: lanes with what GPUs report, how far behind it is, that a job has
+// ended, that a machine has left. Told by a made-up agent, so nothing waits for training.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Eyes, House, losses, until } from "./house.mjs";
+
+const RANKS = 4;
+let house, eyes, agent;
+before(async () => {
+  [house, eyes] = await Promise.all([House.open({ dataset: false, agent: false }), Eyes.open()]);
+  agent = await join(eyes.browser, house, RANKS);
+});
+after(async () => { await eyes?.close(); await house?.close(); });
+
+/** A running job of all ranks with `steps` steps told. */
+async function running(name, steps) {
+  const job = await house.ask("/jobs", spec(name, RANKS, 1000));
+  await agent.evaluate(async ([id, ranks, steps]) => {
+    const attempt = await window.it.attempt(id);
+    await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    const at = Array.from({ length: steps }, (_, i) => i + 1);
+    for (let rank = 0; rank < ranks; rank++) {
+      const column = (name, of) => ({ name, steps: at, values: at.map(of) });
+      await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
+        column("loss", (s) => window.agent.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
+        column("gpu_utilization", () => 0.875 + rank / 100), column("gpu_memory_bytes", () => 12.3e9 + 0.5), column("gpu_power_watts", () => 350.5 + rank), column("gpu_temperature_celsius", () => 71.25),
+      ] }]);
+    }
+  }, [job.id, RANKS, steps]);
+  return job;
+}
+const tell = (job, steps) => agent.evaluate(async ([id, ranks, steps]) => {
+  const attempt = await window.it.attempt(id);
+  for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] }]);
+}, [job.id, RANKS, steps]);
+const end = (job, step) => agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
+
+describe("a rank's lane", () => {
+  test("shows how a step divides, what the rank does, and its GPU's use, memory, temperature and power", async () => {
+    const job = await running("on GPUs", 60), page = await eyes.page(house, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
+    await until("four lanes", async () => (await page.locator("#ranks li").count()) === RANKS);
+    const parts = await until("the lane is divided", async () => {
+      const widths = await lane(1).locator(".lane span").evaluateAll((all) => Object.fromEntries(all.map((s) => [s.className, parseFloat(s.style.width) || 0])));
+      return widths["k-compute"] > 0 && widths;
+    });
+    assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
+    const words = await lane(1).locator(".rank-about").innerText();
+    for (const told of ["89 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(told), `${told} in ${words}`);
+
+    const report = (status) => agent.evaluate(async ([id, status]) => {
+      const attempt = await window.it.attempt(id);
+      await window.it.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2" } }]);
+    }, [job.id, status]);
+    await report("checkpointing");
+    await until("it says that it writes a checkpoint", async () => /GPU 2.*checkpointing.*step 60.*791 img\/s/s.test(await lane(2).locator(".rank-about").innerText()));
+    await new Promise((done) => setTimeout(done, 300));
+    await report("training");
+    await until("and the lane shows for how long it did", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);
+
+    await page.locator("#other-metric").selectOption("gpu_power_watts");
+    const power = await until("power is drawn for each rank", async () => { const all = await page.evaluate(() => window.lockstep.charts.lr.snapshot()); return all.length === RANKS && all; });
+    assert.deepEqual(power.map((line) => [line.label, line.points, line.value]), [0, 1, 2, 3].map((r) => [`rank ${r}`, 60, 350.5 + r]));
+    await end(job, 60);
+    await page.end();
+  });
+
+  test("one crosshair runs through all charts, and the mean has a band from the lowest rank to the highest", async () => {
+    const job = await running("together", 60), page = await eyes.page(house, `/jobs/${job.id}`);
+    await until("it is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
+    const box = await page.locator("#loss-chart").boundingBox();
+    const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
+      const { over } = window.lockstep.charts[name], { data } = over.getContext("2d").getImageData(0, 0, over.width, over.height);
+      return data.some((v) => v > 0);
+    }));
+    await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
+    await page.locator("#other-metric").selectOption("step_ms");
+    await page.mouse.move(box.x + box.width / 3, box.y + box.height / 2);
+    await until("the crosshair is in the other chart, too", async () => { const m = await marked(); return m[0] && m[3]; });
+    await page.mouse.move(1, 1);
+    await until("and goes with the mouse", async () => (await marked()).every((m) => !m));
+
+    await page.getByRole("button", { name: "mean", exact: true }).click();
+    const mean = await until("one line is left", async () => { const all = await page.evaluate(() => window.lockstep.charts.loss.snapshot()); return all.length === 1 && all[0]; });
+    assert.deepEqual([mean.label, mean.points], ["mean of ranks", 60]);
+    const { series } = await house.ask(`/jobs/${job.id}/metrics?name=loss&points=100`);
+    const spread = await page.evaluate(() => { const g = window.lockstep.charts.loss.layers()[0].series.segments[0]; return [30, 59].map((i) => [g.min[i], g.mean[i], g.max[i]]); });
+    for (const [k, i] of [30, 59].entries()) {
+      const all = series.map((s) => s.mean[i]), wanted = [Math.min(...all), all.reduce((a, b) => a + b) / all.length, Math.max(...all)];
+      wanted.forEach((v, n) => assert.ok(Math.abs(spread[k][n] - v) < 1e-6, `${spread[k]} instead of ${wanted}`));
+    }
+    await end(job, 60);
+    await page.end();
+  });
+});
+
+describe("a page that stays open", () => {
+  test("says how far behind it is while it catches up, and misses nothing", async () => {
+    const job = await running("cut off", 10), page = await eyes.page(house, "/machines");
+    let away = false, hold = false, socket = null;
+    const held = [];
+    await page.routeWebSocket(/\/stream/, (ws) => {
+      if (away) return ws.close();
+      const server = ws.connectToServer();
+      // The last frame of the catching up waits until it has been looked at.
+      server.onMessage((message) => { if (hold && JSON.parse(message).type === "live") held.push(() => ws.send(message)); else ws.send(message); });
+      socket = ws;
+    });
+    await page.goto(`${house.url}/jobs/${job.id}`);
+    const live = page.locator("#live");
+    await until("it is live", async () => (await live.textContent()) === "live");
+    [away, hold] = [true, true];
+    await socket.close();
+    await until("the line is cut", async () => (await live.textContent()) === "reconnecting");
+    await tell(job, [11, 12, 13]);
+    // What is told is that old when the page hears of it.
+    await new Promise((done) => setTimeout(done, 3200));
+    away = false;
+    await until("it says how far behind it is", async () => /^\d+ s behind$/.test(await live.textContent()));
+    assert.ok(parseInt(await live.textContent()) >= 3);
+    hold = false;
+    held.splice(0).forEach((send) => send());
+    await until("and is live again", async () => (await live.textContent()) === "live");
+    assert.equal((await losses(page))["rank 2"].points, 13);
+    await end(job, 13);
+    await page.end();
+  });
+
+  test("tells the system that a job has ended, once somebody has asked for that and looks elsewhere", async () => {
+    const job = await running("while you are away", 10), page = await eyes.page(house, "/machines");
+    // A headless browser shows no notifications: what would be shown is kept.
+    await page.context().addInitScript(() => {
+      window.told = [];
+      window.Notification = class {
+        static permission = "default";
+        static async requestPermission() { return this.permission = "granted"; }
+        constructor(title, options) { window.told.push([title, options.body]); }
+      };
+      Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
+    });
+    await page.goto(`${house.url}/jobs/${job.id}`);
+    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await page.keyboard.press("?");
+    await page.getByRole("button", { name: "Tell me when jobs end" }).click();
+    await until("the choice is kept", () => page.getByRole("button", { name: "Do not tell when jobs end" }).isVisible());
+    await page.getByRole("button", { name: "Close" }).click();
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.evaluate(() => { window.elsewhere = true; });
+    await end(job, 10);
+    await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0);
+    assert.deepEqual((await page.evaluate(() => window.told)).map(([title]) => title), ["while you are away: succeeded"]);
+    await page.end();
+  });
+
+  test("shows a machine's slots, who holds them, and that it has left", async () => {
+    const job = await running("held", 10), page = await eyes.page(house, "/machines"), card = page.locator(".machine");
+    await until("each slot names its job and rank", async () => (await card.locator(".slots li").allInnerTexts()).filter((t) => /held\s+rank \d/.test(t)).length === RANKS);
+    assert.match(await card.locator(".pill").first().textContent(), /online/);
+    await end(job, 10);
+    await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
+    await agent.evaluate(() => window.it.socket.close());
+    await until("it is seen to have left", async () => !/online/.test(await card.locator(".pill").first().textContent()));
+    await until("its slots are away", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /away/.test(t)));
+    await page.end();
+  });
+});

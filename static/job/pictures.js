@@ -27,7 +27,8 @@ export async function predicted(job, entries, names) {
   return samples.map((sample, i) => {
     const { label, predicted, confidence, index } = entries[i];
     const wrong = label !== predicted;
+    const sure = percent(confidence, 0).replace(" ", "\u00a0");
     const alt = wrong ? `picture ${index}: ${names[label]}, taken for ${names[predicted]}` : `picture ${index}: ${names[label]}`;
-    return figure(sample.png, alt, [[wrong ? `${names[predicted]} ${percent(confidence, 0)}` : `${percent(confidence, 0)} sure`, wrong ? "bad" : ""], [wrong ? `is ${names[label]}` : names[label], "muted"]]);
+    return figure(sample.png, alt, [[wrong ? `${names[predicted]} ${sure}` : `${sure} sure`, wrong ? "bad" : ""], [wrong ? `is ${names[label]}` : names[label], "muted"]]);
   });
 }

@@ -20,8 +20,8 @@ use axum::{
 };
 use std::{any::Any, time::Duration};
 use tower_http::{
-    catch_panic::CatchPanicLayer,
     CompressionLevel,
+    catch_panic::CatchPanicLayer,
     compression::{
         CompressionLayer,
         predicate::{DefaultPredicate, NotForContentType, Predicate},

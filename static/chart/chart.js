@@ -4,7 +4,7 @@
 // line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
 // ring at every value, for what is measured now and then. `smoothing` overrides the chart's.
 //
-// Drawing happens in one animation frame for all charts, at most 20 times a second for new data and at
+// Drawing happens in one animation frame for all charts, at most ten times a second for new data and at
 // once for what the reader does.
 
 import { drawAttempts, drawAxes, labelWidth } from "./axes.js";
@@ -12,7 +12,7 @@ import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { clockTicks, linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
-const DATA_FRAME_MS = 50;
+const DATA_FRAME_MS = 100;
 const charts = new Set();
 let frame = 0;
 

@@ -91,9 +91,13 @@ mod tests {
             Some(match path {
                 "keys.js" => "import { one } from \"./a/one.js\";\nexport const keys = one;\n".to_owned(),
                 "page.js" => {
-                    "import { one as first, two } from \"./a/one.js\";\nexport async function go() {}\n".into()
+                    "import { one as first, two } from \"./a/one.js\";\nexport async function go() {}\n"
+                        .into()
                 }
-                "a/one.js" => "import { deep } from \"../deep.js\";\nexport function one() {}\nexport class two {}".into(),
+                "a/one.js" => {
+                    "import { deep } from \"../deep.js\";\nexport function one() {}\nexport class two {}"
+                        .into()
+                }
                 "deep.js" => "export const deep = 1;".into(),
                 _ => return None,
             })

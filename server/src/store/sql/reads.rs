@@ -31,7 +31,8 @@ pub(super) fn ranks(filter: &MetricFilter) -> String {
 /// A pattern for bodies that may have `text` in a string; `None` where JSON may write it in another way or letters
 /// have cases that not every database knows.
 fn pattern(text: &str) -> Option<String> {
-    let plain = !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
+    let plain =
+        !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
     plain.then(|| {
         let mut pattern = String::from("%");
         for letter in text.chars() {

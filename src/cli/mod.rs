@@ -76,5 +76,7 @@ pub(crate) fn init_tracing(default: &str) {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
+        // It would print what it could not print, and panic: a log on a full disk must end nobody.
+        .log_internal_errors(false)
         .try_init();
 }

@@ -251,7 +251,8 @@ impl Drop for Disk {
 #[ignore = "needs root"]
 async fn root_the_disk_is_really_full_for_a_while() {
     let _turn = turn().await;
-    let steps = 2 * STEPS;
+    // Longer than the disk is full.
+    let steps = 10 * STEPS;
     let model = undisturbed(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));

@@ -3,6 +3,7 @@
 use crate::{
     judge::{Row, judge, spec, trained, with_pictures},
     server::{Agents, Server, number, signal, state_of, turn},
+    socket::stored,
     specs,
 };
 use rustix::process::Signal;
@@ -13,8 +14,9 @@ use std::{
 };
 
 const JOBS: usize = 200;
+const WAITING: usize = 20;
 const STEPS: u64 = 80;
-const FOR: Duration = Duration::from_secs(600);
+const FOR: u64 = 600;
 
 /// Xorshift: the same faults for the same seed.
 struct Chance(u64);
@@ -34,9 +36,13 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let _turn = turn().await;
     let seed = std::env::var("LOCKSTEP_SOAK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_721);
     let mut chance = Chance(seed);
+    // A shorter one, with fewer jobs, to try the soak itself.
+    let secs = std::env::var("LOCKSTEP_SOAK_SECS").ok().and_then(|s| s.parse().ok()).unwrap_or(FOR);
+    let duration = Duration::from_secs(secs);
+    let jobs = JOBS * secs as usize / FOR as usize;
     let mut server = with_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
     let mut row =
-        Row::begin(&format!("soak: {JOBS} jobs, a random fault every 2 to 5 s for {} s", FOR.as_secs()));
+        Row::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
     let soaked = |name: &str| {
         specs::with(
             spec(name, STEPS),
@@ -48,7 +54,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     };
     let model = trained(&soaked("disturbed")).await;
     let mut ids = Vec::new();
-    for _ in 0..JOBS {
+    for _ in 0..jobs {
         // The name is in no weights: all are the same job.
         ids.push(server.submit(&soaked("disturbed")).await);
     }
@@ -56,13 +62,23 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let mut faults: BTreeMap<&str, u32> = BTreeMap::new();
     loop {
         let left = server.get("/jobs?limit=1000").await;
-        let left = left["jobs"].as_array().expect("jobs").iter().filter(|j| !state_of(j).is_final()).count();
-        if left == 0 {
+        let mut left =
+            left["jobs"].as_array().expect("jobs").iter().filter(|j| !state_of(j).is_final()).count();
+        if left == 0 && began.elapsed() > duration {
             break;
         }
-        assert!(began.elapsed() < FOR * 3, "{left} jobs are left after {:?}; {faults:?}", began.elapsed());
+        // A fast machine gets more than so many, so that faults always find something to hit.
+        while left < WAITING && began.elapsed() < duration {
+            ids.push(server.submit(&soaked("disturbed")).await);
+            left += 1;
+        }
+        assert!(
+            began.elapsed() < duration * 3,
+            "{left} jobs are left after {:?}; {faults:?}",
+            began.elapsed()
+        );
         tokio::time::sleep(Duration::from_millis(2000 + chance.below(3000))).await;
-        if began.elapsed() > FOR {
+        if began.elapsed() > duration {
             continue;
         }
         let processes = server.processes();
@@ -105,11 +121,21 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     }
     row.mended_now();
     let mut attempts = 0;
+    let mut fenced = 0;
     for id in &ids {
-        judge(&server, id, STEPS, &model, &[]).await;
+        server.succeeded(id).await;
+        // An agent that is killed again before it has found its feet may be gone for longer than the lease.
+        let events = stored(&server, id).await;
+        let lost: Vec<_> =
+            events.iter().filter(|e| e["state"] == "lost").map(|e| number(&e["attempt"])).collect();
+        fenced += lost.len();
+        judge(&server, id, STEPS, &model, &lost).await;
         attempts += number(&server.job(id).await["attempt"]);
     }
     let total: u32 = faults.values().sum();
-    row.passed(&format!("seed {seed}: {total} faults {faults:?}, {JOBS} jobs in {attempts} attempts"));
+    row.passed(&format!(
+        "seed {seed}: {total} faults {faults:?}, {} jobs in {attempts} attempts ({fenced} fenced)",
+        ids.len()
+    ));
     server.stop().await;
 }

@@ -43,7 +43,15 @@ pub struct SqlStore {
 impl SqlStore {
     /// A transaction that has the write lock from its start.
     async fn begin(&self) -> Result<Transaction<'static, Db>> {
-        Ok(self.writer.begin_with(BEGIN_WRITE).await?)
+        match self.writer.begin_with(BEGIN_WRITE).await {
+            // The database ended the transaction before by itself (SQLite does when its disk is full), and the driver
+            // still waits for its end. A new connection knows of nothing.
+            Err(sqlx::Error::InvalidSavePointStatement) => {
+                self.writer.acquire().await?.close().await?;
+                Ok(self.writer.begin_with(BEGIN_WRITE).await?)
+            }
+            other => Ok(other?),
+        }
     }
 }
 

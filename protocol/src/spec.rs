@@ -176,8 +176,8 @@ pub struct TrainSpec {
     pub accumulate: u32,
     pub precision: Precision,
     pub loss_scale: LossScale,
-    /// The same bits in every run, also on GPUs, where that costs a few percent of the speed. CPU ranks always give
-    /// the same.
+    /// The same bits in every run on GPUs, too, where that costs a few percent of the speed. CPU ranks always give the
+    /// same.
     pub deterministic: bool,
     pub seed: u64,
 }
@@ -349,7 +349,7 @@ impl Default for TrainSpec {
             accumulate: 1,
             precision: Precision::Auto,
             loss_scale: LossScale::Named("dynamic".into()),
-            deterministic: true,
+            deterministic: false,
             seed: 0,
         }
     }

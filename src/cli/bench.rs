@@ -40,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
     /// On GPUs, the same bits in every run
-    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
     /// Threads of a rank [default: the cores, divided over the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]

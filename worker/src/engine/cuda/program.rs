@@ -34,9 +34,12 @@ mod walk;
 const PADDED_INPUT: usize = 4;
 /// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
-/// Weight gradients that may be behind the way back, which runs beside them: what they read is kept until they are
-/// done.
-const BEHIND: usize = 4;
+/// Weight gradients that may be behind the way back, which runs beside them, where memory is short: what they read is
+/// kept until they are done.
+const BEHIND: usize = 2;
+/// Of the GPU's free memory, the part that activations may take for none of them to be waited for: a wait in the middle
+/// costs small batches a few percent.
+const ROOM: f64 = 0.5;
 
 /// Which part of a step a micro-batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -96,6 +99,7 @@ pub(super) struct Program {
     dtype: DType,
     /// Whether the loss scale moves by itself.
     dynamic_scale: Option<bool>,
+    deterministic: bool,
     padded_input: usize,
     padded_classes: usize,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 one over 2x2 pixels: of a handful of channels
@@ -138,7 +142,9 @@ pub(super) struct Program {
     side_begin: Event,
     side_end: Event,
     /// After the newest weight gradients, in turn.
-    side_done: Vec<Event>,
+    side_done: [Event; BEHIND],
+    /// Weight gradients that may be behind the way back.
+    behind: usize,
     /// Where evaluation leaves its logits.
     evaluated_logits: Buffer,
 }
@@ -270,13 +276,10 @@ impl Program {
             side: OwnedStream::new(false)?,
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
-            side_done: (0..std::env::var("LOCKSTEP_CUDA_BEHIND")
-                .ok()
-                .and_then(|b| b.parse().ok())
-                .unwrap_or(BEHIND))
-                .map(|_| Event::new(false))
-                .collect::<Result<_, _>>()?,
+            side_done: [Event::new(false)?, Event::new(false)?],
+            behind: BEHIND,
             evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
+            deterministic: gpu.deterministic,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
             config: config.clone(),
             dtype,
@@ -317,14 +320,19 @@ impl Program {
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
         let both = Accumulation { first: true, last: true, whole: true };
-        let peak = |phase: Phase, beside: bool| -> Result<usize, EngineError> {
-            let mut walk = Walk::new(self, None, beside);
+        let peak = |phase: Phase, behind: usize| -> Result<usize, EngineError> {
+            let mut walk = Walk::new(self, None, behind);
             walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
             Ok(walk.arena.peak)
         };
-        // Apart is how a step is timed call by call.
-        let apart = peak(Phase::Train(both), false)?;
-        let bytes = peak(Phase::Train(both), true)?.max(apart).max(peak(Phase::Evaluate, true)?);
+        let all = peak(Phase::Train(both), usize::MAX)?;
+        let roomy = all as f64 <= ROOM * device.memory().0 as f64;
+        let behind = if roomy { usize::MAX } else { BEHIND };
+        let trained = if roomy { all } else { peak(Phase::Train(both), BEHIND)? };
+        // Without any beside is how a step is timed call by call.
+        let apart = peak(Phase::Train(both), 0)?;
+        let bytes = trained.max(apart).max(peak(Phase::Evaluate, behind)?);
+        self.behind = behind;
         self.arena = device.zeros(bytes)?;
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
         tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
@@ -362,14 +370,14 @@ impl Program {
     /// [`Program::emit`] with each call timed, one after another.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<(String, f64)>, EngineError> {
         self.ops.profile().begin();
-        let result = Walk::new(self, Some(self.arena.ptr), false).network(phase, input);
+        let result = Walk::new(self, Some(self.arena.ptr), 0).network(phase, input);
         let calls = self.ops.profile().end()?;
         result.map(|()| calls)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].
     pub(super) fn emit(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        Walk::new(self, Some(self.arena.ptr), true).network(phase, input)
+        Walk::new(self, Some(self.arena.ptr), self.behind).network(phase, input)
     }
 
     /// Loss and right answers of the micro-batch that was evaluated last.
@@ -389,7 +397,8 @@ impl Program {
         Ok(logits)
     }
 
-    /// Whether statistics may come with a convolution: small ones are taken by the kernel that uses them.
+    /// Whether statistics may come with a convolution. cuDNN adds them up as its blocks come to an end, so not where the
+    /// same bits are wanted every time; small ones are taken by the kernel that uses them.
     fn takes_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,
@@ -397,7 +406,7 @@ impl Program {
             channels: convolution.out_c as u32,
         };
         let waits = self.reducer.as_ref().is_some_and(|r| r.meeting(0, false).is_some());
-        self.dtype == DType::F16 && !self.ops.norm_is_small(shape, waits)
+        self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
     }
 
     /// The convolution that a node is, and whether nothing before it is trained.

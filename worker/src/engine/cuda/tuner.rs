@@ -11,12 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Most memory that a plan may ask for beside its tensors.
 const MOST_WORKSPACE: usize = 512 << 20;
-/// What a convolution that takes sums along saves, beside the finish of a pass of its own over them: milliseconds,
-/// and bytes of activations that such a pass reads in one.
-const PASS_MILLIS: f32 = 0.004;
+/// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
 const PASS_BYTES_A_MILLI: f32 = 3e9;
-/// Runs whose sums are compared.
-const REPEATS: usize = 6;
 /// Runs in a recorded graph, which is timed.
 const RUNS: usize = 4;
 
@@ -103,7 +99,7 @@ impl Tuner {
                 let found = found.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let worth = plain + PASS_MILLIS + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
+                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_A_MILLI;
                 found.filter(|(_, millis)| *millis < worth)
             } else {
                 Some(found?)
@@ -169,9 +165,6 @@ impl Bench {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         for plan in cudnn.candidates(convolution, MOST_WORKSPACE, self.deterministic)? {
-            if convolution.sums && self.deterministic && !self.repeats(cudnn, convolution, &plan)? {
-                continue;
-            }
             match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
                 Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
                 Ok(_) => {}
@@ -184,26 +177,6 @@ impl Bench {
                 CudaError::Unsupported(format!("cuDNN {} has no plan for {convolution:?}", Cudnn::version()))
             }
         })
-    }
-
-    /// Whether sums are the same bits every time: some engines add them up as their blocks come to an end, although
-    /// cuDNN calls them deterministic.
-    fn repeats(&self, cudnn: &Cudnn, convolution: &Convolution, plan: &Plan) -> Result<bool, CudaError> {
-        let at = self.places(convolution);
-        let mut sums = vec![0u32; 2 * convolution.out_c];
-        let mut first: Option<Vec<u32>> = None;
-        for _ in 0..REPEATS {
-            if cudnn.run(self.stream.0, plan, at, self.workspace.ptr).is_err() {
-                return Ok(false);
-            }
-            self.stream.0.synchronize()?;
-            self.tensors.read((at.sums - self.tensors.ptr) as usize, &mut sums)?;
-            if first.as_ref().is_some_and(|first| *first != sums) {
-                return Ok(false);
-            }
-            first = Some(sums.clone());
-        }
-        Ok(true)
     }
 
     /// Where a convolution's tensors are.

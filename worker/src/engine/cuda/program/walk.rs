@@ -12,6 +12,8 @@ pub(super) struct Walk<'a> {
     pub(super) arena: Arena,
     /// Whether weight gradients run beside the way back: kernels of small tensors leave most of the GPU idle.
     beside: bool,
+    /// And how many of them may be behind it.
+    behind: usize,
     /// By weight gradient that may still run, oldest first: what it reads and nothing needs after it.
     read: VecDeque<Vec<Place>>,
     /// Weight gradients so far.
@@ -31,7 +33,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(p: &'a Program, base: Option<Ptr>, beside: bool) -> Self {
+    pub(super) fn new(p: &'a Program, base: Option<Ptr>, behind: usize) -> Self {
         let tensors = p.network.tensors.len();
         let mut readers = vec![0; tensors];
         for node in &p.nodes {
@@ -43,7 +45,8 @@ impl<'a> Walk<'a> {
             p,
             base,
             arena: Arena::default(),
-            beside,
+            beside: behind > 0,
+            behind,
             read: VecDeque::new(),
             weight_gradients: 0,
             activations: vec![None; tensors],
@@ -653,16 +656,16 @@ impl<'a> Walk<'a> {
             read.into_iter().for_each(|place| self.arena.give(place));
             return Ok(());
         }
-        // One event a place in the queue: the oldest is waited for before it is recorded anew.
-        let count = self.p.side_done.len();
-        if self.starts() {
-            self.p.side_done[self.weight_gradients % count].record(self.p.side.0)?;
+        let waits = self.behind == BEHIND;
+        if self.starts() && waits {
+            self.p.side_done[self.weight_gradients % BEHIND].record(self.p.side.0)?;
         }
         self.read.push_back(read);
         self.weight_gradients += 1;
-        if self.read.len() >= count {
-            if self.starts() {
-                self.main().wait(&self.p.side_done[self.weight_gradients % count])?;
+        if self.read.len() >= self.behind {
+            // The oldest one's event, which the next one records anew.
+            if self.starts() && waits {
+                self.main().wait(&self.p.side_done[self.weight_gradients % BEHIND])?;
             }
             for place in self.read.pop_front().unwrap_or_default() {
                 self.arena.give(place);

@@ -578,7 +578,7 @@ mod tests {
         // A second time, also when NCCL has moved meanwhile.
         symlink("/elsewhere", dir.join("other")).unwrap();
         fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
-        libraries.environment(&dir).unwrap();
+        libraries.environment(dir).unwrap();
         assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
     }
 

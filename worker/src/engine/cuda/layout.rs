@@ -210,7 +210,7 @@ fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
         for i in 0..inputs {
             for y in 0..7 {
                 for x in 0..7 {
-                    let block = (y + 1) / 2 * 4 + (x + 1) / 2;
+                    let block = usize::div_ceil(y, 2) * 4 + usize::div_ceil(x, 2);
                     let within = (y + 1) % 2 * 2 + (x + 1) % 2;
                     each(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED + block * 16 + within * 4 + i);
                 }

@@ -561,12 +561,12 @@ mod tests {
         assert!(nccl.path.ends_with("nvidia/nccl/lib/libnccl.so.2"), "{nccl:?}");
         assert!(libraries.get(Which::Cudnn).is_some() && libraries.get(Which::Nvrtc).is_some());
 
-        let dir = root.path().join("cache/libraries");
-        let variables = libraries.environment(&dir).unwrap();
+        let cache = root.path().join("cache/libraries");
+        let variables = libraries.environment(&cache).unwrap();
         let (name, value) = &variables[0];
         assert_eq!(name, LIBRARY_PATH);
         let path: Vec<_> = std::env::split_paths(value).collect();
-        assert_eq!(path[0].parent(), Some(&*dir));
+        assert_eq!(path[0].parent(), Some(&*cache));
         let dir = &path[0];
         assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
         assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
@@ -578,7 +578,7 @@ mod tests {
         // A second time, also when NCCL has moved meanwhile.
         symlink("/elsewhere", dir.join("other")).unwrap();
         fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
-        libraries.environment(dir).unwrap();
+        libraries.environment(&cache).unwrap();
         assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
     }
 

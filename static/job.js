@@ -37,7 +37,7 @@ const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); },
-  quiet: () => stream?.close(), loud: () => follow(stream?.seq ?? 0),
+  quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.byHand() });
 checkpoints.changed.add(() => actions.show());
@@ -103,12 +103,13 @@ function apply(event) {
 }
 
 /** What a `state` event does not tell: which machines, when it started and ended. */
-let refreshing = 0;
+let refreshing = 0, asked = null;
 function refresh() {
   clearTimeout(refreshing);
   refreshing = setTimeout(async () => {
+    asked = new AbortController();
     try {
-      const next = await ask(`/api/v1/jobs/${job.id}`);
+      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); }
     } catch { /* the stream's reconnection will tell */ }
   }, 150);

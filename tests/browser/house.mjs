@@ -131,7 +131,7 @@ export class Eyes {
 
   watch(page, house, expected) {
     const fault = (what) => { if (!expected.some((e) => e.test(what))) page.faults.push(what); };
-    page.on("console", (m) => { if (m.type() === "error" || m.type() === "warning") fault(`console: ${m.text()}`); });
+    page.on("console", (m) => { if (m.type() === "error" || m.type() === "warning") fault(`console: ${m.text()} ${m.location().url}`); });
     page.on("pageerror", (error) => fault(`error: ${error.stack}`));
     page.on("request", (r) => { if (!r.url().startsWith(`${house.url}/`) && !r.url().startsWith("data:")) fault(`request to ${r.url()}`); });
     page.on("websocket", (w) => { if (new URL(w.url()).host !== new URL(house.url).host) fault(`socket to ${w.url()}`); });

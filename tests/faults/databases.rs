@@ -5,6 +5,7 @@ use crate::{
     postgres::Cluster,
     server::{Agents, Server, number, turn},
 };
+use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use std::{
     fs,
     time::{Duration, Instant},
@@ -53,6 +54,40 @@ async fn postgres_is_away_for_a_moment() {
 #[ignore = "slow: half a minute away"]
 async fn slow_postgres_is_away_for_half_a_minute() {
     postgres_away(30, 8000).await;
+}
+
+/// A person with `sqlite3`, a program that copies files: somebody else is writing to the database and does not end.
+#[tokio::test]
+async fn sqlite_is_busy_for_longer_than_a_request_waits() {
+    let _turn = turn().await;
+    let steps = 2000;
+    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let model = undisturbed(steps).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let length = || fs::metadata(&log).map_or(0, |m| m.len());
+    let file = server.data_dir().join("lockstep.db");
+    let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database");
+    let mut row = Row::begin("SQLite busy for longer than a request waits");
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
+    let before = length();
+    let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
+    let told = refused.problem(503)["detail"].to_string();
+    assert!(told.contains("database"), "{told}");
+    assert_eq!(server.job(&id).await["state"], "running", "what is stored can be read");
+    assert!(length() > before, "the ranks trained on");
+    sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is free");
+    row.mended_now();
+    judge(&server, &id, steps, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    assert_eq!(
+        server.get("/jobs").await["jobs"].as_array().map(Vec::len),
+        Some(1),
+        "the refused job is not there"
+    );
+    row.passed("503 with a reason, pages are shown, ranks trained on, same attempt");
+    server.stop().await;
 }
 
 /// Jobs one after the other; every second or so what `kill` kills.

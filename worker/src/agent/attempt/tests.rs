@@ -1,0 +1,236 @@
+use super::{supervisor::GRACE, *};
+use crate::{
+    launch::{RankProcess, rank_file},
+    report::Reporter,
+};
+use lockstep_protocol::{
+    agent::{LogLine, StartAttempt},
+    job::JobId,
+    metric::MetricColumn,
+    spec::JobSpec,
+};
+use rustix::process::Signal;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    time::{Duration, Instant},
+};
+
+struct Place {
+    dir: tempfile::TempDir,
+    held: Held,
+    around: Surroundings,
+}
+
+/// A job folder, and a shell script in the ranks' place; `$R` is its rank.
+fn place(ranks: u32, script: &str) -> Place {
+    let dir = tempfile::tempdir().unwrap();
+    let program = dir.path().join("program");
+    fs::write(&program, format!("#!/bin/sh\nR=$8\n{script}\n")).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let start = StartAttempt {
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 1 },
+        spec: JobSpec::default(),
+        dataset_path: "/none".into(),
+        world_size: ranks,
+        ranks: (0..ranks).map(|r| (r, r)).collect(),
+        master_addr: "127.0.0.1".into(),
+        master_port: 1,
+        secret: String::new(),
+        job_dir: None,
+        resume: None,
+    };
+    let held = Held { start, job_dir: dir.path().join("job") };
+    fs::create_dir_all(held.attempt_dir()).unwrap();
+    let around = Surroundings {
+        program,
+        lease: Arc::new(Lease::new()),
+        fence: dir.path().join("lease"),
+        check: |_| Ok(()),
+        bell: Arc::new(Notify::new()),
+        gpus: Arc::default(),
+    };
+    Place { dir, held, around }
+}
+
+impl Place {
+    /// What a rank has recorded.
+    fn recorded(&self, rank: u32, events: &[AttemptEvent]) {
+        let reporter = Reporter::create(&self.held.attempt_dir(), rank).unwrap();
+        reporter.log("one line");
+        events.iter().for_each(|event| reporter.event(event));
+        reporter.close().unwrap();
+    }
+
+    async fn end_of(&self, attempt: &Attempt) -> Ending {
+        let over = async {
+            while !attempt.is_over() {
+                self.around.bell.notified().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");
+        for (rank, _) in &self.held.start.ranks {
+            let mut process = RankProcess::adopt(&self.held.attempt_dir(), *rank);
+            assert!(process.poll().is_some(), "rank {rank} is still there");
+        }
+        ending(&self.held.attempt_dir()).unwrap()
+    }
+
+    /// The log lines that the agent added.
+    fn added_lines(&self) -> Vec<LogLine> {
+        let mut tail = Tail::open(&agent_events_path(&self.held.attempt_dir()), 0);
+        let events = tail.poll().unwrap();
+        let lines = events.into_iter().filter_map(|event| match event {
+            AttemptEvent::Log { lines, .. } => Some(lines),
+            _ => None,
+        });
+        lines.flatten().collect()
+    }
+}
+
+fn step(step: u64) -> AttemptEvent {
+    let column = MetricColumn { name: "loss".into(), steps: vec![step], values: vec![1.0] };
+    AttemptEvent::Metrics { rank: 0, columns: vec![column] }
+}
+
+fn reason(ending: Ending) -> String {
+    match ending {
+        Ending::Failed { reason, retriable: true } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn ranks_that_end_well_succeed() {
+    let place = place(2, "exit 0");
+    place.recorded(0, &[step(12)]);
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
+    assert!(!attempt.has_failed());
+}
+
+#[tokio::test]
+async fn a_killed_rank_ends_the_others_and_is_named() {
+    let place = place(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
+    place.recorded(1, &[step(41)]);
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
+    let lines = place.added_lines();
+    // Numbered on from the rank's own line.
+    assert_eq!((lines[0].number, lines[0].text.as_str()), (2, "last words"));
+}
+
+#[tokio::test]
+async fn a_rank_that_ignores_term_is_killed() {
+    let place = place(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+    while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let told = Instant::now();
+    attempt.order(Order::Stop { patient: false });
+    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+    assert!(told.elapsed() >= GRACE);
+}
+
+#[tokio::test]
+async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
+    let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
+    for urgent in [false, true] {
+        let place = place(2, script);
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let said = |rank| {
+            fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap_or_default()
+        };
+        while said(0).is_empty() || said(1).is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        attempt.order(Order::Stop { patient: true });
+        if urgent {
+            attempt.order(Order::Stop { patient: false });
+        }
+        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+        assert_eq!(said(0).contains("kept") && said(1).contains("kept"), !urgent);
+    }
+}
+
+#[tokio::test]
+async fn what_a_rank_started_ends_with_it() {
+    let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    place.end_of(&attempt).await;
+    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    let child = said.trim();
+    let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(") Z"), "{state}");
+}
+
+#[tokio::test]
+async fn what_is_missing_is_said_before_anything_starts() {
+    let mut place = place(2, "exit 0");
+    place.around.check = super::super::preflight::check;
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    match place.end_of(&attempt).await {
+        Ending::Failed { reason, retriable: false } => {
+            assert!(reason.contains("dataset /none cannot be read"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+}
+
+#[tokio::test]
+async fn a_suspended_rank_is_found_out() {
+    let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
+    place.held.start.spec.recovery.stall_timeout_secs = 1;
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let reason = reason(place.end_of(&attempt).await);
+    assert!(reason.starts_with("rank 1 made no progress for 1 s at step 0"), "{reason}");
+    assert!(reason.contains("suspended"), "{reason}");
+}
+
+#[tokio::test]
+async fn ranks_are_fenced_when_the_server_stays_silent() {
+    let place = place(2, "while :; do sleep 0.05; done");
+    place.around.lease.set_length(Duration::from_millis(300));
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    assert!(reason(place.end_of(&attempt).await).contains("the server was silent"));
+}
+
+#[tokio::test]
+async fn the_next_agent_takes_over_the_living_and_the_dead() {
+    let place = place(2, "while :; do sleep 0.05; done");
+    let mut first = Supervisor::new(place.held.clone(), &place.around, Beginning::Launch { refusal: None });
+    place.recorded(0, &[step(7)]);
+    // The first agent is gone; rank 1 dies unseen.
+    first.ranks[1].process.signal(Signal::KILL);
+    while first.ranks[1].process.poll().is_none() {
+        tokio::task::yield_now().await;
+    }
+    let adopted = Attempt::adopt(place.held.clone(), place.around.clone());
+    // Reaps rank 0, whose parent this process is.
+    let reaper = tokio::spawn(async move {
+        while first.ranks[0].process.poll().is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+    let ending = place.end_of(&adopted).await;
+    assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
+    reaper.await.unwrap();
+    // A third agent finds it over and adds nothing.
+    let third = Attempt::adopt(place.held.clone(), place.around.clone());
+    assert!(third.is_over() && third.has_failed());
+    assert_eq!(self::ending(&place.held.attempt_dir()), Some(ending));
+}
+
+#[tokio::test]
+async fn a_program_that_does_not_start_is_named() {
+    let mut place = place(2, "exit 0");
+    place.around.program = place.dir.path().join("nowhere");
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    match place.end_of(&attempt).await {
+        Ending::Failed { reason, retriable: false } => assert!(reason.contains("nowhere"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+}

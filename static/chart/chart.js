@@ -4,8 +4,8 @@
 // line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
 // ring at every value, for what is measured now and then. `smoothing` overrides the chart's.
 //
-// Drawing happens in one animation frame for all charts, at most ten times a second for new data and at
-// once for what the reader does.
+// What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
+// one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
 import { drawAttempts, drawAxes, labelWidth } from "./axes.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
@@ -19,13 +19,11 @@ let frame = 0;
 function schedule() {
   frame ||= requestAnimationFrame((now) => {
     frame = 0;
-    let waiting = false;
-    for (const chart of charts) {
-      if (chart.held) continue;
-      if (chart.dirty && (chart.urgent || now - chart.drawnAt >= DATA_FRAME_MS)) { chart.drawnAt = now; chart.draw(); }
-      waiting ||= chart.dirty;
-    }
-    if (waiting) schedule();
+    const dirty = [...charts].filter((chart) => chart.dirty && !chart.held);
+    const due = dirty.filter((chart) => !chart.urgent && now - chart.drawnAt >= DATA_FRAME_MS);
+    const next = due.reduce((first, chart) => (first && first.drawnAt <= chart.drawnAt ? first : chart), null);
+    for (const chart of dirty) if (chart.urgent || chart === next) { chart.drawnAt = now; chart.draw(); }
+    if (dirty.some((chart) => chart.dirty)) schedule();
   });
 }
 

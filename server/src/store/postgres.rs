@@ -36,6 +36,7 @@ mod dialect {
         AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
     /// The planner knows how rare log lines are, and chooses.
     pub(super) const BY_LOG: &str = "";
+    pub(super) const BY_METRICS: &str = "";
     /// Whatever the case of letters.
     pub(super) const LIKE: &str = "ILIKE";
     /// The next attempt's token is above those that were copied.

@@ -40,6 +40,7 @@ mod dialect {
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
     /// The planner would rather look through all events of a range, points and all.
     pub(super) const BY_LOG: &str = "INDEXED BY events_log";
+    pub(super) const BY_METRICS: &str = "INDEXED BY events_metrics";
     /// Whatever the case of ASCII letters.
     pub(super) const LIKE: &str = "LIKE";
     /// AUTOINCREMENT follows the rows by itself.

@@ -13,7 +13,7 @@ mod jobs;
 mod reads;
 mod things;
 
-use super::dialect::{BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, Connection, Db, DbRow, LIKE};
+use super::dialect::{BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE};
 use crate::store::{
     AgentRow, Annotation, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
     EventRow, Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report,

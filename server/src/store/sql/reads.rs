@@ -1,6 +1,6 @@
 //! Events and what is read from them: metrics, logs, reports of ranks, checkpoints.
 
-use super::{BEGIN_SNAPSHOT, BY_LOG, DbRow, LIKE, SqlStore};
+use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
     CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError,
     values::{from_json, int, plain, small, time, uint},
@@ -89,21 +89,22 @@ impl SqlStore {
             .fetch_optional(&mut *db)
             .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
-        let rows: Vec<(i64, String)> = sqlx::query_as(
-            "SELECT seq, body FROM events WHERE job_id = $1 AND kind = 'metrics' AND ($2 IS NULL OR name = $2) \
-             AND ($3 = '' OR $3 LIKE '%,' || rank || ',%') \
+        let query = format!(
+            "SELECT seq, body FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
+             AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%') \
              AND ($4 IS NULL OR last_step >= $4) AND ($5 IS NULL OR first_step <= $5) AND seq > $6 \
-             ORDER BY seq LIMIT $7",
-        )
-        .bind(job.as_str())
-        .bind(filter.name.as_deref().map(plain))
-        .bind(ranks(filter))
-        .bind(filter.from.map(int))
-        .bind(filter.to.map(int))
-        .bind(int(filter.after))
-        .bind(filter.limit.map_or(i64::MAX, i64::from))
-        .fetch_all(&mut *db)
-        .await?;
+             ORDER BY seq LIMIT $7"
+        );
+        let rows: Vec<(i64, String)> = sqlx::query_as(AssertSqlSafe(query))
+            .bind(job.as_str())
+            .bind(filter.name.as_deref().map(plain))
+            .bind(ranks(filter))
+            .bind(filter.from.map(int))
+            .bind(filter.to.map(int))
+            .bind(int(filter.after))
+            .bind(filter.limit.map_or(i64::MAX, i64::from))
+            .fetch_all(&mut *db)
+            .await?;
         db.rollback().await?;
         // A page of events ends at its last one, whatever came after.
         let full = filter.limit.is_some_and(|limit| rows.len() == limit as usize);

@@ -1,6 +1,6 @@
 // The job page: history over REST, then the stream from where the history ended.
 
-import { ask, byId, notify, Problem, sentence, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -168,9 +168,6 @@ async function start() {
   drawFacts();
   follow(seq);
 }
-
-/** After the next frame; a hidden page has none. */
-const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
 function follow(seq) {
   stream = new Stream({

@@ -1,6 +1,6 @@
 // The list of jobs: rows change in place as the stream tells of them; the filter lives in the address.
 
-import { ask, byId, notify, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Bulk } from "./jobs/bulk.js";
 import { blank, fill, FINAL } from "./jobs/row.js";
@@ -15,6 +15,8 @@ const filter = () => {
   return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "" };
 };
 let asked = 0, next = null, reading = false;
+/** The rows that came with the page are shown before any is changed. */
+const shown = drawn();
 const bulk = new Bulk(rows, jobs, () => annotations());
 
 const tagsOf = (id) => notes[id]?.tags ?? [];
@@ -23,6 +25,7 @@ const matches = (job, { state, name, tag }) =>
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;
+  await shown;
   for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id));
 }
 
@@ -40,6 +43,7 @@ async function part(cursor) {
 /** Reads the list again: after a change of the filter, and after a time without the stream. */
 async function load() {
   const mine = ++asked, answer = await part(null);
+  await shown;
   if (mine !== asked) return;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
   // Older ones that the reader has come to stay; what is missing among these is gone.

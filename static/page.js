@@ -29,6 +29,9 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   return content;
 }
 
+/** After the next frame; a hidden page has none. */
+export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
+
 /** A sentence for a person about a failed request. */
 export function sentence(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;

@@ -31,7 +31,7 @@ const DEFAULT_EVENTS: u32 = 1000;
 const MAX_EVENTS: u32 = 10_000;
 /// Events looked at in one question to the database while searching, and for how long to go on.
 const SEARCHED: u64 = 50_000;
-const SEARCH: Duration = Duration::from_secs(1);
+const SEARCH: Duration = Duration::from_millis(300);
 
 /// Which lines.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -50,7 +50,7 @@ pub(crate) struct LogsQuery {
     tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
-    /// Only lines that contain this, in capitals or not. A long log is searched for a second at a time: `next` goes on.
+    /// Only lines that contain this, in capitals or not. A long log is searched for a third of a second at a time: `next` goes on.
     q: Option<String>,
 }
 

@@ -100,14 +100,19 @@ impl Cluster {
                 }
                 assert!(Instant::now() < until, "postgres does not start: {}", self.log());
                 std::thread::sleep(Duration::from_millis(20));
-                // Processes of one that was killed may still hold its memory: then it refuses to start.
+                // Processes of one that was killed may still hold its memory: then it refuses to start. What it tells
+                // clients that come too early, and what those processes say as they end, is another matter.
+                let to_a_client = |line: &str| {
+                    ["database system is", "terminating connection"].iter().any(|words| line.contains(words))
+                };
                 let new = self.log().split_off(before);
-                if new.contains("still in use") || new.contains("FATAL") && !new.contains("starting up") {
+                if new.lines().any(|l| l.contains("FATAL") && !to_a_client(l)) {
                     break;
                 }
             }
             self.keeper = Some(keeper);
-            self.stop();
+            // Should it run all the same, it may not listen to anything milder yet.
+            self.kill();
             std::thread::sleep(Duration::from_millis(100));
         }
     }

@@ -56,7 +56,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         while !over {
             if let Ok(mut stream) = api.stream(&job, since).await {
                 while let Ok(Some(frame)) = stream.next().await {
-                    let Frame::Event(Event { seq, body, .. }) = frame else { continue };
+                    let (seq, body) = match frame {
+                        Frame::Event(Event { seq, body, .. }) => (seq, body),
+                        Frame::Hello { last_seq, .. } if last_seq < since => {
+                            // An older database was put back: its events are new ones.
+                            since = last_seq;
+                            break;
+                        }
+                        _ => continue,
+                    };
                     since = seq;
                     match body {
                         EventBody::Log { attempt, rank, lines } => {

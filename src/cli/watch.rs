@@ -123,6 +123,13 @@ async fn follow(
                     Ok(Some(frame)) => {
                         away_since = None;
                         pause = RETRY.0;
+                        if let Frame::Hello { last_seq, .. } = &frame
+                            && *last_seq < since
+                        {
+                            // An older database was put back: its events are new ones.
+                            since = *last_seq;
+                            break None;
+                        }
                         if let Frame::Event(event) = &frame {
                             since = event.seq;
                             if let EventBody::State { state, .. } = event.body {

@@ -387,7 +387,12 @@ impl Tail {
     /// were handed out): then every further call says so.
     pub fn poll(&mut self) -> Result<Vec<AttemptEvent>, TailError> {
         let mut events = Vec::new();
-        match self.read_on(&mut events) {
+        let read = self.read_on(&mut events);
+        if read.is_err() {
+            // What stands at the path may be another file by the next time (a disk that came back).
+            self.file = None;
+        }
+        match read {
             Err(error) if events.is_empty() => Err(error),
             _ => Ok(events),
         }
@@ -416,7 +421,9 @@ impl Tail {
             };
             file.seek(SeekFrom::Start(self.offset)).map_err(io)?;
             let mut header = [0; HEADER];
-            file.read_exact(&mut header).map_err(io)?;
+            if !filled(file.read_exact(&mut header)).map_err(io)? {
+                break;
+            }
             let [a, b, c, d, e, f, g, h] = header;
             let size = u32::from_le_bytes([a, b, c, d]);
             let crc = u32::from_le_bytes([e, f, g, h]);
@@ -428,7 +435,9 @@ impl Tail {
                 break;
             }
             payload.resize(size as usize, 0);
-            file.read_exact(&mut payload).map_err(io)?;
+            if !filled(file.read_exact(&mut payload)).map_err(io)? {
+                break;
+            }
             if size == 0 || crc32fast::hash(&payload) != crc {
                 // After a power failure a file may end in bytes that were never written.
                 if end == length || size == 0 && rest_is_zero(file).map_err(io)? {
@@ -444,6 +453,15 @@ impl Tail {
             self.next += 1;
         }
         Ok(())
+    }
+}
+
+/// Whether all of it was there. A writer whose disk is full takes half a record back, also while it is read.
+fn filled(read: io::Result<()>) -> io::Result<bool> {
+    match read {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -500,6 +518,39 @@ mod tests {
 
     fn removed(step: u64) -> AttemptEvent {
         AttemptEvent::CheckpointRemoved { epoch: 1, step }
+    }
+
+    #[test]
+    fn a_record_that_a_full_disk_takes_back_while_it_is_read_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = events_path(dir.path(), 0);
+        let mut records = Records::append_to(&path).unwrap();
+        records.append(&removed(1)).unwrap();
+        let whole = records.length;
+        let mut half = rmp_serde::to_vec_named(&removed(2)).unwrap();
+        let (length, crc) = (u32::try_from(half.len()).unwrap(), crc32fast::hash(&half));
+        half.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
+        let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        // The writer as it is while the disk is full: half a record, taken back, again and again.
+        let writer = std::thread::spawn({
+            let (path, stop) = (path.clone(), stop.clone());
+            move || {
+                let mut file = OpenOptions::new().append(true).open(path).unwrap();
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    file.write_all(&half[..half.len() - 1]).unwrap();
+                    file.set_len(whole).unwrap();
+                }
+                file.write_all(&half).unwrap();
+            }
+        });
+        let mut tail = Tail::open(&path, 0);
+        assert_eq!(tail.poll().unwrap().len(), 1);
+        for _ in 0..20_000 {
+            assert!(tail.poll().expect("nothing is wrong with the file").is_empty());
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        writer.join().unwrap();
+        assert_eq!(drain(&mut tail).len(), 1);
     }
 
     #[test]

@@ -36,7 +36,7 @@ const INCOMING_BYTES: usize = 4096;
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Since {
-    /// Events up to this number are known; 0 for all.
+    /// Events up to this number are known; 0 for all. Above the job's last, those in between are not sent.
     #[serde(default)]
     since: u64,
 }
@@ -56,6 +56,8 @@ fn accept(
 /// A job's events, live
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
+/// A reader whose `since` is above the hello's `last_seq` has events that this database does not (an older
+/// one was put back): it begins again from that number.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
@@ -153,8 +155,8 @@ async fn follow(
 ) -> std::result::Result<(), Gone> {
     let id = row.job.id.clone();
     let last_seq = row.job.last_seq;
-    // A number from the future is another server's, or of a database that was put back: from the start.
-    let since = if since > last_seq { 0 } else { since };
+    // A number from the future is waited for. Of a database that was put back the hello tells: its
+    // `last_seq` is below what the reader has seen, and the reader begins again.
     reader.sent = since;
     reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq: 1.min(last_seq), last_seq }).await?;
     let mut live = false;

@@ -153,6 +153,25 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
 }
 
 #[tokio::test]
+async fn a_number_from_the_future_is_waited_for() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    let seen = house.job(&id).await.last_seq;
+
+    let mut ahead = house.stream(&id, seen + 3).await;
+    let frames = ahead.until(|f| f["type"] == "live").await;
+    assert_eq!(frames[0]["last_seq"], seen, "the hello tells that the reader is ahead");
+    assert_eq!(frames.len(), 2, "nothing that it did not ask for: {frames:?}");
+    agent.report(&attempt, Source::Rank(0), 1, (1..=5).map(|s| losses(0, s..=s)).collect()).await;
+    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 4);
+    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 5);
+    house.stop().await;
+}
+
+#[tokio::test]
 async fn the_list_tells_every_change_and_a_deletion() {
     let house = House::new().await;
     let mut list = Stream::open(format!("ws://{}/api/v1/stream", house.address)).await;

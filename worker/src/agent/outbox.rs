@@ -1,12 +1,17 @@
 //! What an attempt has to say, read from its files and sent from the number that the server has.
 
 use super::{attempt::agent_events_path, home::Held};
-use crate::report::{Tail, events_path};
+use crate::report::{Tail, TailError, events_path};
 use lockstep_protocol::agent::{Acknowledged, AttemptEvent, FromAgent, Source};
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
 
 /// Reports of a source (each at most about a mebibyte) that may be under way at once.
 const UNDER_WAY: usize = 8;
+/// How long a file that cannot be read (a disk that comes and goes) holds up the end of its attempt.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One attempt's reports on one connection.
 #[derive(Debug)]
@@ -24,6 +29,8 @@ struct Stream {
     acknowledged: u64,
     /// The record after the last of each report that is sent and not acknowledged.
     under_way: VecDeque<u64>,
+    /// Since when the file cannot be read.
+    failing: Option<Instant>,
     /// Cannot be read on: what is sent of it is all there will be.
     broken: bool,
 }
@@ -42,6 +49,7 @@ impl Stream {
             tail: Tail::open(&path, acknowledged),
             acknowledged,
             under_way: VecDeque::new(),
+            failing: None,
             broken: false,
         }
     }
@@ -52,18 +60,26 @@ impl Stream {
             return None;
         }
         let first = self.tail.next_record();
-        match self.tail.poll() {
-            Ok(events) if events.is_empty() => None,
+        let error = match self.tail.poll() {
             Ok(events) => {
+                self.failing = None;
+                if events.is_empty() {
+                    return None;
+                }
                 self.under_way.push_back(self.tail.next_record());
-                Some((first, events))
+                return Some((first, events));
             }
-            Err(error) => {
-                tracing::error!(%error, "no more can be reported of this source");
-                self.broken = true;
-                None
-            }
+            Err(error) => error,
+        };
+        let new = self.failing.is_none();
+        let since = *self.failing.get_or_insert_with(Instant::now);
+        if matches!(error, TailError::Damaged { .. }) || since.elapsed() > PATIENCE {
+            tracing::error!(%error, "no more can be reported of this source");
+            self.broken = true;
+        } else if new {
+            tracing::warn!(%error, "reports cannot be read; trying on");
         }
+        None
     }
 
     fn acknowledge(&mut self, records: u64) {
@@ -74,7 +90,7 @@ impl Stream {
     }
 
     fn is_sent(&self) -> bool {
-        self.broken || self.under_way.len() < UNDER_WAY
+        self.broken || self.failing.is_none() && self.under_way.len() < UNDER_WAY
     }
 }
 
@@ -198,6 +214,30 @@ mod tests {
         }
         outbox.acknowledge(&stored(&held, Source::Rank(1), 3));
         assert!(outbox.is_delivered());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_for_a_while_holds_up_the_end_and_loses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = held(dir.path());
+        let path = events_path(&held.attempt_dir(), 0);
+        let mut records = Records::append_to(&path).unwrap();
+        records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
+        let mut agent = Records::append_to(&agent_events_path(&held.attempt_dir())).unwrap();
+        agent.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
+        // A folder in its place: it opens, and reading it fails (for root too).
+        let aside = dir.path().join("aside");
+        std::fs::rename(&path, &aside).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let mut outbox = Outbox::new(&held, &[]);
+        let mut reports = Vec::new();
+        outbox.fill(&held, true, &mut reports);
+        assert_eq!(sources(&reports), [], "the end waits for what was said before it");
+
+        std::fs::remove_dir(&path).unwrap();
+        std::fs::rename(&aside, &path).unwrap();
+        outbox.fill(&held, true, &mut reports);
+        assert_eq!(sources(&reports), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
     }
 
     #[test]

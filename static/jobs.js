@@ -51,6 +51,7 @@ async function load() {
   for (const job of answer.jobs) show(job);
   if (rowOf.size <= answer.jobs.length) next = answer.next;
   empty();
+  bulk.draw();
 }
 
 async function more() {
@@ -151,6 +152,8 @@ new Stream({
       for (const job of waiting.values()) show(job);
       waiting.clear();
       empty();
+      // What can be done with those chosen may have changed.
+      bulk.draw();
     });
   },
 });

@@ -45,6 +45,28 @@ describe("a job as text", () => {
 });
 
 describe("many jobs", () => {
+  test("are paused, resumed and taken up again together", async () => {
+    const page = await eyes.page(house, "/jobs"), bulk = page.locator("#bulk");
+    const both = [await house.submit({ name: "first of two", train: { steps: 100_000 } }), await house.submit({ name: "second of two", train: { steps: 100_000 } })];
+    const states = async () => (await Promise.all(both.map((j) => house.job(j.id)))).map((j) => j.state).join();
+    const shown = async () => (await Promise.all(both.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
+    /** Chooses both, does it, and waits until server and page agree on how they stand. */
+    const together = async (what, how) => {
+      for (const job of both) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+      await bulk.getByRole("button", { name: what, exact: true }).click();
+      await until(`after ${what}: ${how}`, async () => how.test(await states()) && how.test(await shown()));
+    };
+    await until("one runs, one waits", async () => (await shown()) === "running,queued");
+    await together("Pause", /^paused,paused$/);
+    await together("Resume", /running/);
+    for (const job of both) await house.ask(`/jobs/${job.id}/cancel`, {});
+    await until("both end", async () => (await shown()) === "cancelled,cancelled");
+    await together("Go on", /running/);
+    for (const job of both) await house.ask(`/jobs/${job.id}/cancel`, {});
+    await until("both end", async () => (await shown()) === "cancelled,cancelled");
+    await page.end();
+  });
+
   test("are chosen, tagged, filtered, cancelled and deleted together", async () => {
     const page = await eyes.page(house, "/jobs");
     const extra = [await house.submit({ name: "one of many", train: { steps: 100_000 } }), await house.submit({ name: "two of many", train: { steps: 100_000 } })];
@@ -169,6 +191,27 @@ describe("a run", () => {
 });
 
 describe("a job's page", () => {
+  test("the log is held still while it is read, and follows again when asked to", async () => {
+    const { id } = await house.submit({ name: "talks on", train: { steps: 100_000 } });
+    const page = await eyes.page(house, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
+    const box = page.locator("#log-lines"), newest = page.getByRole("button", { name: "Newest", exact: true }), last = () => lines.last().getAttribute("data-at");
+    await until("there is more than fits", async () => (await lines.count()) > 60);
+    assert.ok(await page.locator("#log-follow").isChecked());
+    await box.hover();
+    await page.mouse.wheel(0, -400);
+    await until("it no longer follows", async () => !(await page.locator("#log-follow").isChecked()));
+    const held = await last();
+    await until("new lines are counted", async () => /held still, \d+ new lines/.test(await page.locator("#log-note").textContent()));
+    assert.equal(await last(), held, "and nothing moves under the reader");
+    await newest.click();
+    await until("the newest is there", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);
+    const then = await last();
+    await until("and it follows", async () => (await last()) !== then && page.locator("#log-follow").isChecked());
+    assert.equal(await newest.isVisible(), false);
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
     const page = await eyes.page(house, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));

@@ -4,8 +4,12 @@
 //! mistakes of a document at once.
 
 mod check;
+mod document;
+mod keys;
 
-pub use check::{KEYS, Kind, Section, SpecError, apply_set, from_json, from_toml, nearest, toml_document};
+pub use check::{SpecError, from_json, from_toml};
+pub use document::{apply_set, toml_document};
+pub use keys::{KEYS, Kind, Section, nearest};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

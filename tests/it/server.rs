@@ -3,18 +3,26 @@
 
 use lockstep_protocol::JobState;
 use reqwest::{Method, StatusCode};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
-    fs::{self, File},
+    fs::File,
     net::TcpListener,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Output, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicU16, Ordering},
     time::{Duration, Instant},
 };
-use tempfile::TempDir;
 use tokio::sync::{Mutex, MutexGuard};
+
+// Named in full, as `tests/faults` takes this file from its own folder.
+#[path = "server/answers.rs"]
+mod answers;
+#[path = "server/processes.rs"]
+mod processes;
+
+pub(crate) use answers::{Answer, Finished};
+pub(crate) use processes::{Folder, Process, processes_of, signal};
 
 /// The program under test.
 pub(crate) const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
@@ -68,115 +76,6 @@ pub(crate) enum Agents {
     Beside { cpu_slots: u32 },
     /// `serve --no-local-agent` and nobody.
     None,
-}
-
-/// A process of ours that is alive.
-#[derive(Debug, Clone)]
-pub(crate) struct Process {
-    pub(crate) pid: i32,
-    pub(crate) args: Vec<String>,
-}
-
-impl Process {
-    /// `serve`, `agent`, `rank`.
-    pub(crate) fn command(&self) -> &str {
-        self.args.get(1).map_or("", String::as_str)
-    }
-
-    /// The value after an option such as `--rank`.
-    pub(crate) fn option(&self, name: &str) -> Option<&str> {
-        self.args.iter().skip_while(|a| *a != name).nth(1).map(String::as_str)
-    }
-}
-
-/// Sends a signal; a process that is gone already is fine.
-pub(crate) fn signal(pid: i32, signal: Signal) {
-    if let Some(pid) = Pid::from_raw(pid) {
-        let _ = kill_process(pid, signal);
-    }
-}
-
-/// Processes with `folder` in their arguments. Everything that Lockstep starts names its data
-/// directory or a file in it, so this finds agents and ranks in whatever process group.
-pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {
-    let folder = folder.to_string_lossy();
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    entries
-        .filter_map(|entry| {
-            let pid = entry.ok()?.file_name().to_str()?.parse().ok()?;
-            let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-            let args: Vec<_> = line
-                .split(|b| *b == 0)
-                .filter(|a| !a.is_empty())
-                .map(|a| String::from_utf8_lossy(a).into_owned())
-                .collect();
-            let ours = args.first().is_some_and(|a| a.ends_with("lockstep"))
-                && args.iter().any(|a| a.contains(&*folder));
-            ours.then_some(Process { pid, args })
-        })
-        .collect()
-}
-
-/// A folder of a test, with every process that names it killed when it goes.
-pub(crate) struct Folder {
-    /// Without symbolic links, as processes name it.
-    path: PathBuf,
-    _made: TempDir,
-}
-
-impl Folder {
-    pub(crate) fn new() -> Self {
-        let made = tempfile::Builder::new().prefix("lockstep-it-").tempdir().expect("a temporary folder");
-        Self { path: made.path().canonicalize().expect("its path"), _made: made }
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Writes a file and returns its path.
-    pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.path().join(name);
-        fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
-        fs::write(&path, content).expect("a file");
-        path
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let until = Instant::now() + Duration::from_secs(10);
-        // Again and again: an agent may be starting a rank just now.
-        loop {
-            let left = processes_of(self.path());
-            left.iter().for_each(|p| signal(p.pid, Signal::KILL));
-            if left.is_empty() || Instant::now() > until {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        if std::thread::panicking() {
-            show_logs(self.path(), self.path());
-        }
-    }
-}
-
-/// The last lines of every log below `folder`, on standard error.
-fn show_logs(root: &Path, folder: &Path) {
-    let Ok(entries) = fs::read_dir(folder) else { return };
-    let mut paths: Vec<_> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
-    paths.sort();
-    for path in paths {
-        if path.is_dir() {
-            show_logs(root, &path);
-        } else if path.extension().is_some_and(|e| e == "log" || e == "stderr") {
-            let text = String::from_utf8_lossy(&fs::read(&path).unwrap_or_default()).into_owned();
-            let lines: Vec<_> = text.lines().collect();
-            let tail = &lines[lines.len().saturating_sub(40)..];
-            let name = path.strip_prefix(root).unwrap_or(&path).display();
-            eprintln!("--- {name}\n{}", tail.join("\n"));
-        }
-    }
 }
 
 /// A running server.
@@ -570,99 +469,4 @@ pub(crate) fn state_of(value: &Value) -> JobState {
 /// A whole number in JSON.
 pub(crate) fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| panic!("no whole number: {value}"))
-}
-
-/// An answer over HTTP, read to its end.
-pub(crate) struct Answer {
-    pub(crate) status: StatusCode,
-    pub(crate) headers: reqwest::header::HeaderMap,
-    pub(crate) text: String,
-}
-
-impl Answer {
-    pub(crate) async fn read(answer: reqwest::Response) -> Self {
-        let (status, headers) = (answer.status(), answer.headers().clone());
-        Self { status, headers, text: answer.text().await.expect("a body") }
-    }
-
-    pub(crate) fn header(&self, name: &str) -> &str {
-        self.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or("")
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.text))
-    }
-
-    /// Asserts an RFC 9457 problem of this status; returns it.
-    pub(crate) fn problem(&self, status: u16) -> Value {
-        assert_eq!(self.status.as_u16(), status, "{}", self.text);
-        assert!(
-            self.header("content-type").starts_with("application/problem+json"),
-            "{status} as {:?}: {}",
-            self.header("content-type"),
-            self.text
-        );
-        let problem = self.json();
-        assert_eq!(problem["status"], status, "{problem:#}");
-        assert!(problem["title"].as_str().is_some_and(|t| !t.is_empty()), "{problem:#}");
-        problem
-    }
-
-    /// Asserts a 422 whose `errors` hold exactly one for each of these (JSON pointer, words in its
-    /// detail), in any order.
-    pub(crate) fn mistakes(&self, expected: &[(&str, &[&str])]) {
-        let problem = self.problem(422);
-        let errors = problem["errors"].as_array().unwrap_or_else(|| panic!("no errors in {problem:#}"));
-        for (pointer, words) in expected {
-            let found = errors.iter().find(|e| {
-                e["pointer"] == *pointer
-                    && words.iter().all(|w| e["detail"].as_str().is_some_and(|d| d.contains(w)))
-            });
-            assert!(found.is_some(), "no mistake at {pointer} that says {words:?} in {problem:#}");
-        }
-        assert_eq!(errors.len(), expected.len(), "{problem:#}");
-    }
-}
-
-/// A command that has ended.
-pub(crate) struct Finished {
-    pub(crate) status: i32,
-    pub(crate) stdout: String,
-    pub(crate) stderr: String,
-}
-
-impl Finished {
-    pub(crate) fn of(command: &mut Command) -> Self {
-        let Output { status, stdout, stderr } = command.output().expect("lockstep runs");
-        Self {
-            status: status.code().unwrap_or(-1),
-            stdout: String::from_utf8(stdout).expect("UTF-8"),
-            stderr: String::from_utf8(stderr).expect("UTF-8"),
-        }
-    }
-
-    /// Asserts exit status 0; its standard output.
-    pub(crate) fn ok(&self) -> &str {
-        assert_eq!(self.status, 0, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
-        &self.stdout
-    }
-
-    /// Its standard output as JSON.
-    pub(crate) fn json(&self) -> Value {
-        serde_json::from_str(self.ok()).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.stdout))
-    }
-
-    /// Asserts exit status 2 and these words on standard error, with no Rust panic in it.
-    pub(crate) fn wrong(&self, words: &[&str]) {
-        self.fails(2, words);
-    }
-
-    /// Asserts an exit status and words on standard error.
-    pub(crate) fn fails(&self, status: i32, words: &[&str]) {
-        assert_eq!(self.status, status, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
-        assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
-        for word in words {
-            assert!(self.stderr.contains(word), "standard error lacks {word:?}:\n{}", self.stderr);
-        }
-    }
 }

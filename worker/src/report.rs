@@ -11,12 +11,16 @@ use lockstep_protocol::{
 };
 use std::{
     fs::{File, OpenOptions},
-    io::{self, Read, Seek, SeekFrom, Write},
+    io::{self, Write},
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
+
+mod tail;
+
+pub use tail::{Tail, TailError};
 
 /// How long a point or a line may wait for others before it is written: a live chart moves at
 /// 50 frames a second, and a fast job does not write a record a point.
@@ -27,8 +31,6 @@ const FLUSH_AT: usize = 4096;
 const LONGEST_LINE: usize = 4096;
 /// A longer record is taken for damage.
 const LONGEST_RECORD: u32 = 64 << 20;
-/// What [`Tail::poll`] returns at once, so that a message made of it stays small.
-const POLL_BYTES: u64 = 1 << 20;
 const HEADER: usize = 8;
 
 /// The file of records of `rank` in an attempt's folder.
@@ -69,8 +71,8 @@ impl Records {
                 Err(damage) => return Err(io::Error::new(io::ErrorKind::InvalidData, damage)),
             }
         }
-        file.set_len(tail.offset)?;
-        Ok(Self { file, path: path.into(), length: tail.offset, pending: Vec::new() })
+        file.set_len(tail.offset())?;
+        Ok(Self { file, path: path.into(), length: tail.offset(), pending: Vec::new() })
     }
 
     /// Appends a record.
@@ -331,146 +333,6 @@ fn flush_in_time(shared: &Shared) {
     }
 }
 
-/// Reads a file of records while it grows.
-#[derive(Debug)]
-pub struct Tail {
-    path: PathBuf,
-    file: Option<File>,
-    /// Of the next record in the file.
-    offset: u64,
-    next: u64,
-    /// Records below this one are passed over.
-    from: u64,
-}
-
-/// Why a file of records cannot be read on.
-#[derive(Debug, thiserror::Error)]
-pub enum TailError {
-    /// The file cannot be read.
-    #[error("{path}: {error}")]
-    Io {
-        /// Of the file.
-        path: PathBuf,
-        /// What the system says.
-        error: io::Error,
-    },
-    /// A record that is followed by others is not what was written.
-    #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
-    Damaged {
-        /// Of the file.
-        path: PathBuf,
-        /// Its number, from 0.
-        record: u64,
-        /// Where it begins.
-        offset: u64,
-        /// What is wrong with it.
-        detail: String,
-    },
-}
-
-impl Tail {
-    /// Reads `path` from record number `from_record` (from 0) on. The file need not exist yet.
-    pub fn open(path: &Path, from_record: u64) -> Self {
-        Self { path: path.into(), file: None, offset: 0, next: 0, from: from_record }
-    }
-
-    /// The number of the record that the next [`Tail::poll`] begins with.
-    pub fn next_record(&self) -> u64 {
-        self.next.max(self.from)
-    }
-
-    /// The records that have come, at most about a mebibyte of them at once; empty when there are
-    /// none now. A last record that is not whole yet is left for later.
-    ///
-    /// # Errors
-    /// The file cannot be read, or a record before its end is damaged (after all records before it
-    /// were handed out): then every further call says so.
-    pub fn poll(&mut self) -> Result<Vec<AttemptEvent>, TailError> {
-        let mut events = Vec::new();
-        let read = self.read_on(&mut events);
-        if read.is_err() {
-            // What stands at the path may be another file by the next time (a disk that came back).
-            self.file = None;
-        }
-        match read {
-            Err(error) if events.is_empty() => Err(error),
-            _ => Ok(events),
-        }
-    }
-
-    fn read_on(&mut self, events: &mut Vec<AttemptEvent>) -> Result<(), TailError> {
-        let path = self.path.clone();
-        let io = |error| TailError::Io { path: path.clone(), error };
-        let file = match &mut self.file {
-            Some(file) => file,
-            None => match File::open(&self.path) {
-                Ok(file) => self.file.insert(file),
-                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-                Err(e) => return Err(io(e)),
-            },
-        };
-        let length = file.metadata().map_err(io)?.len();
-        let mut read = 0;
-        let mut payload = Vec::new();
-        while self.offset + HEADER as u64 <= length && read < POLL_BYTES {
-            let damaged = |detail: String| TailError::Damaged {
-                path: path.clone(),
-                record: self.next,
-                offset: self.offset,
-                detail,
-            };
-            file.seek(SeekFrom::Start(self.offset)).map_err(io)?;
-            let mut header = [0; HEADER];
-            if !filled(file.read_exact(&mut header)).map_err(io)? {
-                break;
-            }
-            let [a, b, c, d, e, f, g, h] = header;
-            let size = u32::from_le_bytes([a, b, c, d]);
-            let crc = u32::from_le_bytes([e, f, g, h]);
-            let end = self.offset + HEADER as u64 + u64::from(size);
-            if size > LONGEST_RECORD {
-                return Err(damaged(format!("it claims {size} bytes")));
-            }
-            if end > length {
-                break;
-            }
-            payload.resize(size as usize, 0);
-            if !filled(file.read_exact(&mut payload)).map_err(io)? {
-                break;
-            }
-            if size == 0 || crc32fast::hash(&payload) != crc {
-                // After a power failure a file may end in bytes that were never written.
-                if end == length || size == 0 && rest_is_zero(file).map_err(io)? {
-                    break;
-                }
-                return Err(damaged("its checksum does not match".into()));
-            }
-            if self.next >= self.from {
-                events.push(rmp_serde::from_slice(&payload).map_err(|e| damaged(e.to_string()))?);
-                read += u64::from(size);
-            }
-            self.offset = end;
-            self.next += 1;
-        }
-        Ok(())
-    }
-}
-
-/// Whether all of it was there. A writer whose disk is full takes half a record back, also while it is read.
-fn filled(read: io::Result<()>) -> io::Result<bool> {
-    match read {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-fn rest_is_zero(file: &mut File) -> io::Result<bool> {
-    let mut rest = Vec::new();
-    file.read_to_end(&mut rest)?;
-    Ok(rest.iter().all(|b| *b == 0))
-}
-
 /// Which steps get a loss line in the log (`log.every_steps`).
 #[derive(Debug)]
 pub struct LossLines {
@@ -502,163 +364,4 @@ impl LossLines {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn drain(tail: &mut Tail) -> Vec<AttemptEvent> {
-        let mut all = Vec::new();
-        loop {
-            let events = tail.poll().unwrap();
-            if events.is_empty() {
-                return all;
-            }
-            all.extend(events);
-        }
-    }
-
-    fn removed(step: u64) -> AttemptEvent {
-        AttemptEvent::CheckpointRemoved { epoch: 1, step }
-    }
-
-    #[test]
-    fn a_record_that_a_full_disk_takes_back_while_it_is_read_is_waited_for() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = events_path(dir.path(), 0);
-        let mut records = Records::append_to(&path).unwrap();
-        records.append(&removed(1)).unwrap();
-        let whole = records.length;
-        let mut half = rmp_serde::to_vec_named(&removed(2)).unwrap();
-        let (length, crc) = (u32::try_from(half.len()).unwrap(), crc32fast::hash(&half));
-        half.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
-        let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-        // The writer as it is while the disk is full: half a record, taken back, again and again.
-        let writer = std::thread::spawn({
-            let (path, stop) = (path.clone(), stop.clone());
-            move || {
-                let mut file = OpenOptions::new().append(true).open(path).unwrap();
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    file.write_all(&half[..half.len() - 1]).unwrap();
-                    file.set_len(whole).unwrap();
-                }
-                file.write_all(&half).unwrap();
-            }
-        });
-        let mut tail = Tail::open(&path, 0);
-        assert_eq!(tail.poll().unwrap().len(), 1);
-        for _ in 0..20_000 {
-            assert!(tail.poll().expect("nothing is wrong with the file").is_empty());
-        }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
-        writer.join().unwrap();
-        assert_eq!(drain(&mut tail).len(), 1);
-    }
-
-    #[test]
-    fn what_is_reported_is_read_in_order_with_nan() {
-        let dir = tempfile::tempdir().unwrap();
-        let reporter = Reporter::create(dir.path(), 3).unwrap();
-        reporter.metric("loss", 1, 2.5);
-        reporter.metric("loss", 2, f32::NAN);
-        reporter.metric("lr", 2, 0.1);
-        reporter.log("epoch: 1 step: 1, loss is 2.5\nsecond");
-        reporter.event(&removed(7));
-        reporter.log(&"ä".repeat(3000));
-        reporter.close().unwrap();
-
-        let events = drain(&mut Tail::open(&events_path(dir.path(), 3), 0));
-        let AttemptEvent::Metrics { rank: 3, columns } = &events[0] else { panic!("{events:?}") };
-        assert_eq!(columns[0].name, "loss");
-        assert_eq!(columns[0].steps, [1, 2]);
-        assert_eq!(columns[0].values[0], 2.5);
-        assert!(columns[0].values[1].is_nan());
-        assert_eq!((columns[1].name.as_str(), columns[1].values[0]), ("lr", 0.1));
-        let AttemptEvent::Log { lines, .. } = &events[1] else { panic!("{events:?}") };
-        assert_eq!(lines.iter().map(|l| l.number).collect::<Vec<_>>(), [1, 2]);
-        assert_eq!(events[2], removed(7));
-        let AttemptEvent::Log { lines, .. } = &events[3] else { panic!("{events:?}") };
-        assert_eq!((lines[0].number, lines[0].text.len()), (3, 4096));
-        let text = std::fs::read_to_string(log_path(dir.path(), 3)).unwrap();
-        assert!(text.starts_with("epoch: 1 step: 1, loss is 2.5\nsecond\n"));
-        // Only what follows an acknowledged number is read again.
-        let mut tail = Tail::open(&events_path(dir.path(), 3), 2);
-        assert_eq!((tail.next_record(), drain(&mut tail).len(), tail.next_record()), (2, 2, 4));
-    }
-
-    #[test]
-    fn a_point_is_readable_soon_without_a_flush() {
-        let dir = tempfile::tempdir().unwrap();
-        let reporter = Reporter::create(dir.path(), 0).unwrap();
-        let mut tail = Tail::open(&events_path(dir.path(), 0), 0);
-        reporter.metric("loss", 1, 1.0);
-        let began = Instant::now();
-        while tail.poll().unwrap().is_empty() {
-            assert!(began.elapsed() < Duration::from_secs(10), "the point never came");
-            std::thread::yield_now();
-        }
-    }
-
-    #[test]
-    fn a_rank_of_an_attempt_runs_once() {
-        let dir = tempfile::tempdir().unwrap();
-        Reporter::create(dir.path(), 0).unwrap().close().unwrap();
-        let error = Reporter::create(dir.path(), 0).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
-    }
-
-    #[test]
-    fn a_torn_end_waits_and_is_cut_by_the_next_writer() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("agent.events");
-        let mut records = Records::append_to(&path).unwrap();
-        records.append(&removed(1)).unwrap();
-        records.append(&removed(2)).unwrap();
-        drop(records);
-        let whole = std::fs::read(&path).unwrap();
-        let one = whole.len() / 2;
-        for cut in one..whole.len() {
-            std::fs::write(&path, &whole[..cut]).unwrap();
-            let mut tail = Tail::open(&path, 0);
-            assert_eq!(drain(&mut tail), [removed(1)], "cut at {cut}");
-            let mut records = Records::append_to(&path).unwrap();
-            records.append(&removed(3)).unwrap();
-            assert_eq!(drain(&mut tail), [removed(3)], "cut at {cut}");
-        }
-        // Zeros after the last record, as a power failure leaves them.
-        let mut padded = whole.clone();
-        padded.extend_from_slice(&[0; 100]);
-        std::fs::write(&path, &padded).unwrap();
-        assert_eq!(drain(&mut Tail::open(&path, 0)), [removed(1), removed(2)]);
-    }
-
-    #[test]
-    fn damage_in_the_middle_is_named_not_skipped() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("rank.0.events");
-        let mut records = Records::append_to(&path).unwrap();
-        for step in 0..3 {
-            records.append(&removed(step)).unwrap();
-        }
-        let mut bytes = std::fs::read(&path).unwrap();
-        let middle = bytes.len() / 2;
-        bytes[middle] ^= 1;
-        std::fs::write(&path, &bytes).unwrap();
-        let mut tail = Tail::open(&path, 0);
-        assert_eq!(tail.poll().unwrap(), [removed(0)]);
-        let error = tail.poll().unwrap_err().to_string();
-        assert!(error.contains("record 1 ") && error.contains("checksum"), "{error}");
-        assert_eq!(tail.poll().unwrap_err().to_string(), error);
-        assert_eq!(Records::append_to(&path).unwrap_err().kind(), io::ErrorKind::InvalidData);
-    }
-
-    #[test]
-    fn loss_lines_follow_the_rule() {
-        let mut every_third = LossLines::new(3);
-        let lines: Vec<_> = (1..=7).filter_map(|s| every_third.line(1, s, 7, 2.302_585_4)).collect();
-        assert_eq!(lines, ["epoch: 1 step: 3, loss is 2.3025854", "epoch: 1 step: 6, loss is 2.3025854"]);
-        let mut seldom = LossLines::new(0);
-        let lines: Vec<_> = (1..=1000).filter_map(|s| seldom.line(2, s, 1000, f32::NAN)).collect();
-        assert!(lines.len() < 200, "{}", lines.len());
-        assert_eq!(lines[0], "epoch: 2 step: 1, loss is NaN");
-        assert_eq!(lines[lines.len() - 1], "epoch: 2 step: 1000, loss is NaN");
-    }
-}
+mod tests;

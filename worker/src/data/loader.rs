@@ -1,23 +1,21 @@
 //! Batches, prepared ahead of the step by threads of their own.
 
 use super::{
-    Catalog, DataError, Picture, Samples,
+    Catalog, DataError, Picture,
     augment::{Augmenter, Draw, Recipe},
-    inspect::{STATISTICS_SAMPLES, Statistics},
-    picture, shard,
+    shard,
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
-use rayon::prelude::*;
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, mpsc},
-    thread,
+    sync::Arc,
 };
 
-/// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
-const CACHE_BYTES: usize = 1 << 30;
-/// Batches that each thread prepares ahead.
-const AHEAD: usize = 2;
+use ahead::prepare_ahead;
+use splits::{Opened, normalisation, open_splits, sizes};
+
+mod ahead;
+mod splits;
 
 /// What a batch holds of its pictures; engines differ in what they do themselves.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -156,15 +154,6 @@ impl Part {
             }
         }
     }
-}
-
-/// A split after its broken files were found.
-struct Opened {
-    pixels: Pixels,
-    labels: Arc<Vec<u32>>,
-    height: usize,
-    width: usize,
-    channels: usize,
 }
 
 impl DataSource {
@@ -423,146 +412,6 @@ impl DataSource {
     }
 }
 
-fn normalisation(
-    spec: &DataSpec,
-    train: &Opened,
-    channels: usize,
-    size: usize,
-) -> Result<(Vec<f32>, Vec<f32>), DataError> {
-    let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
-        (Vec::new(), Vec::new())
-    } else {
-        match &train.pixels {
-            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels),
-            Pixels::Files { files, .. } => {
-                // Enough for three digits; decoding more would delay the first step.
-                let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
-                let counted: Vec<_> =
-                    files.par_iter().step_by(every).filter_map(|f| Picture::read(f).ok()).collect();
-                let mut all = Statistics::default();
-                counted.iter().for_each(|p| all.add(&Statistics::of(&p.pixels, channels)));
-                all
-            }
-        }
-        .mean_std()
-    };
-    let fit = |name: &str, given: &Option<Vec<f32>>, found: Vec<f32>| match given {
-        Some(values) if values.len() == channels => Ok(values.clone()),
-        Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
-        Some(values) => Err(DataError::Invalid(format!(
-            "data.{name} has {} values, but the pictures have {channels} channel{}",
-            values.len(),
-            if channels == 1 { "" } else { "s" }
-        ))),
-        None => Ok(found),
-    };
-    Ok((fit("mean", &spec.mean, found_mean)?, fit("std", &spec.std, found_std)?))
-}
-
-/// The one size that all pictures have, if they do; files with a broken header are taken out of the
-/// catalog and named.
-fn sizes(catalog: &mut Catalog, skipped: &mut Vec<String>) -> Result<Option<(u32, u32)>, DataError> {
-    let mut all = Vec::new();
-    for split in &mut catalog.splits {
-        match &mut split.samples {
-            Samples::Memory { width, height, .. } => all.push((*width, *height)),
-            Samples::Files(files) => {
-                let looked: Vec<_> = files.par_iter().map(|f| picture::dimensions(f)).collect();
-                all.extend(looked.iter().flatten().copied());
-                leave_out(files, &mut split.labels, &looked, skipped);
-            }
-        }
-        if split.labels.is_empty() {
-            return Err(DataError::Invalid(format!(
-                "no readable picture in split {:?}: {}",
-                split.name,
-                skipped.join("; ")
-            )));
-        }
-    }
-    Ok(all.first().copied().filter(|first| all.iter().all(|s| s == first)))
-}
-
-fn leave_out<T>(
-    files: &mut Vec<PathBuf>,
-    labels: &mut Vec<u32>,
-    looked: &[Result<T, DataError>],
-    skipped: &mut Vec<String>,
-) {
-    skipped.extend(looked.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
-    let mut good = looked.iter().map(Result::is_ok);
-    files.retain(|_| good.next().unwrap_or(false));
-    let mut good = looked.iter().map(Result::is_ok);
-    labels.retain(|_| good.next().unwrap_or(false));
-}
-
-/// Decodes splits that fit into memory.
-fn open_splits(
-    catalog: &mut Catalog,
-    common: Option<(u32, u32)>,
-    spec: &DataSpec,
-    skipped: &mut Vec<String>,
-) -> Result<Vec<Opened>, DataError> {
-    let mut opened = Vec::new();
-    for split in &mut catalog.splits {
-        let mut labels = std::mem::take(&mut split.labels);
-        let (pixels, width, height, channels) = match std::mem::replace(
-            &mut split.samples,
-            Samples::Files(Vec::new()),
-        ) {
-            Samples::Memory { pixels, height, width, channels } => {
-                (Pixels::Memory(Arc::new(pixels)), width, height, channels)
-            }
-            Samples::Files(mut files) => {
-                let (square, width, height) = match (common, spec.image_size) {
-                    (Some((width, height)), None) => (None, width, height),
-                    (Some((width, height)), Some(side)) if width == height && width <= side => {
-                        (None, width, height)
-                    }
-                    (_, Some(side)) => (Some(side), side, side),
-                    (None, None) => {
-                        return Err(DataError::Invalid(
-                            "the pictures differ in size: set data.image_size, the side of the square that the network sees".into(),
-                        ));
-                    }
-                };
-                let size = width as usize * height as usize * 3;
-                let pixels = if files.len().saturating_mul(size) <= CACHE_BYTES {
-                    let decoded: Vec<_> = files
-                        .par_iter()
-                        .map(|f| {
-                            Picture::read(f).map(|p| match square {
-                                Some(side) => p.centre_square(side).pixels,
-                                None => p.pixels,
-                            })
-                        })
-                        .collect();
-                    leave_out(&mut files, &mut labels, &decoded, skipped);
-                    Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
-                } else {
-                    Pixels::Files { files: Arc::new(files), square }
-                };
-                (pixels, width, height, 3)
-            }
-        };
-        if labels.is_empty() {
-            return Err(DataError::Invalid(format!(
-                "no readable picture in split {:?}: {}",
-                split.name,
-                skipped.join("; ")
-            )));
-        }
-        opened.push(Opened {
-            pixels,
-            labels: Arc::new(labels),
-            height: height as usize,
-            width: width as usize,
-            channels: channels as usize,
-        });
-    }
-    Ok(opened)
-}
-
 /// `epoch` is `None` for evaluation.
 fn make_batch(
     part: &Part,
@@ -600,47 +449,4 @@ fn make_batch(
         })?;
     }
     Ok(batch)
-}
-
-/// Runs `make(0)`, `make(1)`, ... on `threads` threads, a few ahead, and gives the results in order.
-/// Dropping the iterator ends the threads.
-fn prepare_ahead(
-    count: usize,
-    threads: usize,
-    make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
-) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-    let threads = threads.clamp(1, count.max(1));
-    let make = Arc::new(make);
-    let lanes: Vec<_> = (0..threads)
-        .map(|lane| {
-            let (sender, receiver) = mpsc::sync_channel(AHEAD);
-            let make = make.clone();
-            let work = move || {
-                for number in (lane..count).step_by(threads) {
-                    let batch = make(number);
-                    let last = batch.is_err();
-                    if sender.send(batch).is_err() || last {
-                        break;
-                    }
-                }
-            };
-            let started = thread::Builder::new().name(format!("data {lane}")).spawn(work);
-            (receiver, started.err())
-        })
-        .collect();
-    let mut number = 0;
-    Box::new(std::iter::from_fn(move || {
-        if number == count {
-            return None;
-        }
-        let (lane, refused) = &lanes[number % threads];
-        number += 1;
-        Some(lane.recv().unwrap_or_else(|_| {
-            let why = refused
-                .as_ref()
-                .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);
-            number = count;
-            Err(DataError::Invalid(why))
-        }))
-    }))
 }

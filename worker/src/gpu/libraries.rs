@@ -13,16 +13,22 @@ use sha2::{Digest, Sha256};
 use std::{
     ffi::{OsStr, OsString},
     fs, io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
 };
+
+use folders::{Folders, folders};
+use start_anew::link;
+
+mod folders;
+mod start_anew;
+
+pub use start_anew::{links_dir, start_anew_if_needed};
 
 /// Folders to look in first, separated by `:`.
 pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
 /// Where the dynamic linker looks, beside its own list.
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
-/// Set for a process that was started anew with the right environment: not a second time.
-const STARTED_ANEW: &str = "LOCKSTEP_LIBRARIES";
 
 /// A library that GPU ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -343,74 +349,6 @@ pub fn ready(needed: &[Which]) -> Result<(), String> {
     ))
 }
 
-/// Where the links of this machine's user may lie: the cache folder, else one of this process's.
-///
-/// # Errors
-/// Neither can be made.
-pub fn links_dir() -> io::Result<PathBuf> {
-    let cache = std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))
-        .filter(|dir| dir.is_absolute())
-        .map(|dir| dir.join("lockstep").join("libraries"));
-    let own = |dir: &Path| -> io::Result<()> {
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-        let about = fs::symlink_metadata(dir)?;
-        // Code is loaded from there: nobody else may write in it.
-        let mine = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
-        if !mine || about.mode() & 0o022 != 0 {
-            let text = format!("{}: others can write there", dir.display());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
-        }
-        Ok(())
-    };
-    if let Some(dir) = cache
-        && own(&dir).is_ok()
-    {
-        return Ok(dir);
-    }
-    let uid = rustix::process::getuid().as_raw();
-    let dir = std::env::temp_dir().join(format!("lockstep-libraries-{uid}"));
-    own(&dir).map(|()| dir)
-}
-
-/// Starts this program anew, in its place and with the same arguments, when it cannot load
-/// `needed` as it was started but could with another environment. Returns when there is no need or
-/// no help; [`ready`] then says which.
-pub fn start_anew_if_needed(needed: &[Which]) {
-    if std::env::var_os(STARTED_ANEW).is_some() || ready(needed).is_ok() {
-        return;
-    }
-    let libraries = Libraries::find();
-    if !libraries.missing(needed).is_empty() {
-        return;
-    }
-    let made = links_dir().and_then(|dir| libraries.environment(&dir));
-    let (Ok(variables), Ok(program)) = (made, crate::launch::own_program()) else { return };
-    let mut arguments = std::env::args_os();
-    let mut command = std::process::Command::new(program);
-    if let Some(name) = arguments.next() {
-        use std::os::unix::process::CommandExt;
-        command.arg0(name).args(arguments).envs(variables).env(STARTED_ANEW, "1");
-        // Only a failure returns; `ready` will say what is missing.
-        let error = command.exec();
-        tracing::warn!(%error, "could not start anew with the folders of NVIDIA's libraries");
-    }
-}
-
-/// A link that others see whole, replaced when it points elsewhere.
-fn link(path: &Path, target: &Path) -> io::Result<()> {
-    if fs::read_link(path).is_ok_and(|is| is == target) {
-        return Ok(());
-    }
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(format!(".{}", std::process::id()));
-    let temporary = PathBuf::from(temporary);
-    let _ = fs::remove_file(&temporary);
-    symlink(target, &temporary)?;
-    fs::rename(&temporary, path)
-}
-
 /// Where the dynamic linker finds `file`, when it does.
 fn by_linker(file: &str) -> Option<PathBuf> {
     // SAFETY: as in `version`.
@@ -431,109 +369,10 @@ fn by_linker(file: &str) -> Option<PathBuf> {
     Some(path.unwrap_or_else(|| PathBuf::from(file)))
 }
 
-/// Folders to look in, in this order.
-#[derive(Debug, Default)]
-struct Folders {
-    /// Before where the linker looks.
-    setting: Vec<PathBuf>,
-    /// After that.
-    usual: Vec<PathBuf>,
-}
-
-/// The folders that exist, with the environment as `variable` gives it.
-fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
-    let mut folders = Folders::default();
-    let given = variable(SETTING).unwrap_or_default();
-    folders.setting = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
-
-    let mut usual: Vec<PathBuf> =
-        vec!["/usr/local/nvidia/lib64".into(), "/usr/local/nvidia/lib".into(), "/usr/lib/wsl/lib".into()];
-    for root in variable("CUDA_HOME").into_iter().chain(variable("CUDA_PATH")).map(PathBuf::from) {
-        usual.push(root.join("lib64"));
-    }
-    // `/usr/local/cuda` first, then the newest.
-    let mut toolkits = matching(Path::new("/usr/local"), "cuda-");
-    toolkits.sort_by_key(|dir| std::cmp::Reverse(numbers(dir)));
-    toolkits.insert(0, "/usr/local/cuda".into());
-    for toolkit in toolkits {
-        usual.push(toolkit.join("lib64"));
-        usual.push(toolkit.join("targets/x86_64-linux/lib"));
-        usual.push(toolkit.join("targets/sbsa-linux/lib"));
-    }
-    for prefix in python_prefixes(variable) {
-        for lib in ["lib", "lib64"] {
-            for python in matching(&prefix.join(lib), "python3") {
-                for packages in ["site-packages", "dist-packages"] {
-                    for part in matching(&python.join(packages).join("nvidia"), "") {
-                        usual.push(part.join("lib"));
-                    }
-                }
-            }
-        }
-        // Conda keeps libraries beside Python's.
-        if prefix.join("conda-meta").is_dir() {
-            usual.push(prefix.join("lib"));
-        }
-    }
-    for dir in usual {
-        if dir.is_dir() && !folders.usual.contains(&dir) {
-            folders.usual.push(dir);
-        }
-    }
-    folders
-}
-
-/// Where Python environments are: the active one, that of the first `python3`, those under /opt and
-/// the system's.
-fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
-    let mut prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
-    let path = variable("PATH").unwrap_or_default();
-    let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
-    // A link on the path may point into an environment, whose own points at the system's Python.
-    let mut next = program;
-    for _ in 0..8 {
-        let Some(program) = next else { break };
-        prefixes.extend(program.parent().and_then(Path::parent).map(Path::to_path_buf));
-        next = fs::read_link(&program)
-            .ok()
-            .and_then(|target| Some(program.parent()?.join(target)))
-            .filter(|target| target.exists());
-    }
-    for dir in matching(Path::new("/opt"), "") {
-        prefixes.push(dir.join(".venv"));
-        prefixes.push(dir.join("venv"));
-        prefixes.push(dir);
-    }
-    if let Some(home) = variable("HOME") {
-        prefixes.push(Path::new(&home).join(".local"));
-    }
-    prefixes.extend(["/usr/local".into(), "/usr".into()]);
-    prefixes
-}
-
-/// What a folder holds that begins with `start`, in the order of names; nothing when it is not there.
-fn matching(dir: &Path, start: &str) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(start.as_bytes()))
-        .map(|entry| entry.path())
-        .collect();
-    found.sort();
-    found
-}
-
-/// `cuda-13.0` as `[13, 0]`.
-fn numbers(dir: &Path) -> Vec<u32> {
-    let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::symlink;
 
     fn touch(path: &Path) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();

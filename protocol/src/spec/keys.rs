@@ -1,0 +1,303 @@
+//! The table of keys: what each may hold, and what is said of a value that does not fit.
+
+use super::Arch;
+use serde_json::Value;
+
+/// What a key may hold.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// Text of so many characters.
+    Text {
+        min: usize,
+        max: usize,
+    },
+    /// One of these words.
+    Word(&'static [&'static str]),
+    Bool,
+    /// A whole number, both ends included.
+    Whole {
+        min: i64,
+        max: i64,
+    },
+    /// Any whole number from 0 that 64 bits hold.
+    Seed,
+    /// A number; the first end is left out when `above`, the last one when `below`.
+    Number {
+        min: f64,
+        max: f64,
+        above: bool,
+        below: bool,
+    },
+    /// One to three numbers, one a channel.
+    Channels {
+        positive: bool,
+    },
+    /// Ascending epochs.
+    Epochs,
+    /// A split's name, or a fraction of the training split.
+    Validation,
+    /// `dynamic`, or a positive number.
+    LossScale,
+}
+
+/// A table of keys.
+#[derive(Debug)]
+pub struct Section {
+    /// Empty for the top of the document.
+    pub name: &'static str,
+    pub keys: &'static [(&'static str, Kind)],
+}
+
+const FINITE: f64 = f32::MAX as f64;
+const MAX_STEPS: i64 = 1_000_000_000;
+
+const fn whole(min: i64, max: i64) -> Kind {
+    Kind::Whole { min, max }
+}
+
+const fn number(min: f64, max: f64) -> Kind {
+    Kind::Number { min, max, above: false, below: false }
+}
+
+/// Every key with what it may hold, in the order of the documentation.
+pub const KEYS: &[Section] = &[
+    Section {
+        name: "",
+        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
+    },
+    Section {
+        name: "model",
+        keys: &[
+            ("arch", Kind::Word(&ARCHS)),
+            ("stem", Kind::Word(&["auto", "imagenet", "cifar"])),
+            ("zero_init_residual", Kind::Bool),
+            ("pretrained", Kind::Text { min: 1, max: 4096 }),
+        ],
+    },
+    Section {
+        name: "data",
+        keys: &[
+            ("dataset", Kind::Text { min: 1, max: 4096 }),
+            ("validation", Kind::Validation),
+            ("image_size", whole(8, 4096)),
+            ("crop_padding", whole(0, 512)),
+            ("horizontal_flip", Kind::Bool),
+            ("mean", Kind::Channels { positive: false }),
+            ("std", Kind::Channels { positive: true }),
+            ("drop_remainder", Kind::Bool),
+            ("broken_files", Kind::Word(&["fail", "skip"])),
+        ],
+    },
+    Section {
+        name: "train",
+        keys: &[
+            ("epochs", whole(1, 100_000)),
+            ("steps", whole(1, MAX_STEPS)),
+            ("batch_size", whole(1, 65_536)),
+            ("global_batch_size", whole(1, 1 << 24)),
+            ("optimizer", Kind::Word(&["momentum", "nesterov", "lars"])),
+            ("lr", Kind::Number { min: 0.0, max: 1e4, above: true, below: false }),
+            ("momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("weight_decay", number(0.0, 1.0)),
+            ("schedule", Kind::Word(&["constant", "step", "cosine", "one_cycle"])),
+            ("warmup_epochs", number(0.0, 100_000.0)),
+            ("milestones", Kind::Epochs),
+            ("gamma", Kind::Number { min: 0.0, max: 1.0, above: true, below: false }),
+            ("rise", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("final_lr_share", number(0.0, 1.0)),
+            ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("accumulate", whole(1, 4096)),
+            ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
+            ("loss_scale", Kind::LossScale),
+            ("deterministic", Kind::Bool),
+            ("seed", Kind::Seed),
+        ],
+    },
+    Section {
+        name: "parallel",
+        keys: &[
+            ("ranks", whole(1, 1024)),
+            ("device", Kind::Word(&["auto", "cuda", "cpu"])),
+            ("mode", Kind::Word(&["data"])),
+            ("sync_batch_norm", Kind::Bool),
+            ("gradients_mean", Kind::Bool),
+            ("parameter_broadcast", Kind::Bool),
+        ],
+    },
+    Section {
+        name: "checkpoint",
+        keys: &[
+            ("every_epochs", whole(0, 100_000)),
+            ("every_steps", whole(1, MAX_STEPS)),
+            ("keep", whole(2, 10_000)),
+            ("keep_best", Kind::Word(&["val_accuracy", "val_loss", "none"])),
+        ],
+    },
+    Section {
+        name: "recovery",
+        keys: &[("max_restarts", whole(0, 1000)), ("stall_timeout_secs", whole(5, 86_400))],
+    },
+    Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000))] },
+    Section { name: "log", keys: &[("every_steps", whole(0, MAX_STEPS))] },
+];
+
+const ARCHS: [&str; Arch::ALL.len()] = {
+    let mut names = [""; Arch::ALL.len()];
+    let mut i = 0;
+    while i < names.len() {
+        names[i] = Arch::ALL[i].1;
+        i += 1;
+    }
+    names
+};
+
+impl Kind {
+    /// # Errors
+    /// What the value must be and what it is.
+    pub(super) fn check(self, value: &Value) -> Result<(), String> {
+        let is = |what: &str| Err(format!("must be {what}, is {}", shown(value)));
+        match self {
+            Kind::Text { min, max } => match value.as_str() {
+                None => is("text"),
+                Some(t) if t.chars().any(char::is_control) => Err("must not hold control characters".into()),
+                Some(t) if !(min..=max).contains(&t.trim().chars().count()) => {
+                    Err(format!("must have {min} to {max} characters, has {}", t.trim().chars().count()))
+                }
+                Some(_) => Ok(()),
+            },
+            Kind::Word(words) => match value.as_str() {
+                Some(word) if words.contains(&word) => Ok(()),
+                Some(word) => {
+                    let near = nearest(word, words.iter().copied())
+                        .map_or_else(String::new, |n| format!("; did you mean {n:?}?"));
+                    Err(format!("must be {}, is {}{near}", one_of(words), shown(value)))
+                }
+                None => is(&one_of(words)),
+            },
+            Kind::Bool => {
+                if value.is_boolean() {
+                    Ok(())
+                } else {
+                    is("true or false")
+                }
+            }
+            Kind::Whole { min, max } => match value.as_i64() {
+                Some(n) if (min..=max).contains(&n) => Ok(()),
+                _ => is(&format!("a whole number from {} to {}", grouped(min), grouped(max))),
+            },
+            Kind::Seed => {
+                if value.as_u64().is_some() {
+                    Ok(())
+                } else {
+                    is("a whole number from 0 to 2^64 - 1")
+                }
+            }
+            Kind::Number { min, max, above, below } => match value.as_f64() {
+                Some(n)
+                    if n.abs() <= FINITE
+                        && (if above { n > min } else { n >= min })
+                        && (if below { n < max } else { n <= max }) =>
+                {
+                    Ok(())
+                }
+                _ => is(&format!(
+                    "a number {} {min} and {} {max}",
+                    if above { "above" } else { "of at least" },
+                    if below { "below" } else { "of at most" }
+                )),
+            },
+            Kind::Channels { positive } => {
+                let fits =
+                    |v: &Value| v.as_f64().is_some_and(|n| n.abs() <= 1000.0 && (!positive || n > 0.0));
+                match value.as_array() {
+                    Some(list) if [1, 3].contains(&list.len()) && list.iter().all(fits) => Ok(()),
+                    _ => is(if positive {
+                        "a list of 1 or 3 positive numbers, one a channel"
+                    } else {
+                        "a list of 1 or 3 numbers, one a channel"
+                    }),
+                }
+            }
+            Kind::Epochs => {
+                let epochs: Option<Vec<u64>> =
+                    value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
+                match epochs {
+                    Some(list)
+                        if list.len() <= 1000
+                            && list.iter().all(|e| (1..=100_000).contains(e))
+                            && list.is_sorted_by(|a, b| a < b) =>
+                    {
+                        Ok(())
+                    }
+                    _ => is("a list of ascending epochs, such as [30, 60, 80]"),
+                }
+            }
+            Kind::Validation => match value {
+                Value::String(name)
+                    if (1..=100).contains(&name.len())
+                        && !name.contains(['/', '\\'])
+                        && !name.starts_with('.') =>
+                {
+                    Ok(())
+                }
+                Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f < 1.0) => Ok(()),
+                _ => is("a split such as \"test\", \"none\", or a fraction above 0 and below 1"),
+            },
+            Kind::LossScale => match value {
+                Value::String(word) if word == "dynamic" => Ok(()),
+                Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= 1e9) => Ok(()),
+                _ => is("\"dynamic\" or a positive number such as 1024"),
+            },
+        }
+    }
+}
+
+fn one_of(words: &[&str]) -> String {
+    match words {
+        [word] => format!("{word:?}"),
+        _ => format!("one of {}", words.join(", ")),
+    }
+}
+
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match value {
+        Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),
+        _ if text.chars().count() > 60 => format!("{}...", text.chars().take(60).collect::<String>()),
+        _ => text,
+    }
+}
+
+/// `1,000,000`.
+fn grouped(n: i64) -> String {
+    let digits = n.unsigned_abs().to_string();
+    let mut out = String::from(if n < 0 { "-" } else { "" });
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// The name that a person who typed `word` most likely meant.
+pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    names
+        .map(|n| (strsim::jaro_winkler(&word.to_lowercase(), &n.to_lowercase()), n))
+        .filter(|(score, _)| *score > 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, n)| n)
+}
+
+pub(super) fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(n) if n.is_f64() => "a number with a fraction",
+        Value::Number(_) => "a whole number",
+        Value::String(_) => "text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "a table",
+    }
+}

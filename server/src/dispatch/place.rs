@@ -1,0 +1,242 @@
+//! Room for a job among the machines, and its start there.
+
+use super::{end_attempt, wanted};
+use crate::{
+    agents::Online,
+    app::App,
+    lifecycle,
+    store::{Claim, JobRow, Place, Result, StoreError},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Slot, StartAttempt, ToAgent},
+    job::{Job, JobId, JobState},
+    spec::{Device, JobSpec, Precision},
+};
+use std::collections::HashSet;
+
+/// Slots of a kind on an agent, and those of them that are free.
+struct Room {
+    all: Vec<u32>,
+    free: Vec<u32>,
+}
+
+fn room(app: &App, agent: &Online, device: Device) -> Room {
+    let in_use = app.dispatch.slots_in_use(&agent.row.id);
+    let all = slots_for(&agent.row.slots, device);
+    let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
+    Room { all, free }
+}
+
+/// The slots of a machine that ranks of such a job may run in.
+pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
+    let of = |kind: &str| -> Vec<u32> {
+        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
+    };
+    let (first, second) = match device {
+        Device::Cuda => ("cuda", None),
+        // GPUs where there are any.
+        Device::Auto => ("cuda", Some("cpu")),
+        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
+        Device::Cpu => ("cpu", Some("cuda")),
+    };
+    let found = of(first);
+    match second {
+        Some(second) if found.is_empty() => of(second),
+        _ => found,
+    }
+}
+
+/// The device that a job needs: half precision is for GPUs alone.
+pub(crate) fn device_for(spec: &JobSpec) -> Device {
+    let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
+    match spec.parallel.device {
+        Device::Auto if half => Device::Cuda,
+        device => device,
+    }
+}
+
+/// Starts a job if an agent has room for all its ranks. If one could have, it is kept free of later jobs, so
+/// that a large job is not overtaken for ever.
+pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Result<()> {
+    let job = &row.job;
+    let ranks = job.ranks as usize;
+    let device = device_for(&job.spec);
+    let serves = |o: &Online| {
+        o.leaving.is_none()
+            && !app.agents.is_draining(&o.row.id)
+            && o.only_job.as_ref().is_none_or(|only| *only == job.id)
+    };
+    let mut candidates: Vec<_> = app
+        .agents
+        .online()
+        .into_iter()
+        .filter(serves)
+        .map(|o| {
+            let room = room(app, &o, device);
+            (o, room)
+        })
+        .collect();
+    // The fullest that has room: large gaps stay for large jobs.
+    candidates.sort_by_key(|(_, room)| room.free.len());
+    let fits = candidates.iter().find(|(o, r)| r.free.len() >= ranks && !reserved.contains(&o.row.id));
+    if let Some((agent, room)) = fits {
+        return start(app, row, agent, &room.free[..ranks]).await;
+    }
+    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
+    let slots = |n: usize| if n == 1 { format!("1 {unit}") } else { format!("{n} {unit}s") };
+    let largest = candidates.iter().max_by_key(|(_, r)| (r.all.len(), r.free.len()));
+    let why = match largest {
+        None if app.agents.online().is_empty() => {
+            "no agent is online; start one with `lockstep agent --server URL`".to_owned()
+        }
+        None => "no agent that is online takes this job".to_owned(),
+        Some((_, room)) if room.all.is_empty() => {
+            format!("needs {}, and no machine that is online has one", slots(ranks))
+        }
+        Some((agent, room)) if room.all.len() < ranks => format!(
+            "needs {} on one machine; the largest, {:?}, has {}",
+            slots(ranks),
+            agent.row.name,
+            room.all.len()
+        ),
+        Some((agent, room)) => {
+            reserved.insert(agent.row.id.clone());
+            format!(
+                "waits for {}: {} of {} on {:?} free",
+                slots(ranks),
+                room.free.len(),
+                room.all.len(),
+                agent.row.name
+            )
+        }
+    };
+    if job.state == JobState::Queued && job.reason.as_deref() != Some(&why) {
+        // What it says of an earlier attempt is worth more than that it waits.
+        if job.attempt > 0 && job.reason.as_deref().is_some_and(|r| r.contains("goes on from")) {
+            return Ok(());
+        }
+        let changed = app.store.change_job(&job.id, Box::new(move |row| lifecycle::waits(row, &why))).await;
+        match changed {
+            Ok(changed) => app.hub.publish(&changed),
+            Err(StoreError::NotFound(_)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result<()> {
+    let job = &row.job;
+    let ranks: Vec<(u32, u32)> = (0..).zip(slots.iter().copied()).collect();
+    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
+        let why = format!(
+            "dataset {:?} is no longer registered; add it again and retry the job",
+            job.spec.data.dataset
+        );
+        let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+        let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
+        app.announce(&changed);
+        return Ok(());
+    };
+    forget_missing(app, job).await?;
+    let mut spec = job.spec.clone();
+    if let Some(why) = resolve_pretrained(app, &mut spec).await? {
+        let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+        let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
+        app.announce(&changed);
+        return Ok(());
+    }
+    let place = Place { agent_id: agent.row.id.clone(), agent: agent.row.name.clone(), ranks: ranks.clone() };
+    let claim = Claim {
+        job: job.id.clone(),
+        after_attempt: job.attempt,
+        places: vec![place.clone()],
+        at: crate::now(),
+    };
+    let Some(claimed) = app.store.claim(claim).await? else { return Ok(()) };
+    let attempt = claimed.attempt;
+    app.dispatch.hold(attempt.clone(), vec![place]);
+    app.announce(&claimed.changed);
+    let message = ToAgent::Start(Box::new(StartAttempt {
+        attempt: attempt.clone(),
+        spec,
+        dataset_path: dataset.path,
+        world_size: job.ranks,
+        ranks,
+        // One machine: its ranks meet on its own loopback, at a port that the agent finds free.
+        master_addr: "127.0.0.1".into(),
+        master_port: 0,
+        secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
+        // Only loopback is listened on, so every agent shares this machine's disk.
+        job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
+        resume: claimed.resume,
+    }));
+    if app.agents.tell(&agent.row.id, message) {
+        // Somebody may have cancelled or paused it between the claim and the start.
+        let row = app.store.job(&attempt.job).await?;
+        let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        if !live {
+            app.dispatch.release(&attempt.job, attempt.attempt);
+        }
+        let wish = match &row {
+            Some(row) if live => wanted(row),
+            // It may also have run to its end by now, as its agent knows best.
+            Some(row) if row.job.state != JobState::Cancelled => None,
+            _ => Some(("cancelled before it started".into(), false)),
+        };
+        if let Some((reason, patient)) = wish {
+            app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
+        }
+        return Ok(());
+    }
+    let why = format!("agent {:?} went away before it could start", agent.row.name);
+    end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
+}
+
+/// `model.pretrained` may be a checkpoint's id: ranks are told its folder. Some: why they cannot be.
+async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<String>> {
+    let Some(given) = &spec.model.pretrained else { return Ok(None) };
+    let is_id = given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok())
+        && given.as_bytes().get(27) == Some(&b'-');
+    if !is_id {
+        return Ok(None);
+    }
+    Ok(match app.store.checkpoint(given).await? {
+        Some(row) => {
+            let folder = app.checkpoint_dir(&row);
+            spec.model.pretrained = Some(folder.to_string_lossy().into_owned());
+            None
+        }
+        None => Some(format!(
+            "model.pretrained: checkpoint {given:?} is no longer there; it was deleted or not kept"
+        )),
+    })
+}
+
+/// Checkpoints whose folder is gone (somebody removed it, or a rank died before it told of removing it) are forgotten
+/// before one of them is chosen to go on from.
+async fn forget_missing(app: &App, job: &Job) -> Result<()> {
+    // No folder at all: this disk is not where they are.
+    if !matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true)) {
+        return Ok(());
+    }
+    let mut missing = Vec::new();
+    for row in app.store.checkpoints(&job.id).await? {
+        if matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)) {
+            missing.push((row.info.epoch, row.info.step));
+        }
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let change = move |row: &mut JobRow| {
+        let removed = |(epoch, step): &(u32, u64)| {
+            let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
+            lifecycle::report(row, event, None, crate::now())
+        };
+        Ok(missing.iter().map(removed).collect::<std::result::Result<Vec<_>, _>>()?.concat())
+    };
+    let changed = app.store.change_job(&job.id, Box::new(change)).await?;
+    app.announce(&changed);
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! What a server and a command answer.
+
+use reqwest::StatusCode;
+use serde_json::Value;
+use std::process::{Command, Output};
+
+/// An answer over HTTP, read to its end.
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) headers: reqwest::header::HeaderMap,
+    pub(crate) text: String,
+}
+
+impl Answer {
+    pub(crate) async fn read(answer: reqwest::Response) -> Self {
+        let (status, headers) = (answer.status(), answer.headers().clone());
+        Self { status, headers, text: answer.text().await.expect("a body") }
+    }
+
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or("")
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.text))
+    }
+
+    /// Asserts an RFC 9457 problem of this status; returns it.
+    pub(crate) fn problem(&self, status: u16) -> Value {
+        assert_eq!(self.status.as_u16(), status, "{}", self.text);
+        assert!(
+            self.header("content-type").starts_with("application/problem+json"),
+            "{status} as {:?}: {}",
+            self.header("content-type"),
+            self.text
+        );
+        let problem = self.json();
+        assert_eq!(problem["status"], status, "{problem:#}");
+        assert!(problem["title"].as_str().is_some_and(|t| !t.is_empty()), "{problem:#}");
+        problem
+    }
+
+    /// Asserts a 422 whose `errors` hold exactly one for each of these (JSON pointer, words in its
+    /// detail), in any order.
+    pub(crate) fn mistakes(&self, expected: &[(&str, &[&str])]) {
+        let problem = self.problem(422);
+        let errors = problem["errors"].as_array().unwrap_or_else(|| panic!("no errors in {problem:#}"));
+        for (pointer, words) in expected {
+            let found = errors.iter().find(|e| {
+                e["pointer"] == *pointer
+                    && words.iter().all(|w| e["detail"].as_str().is_some_and(|d| d.contains(w)))
+            });
+            assert!(found.is_some(), "no mistake at {pointer} that says {words:?} in {problem:#}");
+        }
+        assert_eq!(errors.len(), expected.len(), "{problem:#}");
+    }
+}
+
+/// A command that has ended.
+pub(crate) struct Finished {
+    pub(crate) status: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Finished {
+    pub(crate) fn of(command: &mut Command) -> Self {
+        let Output { status, stdout, stderr } = command.output().expect("lockstep runs");
+        Self {
+            status: status.code().unwrap_or(-1),
+            stdout: String::from_utf8(stdout).expect("UTF-8"),
+            stderr: String::from_utf8(stderr).expect("UTF-8"),
+        }
+    }
+
+    /// Asserts exit status 0; its standard output.
+    pub(crate) fn ok(&self) -> &str {
+        assert_eq!(self.status, 0, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        &self.stdout
+    }
+
+    /// Its standard output as JSON.
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(self.ok()).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.stdout))
+    }
+
+    /// Asserts exit status 2 and these words on standard error, with no Rust panic in it.
+    pub(crate) fn wrong(&self, words: &[&str]) {
+        self.fails(2, words);
+    }
+
+    /// Asserts an exit status and words on standard error.
+    pub(crate) fn fails(&self, status: i32, words: &[&str]) {
+        assert_eq!(self.status, status, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
+        for word in words {
+            assert!(self.stderr.contains(word), "standard error lacks {word:?}:\n{}", self.stderr);
+        }
+    }
+}

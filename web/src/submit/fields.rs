@@ -1,0 +1,190 @@
+//! The fields of the form: every key of a specification, grouped as shown.
+
+use lockstep_protocol::spec::Arch;
+use serde_json::Value;
+
+/// What a field holds, and so how its text becomes JSON.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    Text,
+    /// A whole number.
+    Integer,
+    Number,
+    /// A number, or else a word: `0.1` or `test`.
+    NumberOrText,
+    /// Numbers with commas between them.
+    Numbers,
+    Switch,
+    Choice(&'static [&'static str]),
+    Dataset,
+}
+
+pub(super) struct Field {
+    /// Its path in the specification.
+    pub(super) key: &'static str,
+    pub(super) label: &'static str,
+    pub(super) kind: Kind,
+    /// Unit or meaning, a few words.
+    pub(super) hint: &'static str,
+    /// Behind `More settings`.
+    pub(super) more: bool,
+}
+
+const fn field(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
+    Field { key, label, kind, hint, more: false }
+}
+
+const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
+    Field { key, label, kind, hint, more: true }
+}
+
+const ARCHES: [&str; Arch::ALL.len()] = {
+    let mut names = [""; Arch::ALL.len()];
+    let mut i = 0;
+    while i < names.len() {
+        names[i] = Arch::ALL[i].1;
+        i += 1;
+    }
+    names
+};
+
+/// Every key of a specification, grouped as shown.
+pub(super) const GROUPS: [(&str, &[Field]); 4] = [
+    (
+        "Job",
+        &[
+            field("name", "Name", Kind::Text, ""),
+            more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
+            field("model.arch", "Network", Kind::Choice(&ARCHES), ""),
+            field("data.dataset", "Dataset", Kind::Dataset, ""),
+            field("data.image_size", "Image size", Kind::Integer, "pixels; empty: the dataset's own"),
+            more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),
+            more("model.zero_init_residual", "Residual blocks start as identity", Kind::Switch, ""),
+            more("model.pretrained", "Start from", Kind::Text, "safetensors path or checkpoint id"),
+            more(
+                "data.validation",
+                "Validation",
+                Kind::NumberOrText,
+                "a split, a share of train such as 0.1, or none",
+            ),
+            more("data.crop_padding", "Random crop padding", Kind::Integer, "pixels; 0: no crop"),
+            more("data.mean", "Mean", Kind::Numbers, "a channel; empty: the dataset's"),
+            more("data.std", "Deviation", Kind::Numbers, "a channel; empty: the dataset's"),
+            more("data.broken_files", "Broken files", Kind::Choice(&["fail", "skip"]), ""),
+            more("data.horizontal_flip", "Random horizontal flip", Kind::Switch, ""),
+            more("data.drop_remainder", "Leave out an epoch's last, smaller batch", Kind::Switch, ""),
+        ],
+    ),
+    (
+        "Training",
+        &[
+            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
+            field("train.batch_size", "Batch size a rank", Kind::Integer, "pictures"),
+            field(
+                "train.global_batch_size",
+                "or of all ranks",
+                Kind::Integer,
+                "pictures; divided over ranks",
+            ),
+            field("train.lr", "Learning rate", Kind::Number, "the highest"),
+            field(
+                "train.schedule",
+                "Schedule",
+                Kind::Choice(&["constant", "step", "cosine", "one_cycle"]),
+                "",
+            ),
+            field("train.optimizer", "Optimizer", Kind::Choice(&["momentum", "nesterov", "lars"]), ""),
+            more("train.steps", "Steps", Kind::Integer, "instead of epochs"),
+            more("train.momentum", "Momentum", Kind::Number, ""),
+            more("train.weight_decay", "Weight decay", Kind::Number, ""),
+            more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
+            more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
+            more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),
+            more("train.gamma", "Gamma", Kind::Number, "step: factor at a milestone"),
+            more("train.rise", "Rise", Kind::Number, "one_cycle: share of steps going up"),
+            more(
+                "train.final_lr_share",
+                "Final share",
+                Kind::Number,
+                "cosine, one_cycle: of the learning rate",
+            ),
+            more("train.accumulate", "Accumulate", Kind::Integer, "micro-batches a step"),
+            more("train.precision", "Precision", Kind::Choice(&["auto", "fp32", "bf16", "fp16"]), ""),
+            more("train.loss_scale", "Loss scale", Kind::NumberOrText, "fp16: dynamic or a number"),
+            more("train.deterministic", "Same bits in every run (GPUs: a few % slower)", Kind::Switch, ""),
+            more("train.seed", "Seed", Kind::Integer, ""),
+        ],
+    ),
+    (
+        "Ranks",
+        &[
+            field("parallel.ranks", "Ranks", Kind::Integer, "processes in lockstep, one a slot"),
+            field("parallel.device", "Device", Kind::Choice(&["auto", "cpu", "cuda"]), ""),
+            more("parallel.sync_batch_norm", "Batch norm over all ranks", Kind::Switch, ""),
+            more("parallel.gradients_mean", "Average gradients (off: sum)", Kind::Switch, ""),
+            more(
+                "parallel.parameter_broadcast",
+                "Send rank 0's weights to all at the start",
+                Kind::Switch,
+                "",
+            ),
+            more("recovery.max_restarts", "Restarts", Kind::Integer, "at most"),
+            more("recovery.stall_timeout_secs", "Stall time-out", Kind::Integer, "seconds without progress"),
+        ],
+    ),
+    (
+        "Checkpoints and log",
+        &[
+            more("checkpoint.every_epochs", "Checkpoint every", Kind::Integer, "epochs; empty: 1"),
+            more("checkpoint.every_steps", "or every", Kind::Integer, "steps"),
+            more("checkpoint.keep", "Keep the newest", Kind::Integer, "2 or more"),
+            more(
+                "checkpoint.keep_best",
+                "Keep the best by",
+                Kind::Choice(&["val_accuracy", "val_loss", "none"]),
+                "",
+            ),
+            more("evaluate.every_epochs", "Validate every", Kind::Integer, "epochs; 0: at the end"),
+            more("log.every_steps", "Log the loss every", Kind::Integer, "steps; 0: at most 10 a second"),
+        ],
+    ),
+];
+
+pub(super) fn fields() -> impl Iterator<Item = &'static Field> {
+    GROUPS.iter().flat_map(|(_, fields)| fields.iter())
+}
+
+impl Kind {
+    pub(super) fn json(self, text: &str) -> Value {
+        let or_text = |parsed: Option<Value>| parsed.unwrap_or_else(|| text.into());
+        // A float that holds a whole number is written as one: 1e3 is 1000 to a person.
+        let number = |text: &str| text.parse::<f64>().ok().filter(|v| v.is_finite()).map(Value::from);
+        let integer =
+            |text: &str| text.parse::<i64>().map(Value::from).or(text.parse::<u64>().map(Value::from)).ok();
+        match self {
+            Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
+            Kind::Integer => or_text(integer(text).or_else(|| number(text))),
+            Kind::Number | Kind::NumberOrText => or_text(number(text)),
+            Kind::Switch => or_text(text.parse::<bool>().ok().map(Value::from)),
+            Kind::Numbers => or_text(
+                text.split([',', ' '])
+                    .filter(|t| !t.is_empty())
+                    .map(|t| integer(t).or_else(|| number(t)))
+                    .collect::<Option<Vec<_>>>()
+                    .map(Value::from),
+            ),
+        }
+    }
+
+    /// How `static/submit.js` reads the field.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Kind::Text | Kind::Choice(_) | Kind::Dataset => "text",
+            Kind::Integer => "integer",
+            Kind::Number => "number",
+            Kind::NumberOrText => "number-or-text",
+            Kind::Numbers => "numbers",
+            Kind::Switch => "switch",
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! What stands in the form, to a specification and back.
+
+use super::fields::{Kind, fields};
+use lockstep_protocol::JobSpec;
+use serde_json::{Map, Value};
+use std::{collections::BTreeMap, sync::LazyLock};
+
+/// The default of every key, as the form writes it.
+pub(super) static DEFAULTS: LazyLock<Form> =
+    LazyLock::new(|| Form::from_spec(&JobSpec { name: String::new(), ..JobSpec::default() }));
+
+/// What stands in the form: the text of each field by its path in the specification.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Form {
+    pub(super) values: BTreeMap<String, String>,
+}
+
+impl Form {
+    /// The fields of a posted form. Names that are no field are left out.
+    pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
+        let mut values: BTreeMap<_, _> =
+            fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
+        values.extend(pairs.into_iter().filter(|(key, _)| fields().any(|f| f.key == key)));
+        Self { values }
+    }
+
+    /// The form that would make `spec`: to submit a job again with changes.
+    pub fn from_spec(spec: &JobSpec) -> Self {
+        // Through text, so that an f32 of 0.1 reads 0.1 and not its nearest f64.
+        let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
+        let mut form = Self::default();
+        form.flatten("", &document.unwrap_or(Value::Null));
+        form
+    }
+
+    fn flatten(&mut self, at: &str, value: &Value) {
+        if let Value::Object(map) = value {
+            for (key, value) in map {
+                let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+                self.flatten(&path, value);
+            }
+            return;
+        }
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Array(items) => items.iter().map(Value::to_string).collect::<Vec<_>>().join(", "),
+            Value::Null => String::new(),
+            other => other.to_string(),
+        };
+        self.values.insert(at.to_owned(), text);
+    }
+
+    /// The specification as JSON, for `spec::from_json`. Empty fields are left out; text that is not
+    /// what its field asks for stays text, so that the check names it.
+    pub fn document(&self) -> Value {
+        let mut document = Map::new();
+        for field in fields() {
+            let text = self.text(field.key).trim();
+            if text.is_empty() {
+                continue;
+            }
+            let value = field.kind.json(text);
+            match field.key.split_once('.') {
+                None => drop(document.insert(field.key.into(), value)),
+                Some((table, key)) => {
+                    let table = document.entry(table).or_insert_with(|| Value::Object(Map::new()));
+                    if let Value::Object(table) = table {
+                        table.insert(key.into(), value);
+                    }
+                }
+            }
+        }
+        Value::Object(document)
+    }
+
+    pub(super) fn text(&self, key: &str) -> &str {
+        self.values.get(key).map_or("", String::as_str)
+    }
+
+    pub(super) fn set(&mut self, key: &str, value: impl Into<String>) {
+        self.values.insert(key.to_owned(), value.into());
+    }
+}

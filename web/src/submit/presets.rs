@@ -1,0 +1,78 @@
+//! Starting points for the form.
+
+use super::form::{DEFAULTS, Form};
+
+/// A starting point for the form.
+pub(super) struct Preset {
+    pub(super) key: &'static str,
+    pub(super) title: &'static str,
+    pub(super) about: &'static str,
+    /// Ranks at most; fewer when there are fewer slots.
+    pub(super) ranks: u32,
+    /// What differs from the defaults.
+    pub(super) values: &'static [(&'static str, &'static str)],
+}
+
+pub(super) const PRESETS: [Preset; 3] = [
+    Preset {
+        key: "fashion-mnist",
+        title: "Fashion-MNIST, quick look",
+        about: "ResNet-20, 5 epochs, a minute or so on two CPU cores",
+        ranks: 2,
+        values: &[
+            ("name", "fashion-resnet20"),
+            ("model.arch", "resnet20"),
+            ("data.dataset", "fashion-mnist"),
+            ("train.epochs", "5"),
+            ("data.crop_padding", "2"),
+            ("train.global_batch_size", "64"),
+            ("train.optimizer", "nesterov"),
+            ("train.lr", "0.1"),
+            ("train.weight_decay", "0.0005"),
+            ("train.schedule", "one_cycle"),
+        ],
+    },
+    Preset {
+        key: "cifar10",
+        title: "CIFAR-10, one cycle",
+        about: "ResNet-18, 16 epochs, made for a GPU",
+        ranks: 4,
+        values: &[
+            ("name", "cifar-resnet18"),
+            ("model.arch", "resnet18"),
+            ("data.dataset", "cifar10"),
+            ("train.epochs", "16"),
+            ("train.global_batch_size", "512"),
+            ("train.optimizer", "nesterov"),
+            ("train.lr", "0.4"),
+            ("train.weight_decay", "0.0005"),
+            ("train.schedule", "one_cycle"),
+            ("train.label_smoothing", "0.1"),
+        ],
+    },
+    Preset {
+        key: "tutorial",
+        title: "The distributed tutorial",
+        about: "ResNet-50 at 224 pixels on CIFAR-10, batch 32 a rank, 10 epochs",
+        ranks: 8,
+        values: &[
+            ("name", "tutorial-resnet50"),
+            ("model.arch", "resnet50"),
+            ("data.dataset", "cifar10"),
+            ("data.image_size", "224"),
+            ("train.epochs", "10"),
+            ("train.batch_size", "32"),
+            ("train.lr", "0.01"),
+            ("train.momentum", "0.9"),
+        ],
+    },
+];
+
+pub(super) fn preset_form(preset: &Preset, slots: u32) -> Form {
+    let mut form = DEFAULTS.clone();
+    form.set("parallel.ranks", preset.ranks.min(slots).max(1).to_string());
+    for (key, value) in preset.values {
+        form.set(key, *value);
+    }
+    form
+}

@@ -1,0 +1,54 @@
+//! Threads that prepare batches ahead of the step.
+
+use super::Batch;
+use crate::data::DataError;
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+};
+
+/// Batches that each thread prepares ahead.
+const AHEAD: usize = 2;
+
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, a few ahead, and gives the results in order.
+/// Dropping the iterator ends the threads.
+pub(super) fn prepare_ahead(
+    count: usize,
+    threads: usize,
+    make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
+) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
+    let threads = threads.clamp(1, count.max(1));
+    let make = Arc::new(make);
+    let lanes: Vec<_> = (0..threads)
+        .map(|lane| {
+            let (sender, receiver) = mpsc::sync_channel(AHEAD);
+            let make = make.clone();
+            let work = move || {
+                for number in (lane..count).step_by(threads) {
+                    let batch = make(number);
+                    let last = batch.is_err();
+                    if sender.send(batch).is_err() || last {
+                        break;
+                    }
+                }
+            };
+            let started = thread::Builder::new().name(format!("data {lane}")).spawn(work);
+            (receiver, started.err())
+        })
+        .collect();
+    let mut number = 0;
+    Box::new(std::iter::from_fn(move || {
+        if number == count {
+            return None;
+        }
+        let (lane, refused) = &lanes[number % threads];
+        number += 1;
+        Some(lane.recv().unwrap_or_else(|_| {
+            let why = refused
+                .as_ref()
+                .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);
+            number = count;
+            Err(DataError::Invalid(why))
+        }))
+    }))
+}

@@ -1,0 +1,108 @@
+//! Folders that NVIDIA's libraries lie in: toolkits, Python environments, what a container mounts.
+
+use super::SETTING;
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Folders to look in, in this order.
+#[derive(Debug, Default)]
+pub(super) struct Folders {
+    /// Before where the linker looks.
+    pub(super) setting: Vec<PathBuf>,
+    /// After that.
+    pub(super) usual: Vec<PathBuf>,
+}
+
+/// The folders that exist, with the environment as `variable` gives it.
+pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
+    let mut folders = Folders::default();
+    let given = variable(SETTING).unwrap_or_default();
+    folders.setting = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
+
+    let mut usual: Vec<PathBuf> =
+        vec!["/usr/local/nvidia/lib64".into(), "/usr/local/nvidia/lib".into(), "/usr/lib/wsl/lib".into()];
+    for root in variable("CUDA_HOME").into_iter().chain(variable("CUDA_PATH")).map(PathBuf::from) {
+        usual.push(root.join("lib64"));
+    }
+    // `/usr/local/cuda` first, then the newest.
+    let mut toolkits = matching(Path::new("/usr/local"), "cuda-");
+    toolkits.sort_by_key(|dir| std::cmp::Reverse(numbers(dir)));
+    toolkits.insert(0, "/usr/local/cuda".into());
+    for toolkit in toolkits {
+        usual.push(toolkit.join("lib64"));
+        usual.push(toolkit.join("targets/x86_64-linux/lib"));
+        usual.push(toolkit.join("targets/sbsa-linux/lib"));
+    }
+    for prefix in python_prefixes(variable) {
+        for lib in ["lib", "lib64"] {
+            for python in matching(&prefix.join(lib), "python3") {
+                for packages in ["site-packages", "dist-packages"] {
+                    for part in matching(&python.join(packages).join("nvidia"), "") {
+                        usual.push(part.join("lib"));
+                    }
+                }
+            }
+        }
+        // Conda keeps libraries beside Python's.
+        if prefix.join("conda-meta").is_dir() {
+            usual.push(prefix.join("lib"));
+        }
+    }
+    for dir in usual {
+        if dir.is_dir() && !folders.usual.contains(&dir) {
+            folders.usual.push(dir);
+        }
+    }
+    folders
+}
+
+/// Where Python environments are: the active one, that of the first `python3`, those under /opt and
+/// the system's.
+fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let mut prefixes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
+    let path = variable("PATH").unwrap_or_default();
+    let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
+    // A link on the path may point into an environment, whose own points at the system's Python.
+    let mut next = program;
+    for _ in 0..8 {
+        let Some(program) = next else { break };
+        prefixes.extend(program.parent().and_then(Path::parent).map(Path::to_path_buf));
+        next = fs::read_link(&program)
+            .ok()
+            .and_then(|target| Some(program.parent()?.join(target)))
+            .filter(|target| target.exists());
+    }
+    for dir in matching(Path::new("/opt"), "") {
+        prefixes.push(dir.join(".venv"));
+        prefixes.push(dir.join("venv"));
+        prefixes.push(dir);
+    }
+    if let Some(home) = variable("HOME") {
+        prefixes.push(Path::new(&home).join(".local"));
+    }
+    prefixes.extend(["/usr/local".into(), "/usr".into()]);
+    prefixes
+}
+
+/// What a folder holds that begins with `start`, in the order of names; nothing when it is not there.
+fn matching(dir: &Path, start: &str) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(start.as_bytes()))
+        .map(|entry| entry.path())
+        .collect();
+    found.sort();
+    found
+}
+
+/// `cuda-13.0` as `[13, 0]`.
+fn numbers(dir: &Path) -> Vec<u32> {
+    let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
+}

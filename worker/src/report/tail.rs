@@ -1,0 +1,157 @@
+//! The reading end of a file of records.
+
+use super::{HEADER, LONGEST_RECORD};
+use lockstep_protocol::agent::AttemptEvent;
+use std::{
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+};
+
+/// What [`Tail::poll`] returns at once, so that a message made of it stays small.
+const POLL_BYTES: u64 = 1 << 20;
+
+/// Reads a file of records while it grows.
+#[derive(Debug)]
+pub struct Tail {
+    path: PathBuf,
+    file: Option<File>,
+    /// Of the next record in the file.
+    offset: u64,
+    next: u64,
+    /// Records below this one are passed over.
+    from: u64,
+}
+
+/// Why a file of records cannot be read on.
+#[derive(Debug, thiserror::Error)]
+pub enum TailError {
+    /// The file cannot be read.
+    #[error("{path}: {error}")]
+    Io {
+        /// Of the file.
+        path: PathBuf,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// A record that is followed by others is not what was written.
+    #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
+    Damaged {
+        /// Of the file.
+        path: PathBuf,
+        /// Its number, from 0.
+        record: u64,
+        /// Where it begins.
+        offset: u64,
+        /// What is wrong with it.
+        detail: String,
+    },
+}
+
+impl Tail {
+    /// Reads `path` from record number `from_record` (from 0) on. The file need not exist yet.
+    pub fn open(path: &Path, from_record: u64) -> Self {
+        Self { path: path.into(), file: None, offset: 0, next: 0, from: from_record }
+    }
+
+    /// Bytes of the whole records read so far.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The number of the record that the next [`Tail::poll`] begins with.
+    pub fn next_record(&self) -> u64 {
+        self.next.max(self.from)
+    }
+
+    /// The records that have come, at most about a mebibyte of them at once; empty when there are
+    /// none now. A last record that is not whole yet is left for later.
+    ///
+    /// # Errors
+    /// The file cannot be read, or a record before its end is damaged (after all records before it
+    /// were handed out): then every further call says so.
+    pub fn poll(&mut self) -> Result<Vec<AttemptEvent>, TailError> {
+        let mut events = Vec::new();
+        let read = self.read_on(&mut events);
+        if read.is_err() {
+            // What stands at the path may be another file by the next time (a disk that came back).
+            self.file = None;
+        }
+        match read {
+            Err(error) if events.is_empty() => Err(error),
+            _ => Ok(events),
+        }
+    }
+
+    fn read_on(&mut self, events: &mut Vec<AttemptEvent>) -> Result<(), TailError> {
+        let path = self.path.clone();
+        let io = |error| TailError::Io { path: path.clone(), error };
+        let file = match &mut self.file {
+            Some(file) => file,
+            None => match File::open(&self.path) {
+                Ok(file) => self.file.insert(file),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(e) => return Err(io(e)),
+            },
+        };
+        let length = file.metadata().map_err(io)?.len();
+        let mut read = 0;
+        let mut payload = Vec::new();
+        while self.offset + HEADER as u64 <= length && read < POLL_BYTES {
+            let damaged = |detail: String| TailError::Damaged {
+                path: path.clone(),
+                record: self.next,
+                offset: self.offset,
+                detail,
+            };
+            file.seek(SeekFrom::Start(self.offset)).map_err(io)?;
+            let mut header = [0; HEADER];
+            if !filled(file.read_exact(&mut header)).map_err(io)? {
+                break;
+            }
+            let [a, b, c, d, e, f, g, h] = header;
+            let size = u32::from_le_bytes([a, b, c, d]);
+            let crc = u32::from_le_bytes([e, f, g, h]);
+            let end = self.offset + HEADER as u64 + u64::from(size);
+            if size > LONGEST_RECORD {
+                return Err(damaged(format!("it claims {size} bytes")));
+            }
+            if end > length {
+                break;
+            }
+            payload.resize(size as usize, 0);
+            if !filled(file.read_exact(&mut payload)).map_err(io)? {
+                break;
+            }
+            if size == 0 || crc32fast::hash(&payload) != crc {
+                // After a power failure a file may end in bytes that were never written.
+                if end == length || size == 0 && rest_is_zero(file).map_err(io)? {
+                    break;
+                }
+                return Err(damaged("its checksum does not match".into()));
+            }
+            if self.next >= self.from {
+                events.push(rmp_serde::from_slice(&payload).map_err(|e| damaged(e.to_string()))?);
+                read += u64::from(size);
+            }
+            self.offset = end;
+            self.next += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Whether all of it was there. A writer whose disk is full takes half a record back, also while it is read.
+fn filled(read: io::Result<()>) -> io::Result<bool> {
+    match read {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn rest_is_zero(file: &mut File) -> io::Result<bool> {
+    let mut rest = Vec::new();
+    file.read_to_end(&mut rest)?;
+    Ok(rest.iter().all(|b| *b == 0))
+}

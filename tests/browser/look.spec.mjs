@@ -41,7 +41,7 @@ describe("a model", () => {
     for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
     assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
-    assert.equal(await page.locator("#behind figure").count(), Math.min(24, told.mistakes.length), "without being asked for");
+    await until("they are shown without being asked for", async () => (await page.locator("#behind figure").count()) === Math.min(24, told.mistakes.length));
     assert.deepEqual(told.mistakes.map((m) => m.confidence), told.mistakes.map((m) => m.confidence).sort((a, b) => b - a));
     const [most] = told.mistakes;
     const names = told.classes.map((c) => c.name), count = told.confusion[most.label][most.predicted];

@@ -91,9 +91,6 @@ export class Actions {
   async byHand() {
     const job = this.page.job(), note = byId("note"), tags = byId("tags"), priority = byId("priority"), status = byId("note-status");
     priority.value = job.spec.priority;
-    const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));
-    note.value = jobs[job.id]?.note ?? "";
-    tags.value = (jobs[job.id]?.tags ?? []).join(", ");
     const save = async (body) => {
       try {
         await ask(`/api/v1/jobs/${job.id}`, { method: "PATCH", body });
@@ -103,5 +100,11 @@ export class Actions {
     note.addEventListener("change", () => save({ note: note.value }));
     tags.addEventListener("change", () => save({ tags: tags.value.split(",") }));
     priority.addEventListener("change", () => save({ priority: Number(priority.value) }));
+    // What is typed before the answer comes stays.
+    const touched = new Set();
+    for (const field of [note, tags]) field.addEventListener("input", () => touched.add(field));
+    const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));
+    if (!touched.has(note)) note.value = jobs[job.id]?.note ?? "";
+    if (!touched.has(tags)) tags.value = (jobs[job.id]?.tags ?? []).join(", ");
   }
 }

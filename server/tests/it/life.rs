@@ -207,3 +207,20 @@ async fn pages_are_made_of_what_is_stored() {
     assert_eq!(house.text(&place).await.0, 200);
     house.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_note_and_tags_that_are_saved_at_once_are_both_kept() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let change =
+        |body: Value| house.send(house.http.patch(house.url(&format!("/api/v1/jobs/{id}"))).json(&body));
+    for round in 0..30 {
+        let (note, tag) = (format!("note {round}"), format!("tag {round}"));
+        let (first, second) = tokio::join!(change(json!({"note": note})), change(json!({"tags": [tag]})));
+        assert_eq!((first.0, second.0), (200, 200));
+        let kept = &house.get("/annotations").await.1["jobs"][&id];
+        assert_eq!((&kept["note"], &kept["tags"]), (&json!(note), &json!([tag])));
+    }
+    house.stop().await;
+}

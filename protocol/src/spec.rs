@@ -76,6 +76,17 @@ impl Arch {
         (Arch::ResNet110, "resnet110"),
     ];
 
+    /// Their names alone.
+    pub const NAMES: [&'static str; Self::ALL.len()] = {
+        let mut names = [""; Self::ALL.len()];
+        let mut i = 0;
+        while i < names.len() {
+            names[i] = Self::ALL[i].1;
+            i += 1;
+        }
+        names
+    };
+
     /// Its name in a specification, e.g. `resnet50`.
     pub fn name(self) -> &'static str {
         Self::ALL.iter().find(|(a, _)| *a == self).map_or("resnet18", |(_, n)| n)

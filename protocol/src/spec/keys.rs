@@ -68,7 +68,7 @@ pub const KEYS: &[Section] = &[
     Section {
         name: "model",
         keys: &[
-            ("arch", Kind::Word(&ARCHS)),
+            ("arch", Kind::Word(&Arch::NAMES)),
             ("stem", Kind::Word(&["auto", "imagenet", "cifar"])),
             ("zero_init_residual", Kind::Bool),
             ("pretrained", Kind::Text { min: 1, max: 4096 }),
@@ -140,16 +140,6 @@ pub const KEYS: &[Section] = &[
     Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000))] },
     Section { name: "log", keys: &[("every_steps", whole(0, MAX_STEPS))] },
 ];
-
-const ARCHS: [&str; Arch::ALL.len()] = {
-    let mut names = [""; Arch::ALL.len()];
-    let mut i = 0;
-    while i < names.len() {
-        names[i] = Arch::ALL[i].1;
-        i += 1;
-    }
-    names
-};
 
 impl Kind {
     /// # Errors

@@ -36,9 +36,6 @@ pub(crate) struct Change {
     priority: Option<i32>,
 }
 
-/// One change of an annotation at a time; a database has one server.
-static CHANGING: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
-
 /// Notes and tags
 #[utoipa::path(get, path = "/annotations", tag = "jobs", responses((status = 200, body = Annotations)))]
 pub(crate) async fn list(State(app): State<App>) -> Result<Json<Annotations>> {
@@ -82,14 +79,11 @@ pub(crate) async fn change(
         return Err(Error::Invalid(errors));
     }
     let id = job_id(&id)?;
-    // Read, changed and written as one: a note and tags that come at once are both kept.
-    let _turn = CHANGING.lock().await;
-    let mut annotation = app.store.annotations().await?.remove(&id).unwrap_or_default();
-    if change.note.is_some() || tags.is_some() {
-        annotation.note = change.note.unwrap_or(annotation.note);
-        annotation.tags = tags.unwrap_or(annotation.tags);
-        app.store.annotate(&id, &annotation).await?;
-    }
+    let annotation = if change.note.is_some() || tags.is_some() {
+        app.store.annotate(&id, change.note.as_deref(), tags.as_deref()).await?
+    } else {
+        app.store.annotations().await?.remove(&id).unwrap_or_default()
+    };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         app.store.set_priority(&id, priority).await?;
         app.dispatch.poke();

@@ -163,8 +163,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Notes and tags of every job that has any.
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
-    /// Replaces a job's note and tags.
-    async fn annotate(&self, job: &JobId, annotation: &Annotation) -> Result<()>;
+    /// Replaces a job's note, its tags or both; what is `None` stays. Returns what it has now.
+    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation>;
     /// Changes a job's priority, in its specification too.
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
     /// Ids of agents that are to take no new work.

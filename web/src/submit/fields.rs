@@ -38,16 +38,6 @@ const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static
     Field { key, label, kind, hint, more: true }
 }
 
-const ARCHES: [&str; Arch::ALL.len()] = {
-    let mut names = [""; Arch::ALL.len()];
-    let mut i = 0;
-    while i < names.len() {
-        names[i] = Arch::ALL[i].1;
-        i += 1;
-    }
-    names
-};
-
 /// Every key of a specification, grouped as shown.
 pub(super) const GROUPS: [(&str, &[Field]); 4] = [
     (
@@ -55,7 +45,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
-            field("model.arch", "Network", Kind::Choice(&ARCHES), ""),
+            field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field("data.image_size", "Image size", Kind::Integer, "pixels; empty: the dataset's own"),
             more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),

@@ -20,17 +20,25 @@ impl SqlStore {
             .collect()
     }
 
-    pub(super) async fn write_annotation(&self, job: &JobId, annotation: &Annotation) -> Result<()> {
-        sqlx::query(
-            "INSERT INTO annotations (job_id, note, tags) VALUES ($1, $2, $3) \
-             ON CONFLICT (job_id) DO UPDATE SET note = excluded.note, tags = excluded.tags",
+    pub(super) async fn write_annotation(
+        &self,
+        job: &JobId,
+        note: Option<&str>,
+        tags: Option<&[String]>,
+    ) -> Result<Annotation> {
+        // One statement: a note and tags that come at once are both kept.
+        let (note, tags): (String, String) = sqlx::query_as(
+            "INSERT INTO annotations (job_id, note, tags) VALUES ($1, COALESCE($2, ''), COALESCE($3, '[]')) \
+             ON CONFLICT (job_id) DO UPDATE SET \
+             note = COALESCE($2, annotations.note), tags = COALESCE($3, annotations.tags) \
+             RETURNING note, tags",
         )
         .bind(job.as_str())
-        .bind(plain(&annotation.note))
-        .bind(json(&annotation.tags)?)
-        .execute(&self.writer)
+        .bind(note.map(plain))
+        .bind(tags.map(|tags| json(&tags)).transpose()?)
+        .fetch_one(&self.writer)
         .await?;
-        Ok(())
+        Ok(Annotation { note, tags: from_json(&tags)? })
     }
 
     pub(super) async fn write_priority(&self, job: &JobId, priority: i32) -> Result<()> {

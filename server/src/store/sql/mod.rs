@@ -156,8 +156,8 @@ impl Store for SqlStore {
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
         self.read_annotations().await
     }
-    async fn annotate(&self, job: &JobId, annotation: &Annotation) -> Result<()> {
-        self.write_annotation(job, annotation).await
+    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation> {
+        self.write_annotation(job, note, tags).await
     }
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         self.write_priority(job, priority).await

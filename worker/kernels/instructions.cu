@@ -85,6 +85,43 @@ __device__ __forceinline__ u64 nanoseconds() {
     return v;
 }
 
+// Tensor cores, of sm_80 and up. A warp gives the addresses of the rows of four matrices of 8 x 8 values of 16 bits in
+// shared memory, lane 8 i + r that of row r of matrix i; each lane gets two neighbours of row lane / 4 of each, or,
+// transposed, of column lane / 4.
+__device__ __forceinline__ void load_matrices(u32 (&v)[4], const void* row) {
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(at)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], const void* row) {
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(at)
+                 : "memory");
+}
+// c (16 x 8, float32) += a (16 x 16) b (16 x 8), spread over a warp as PTX's mma.m16n8k16 has it.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if DTYPE == 2
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+#endif
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// 16 bytes from global to shared memory while the thread goes on; zeros if not `real`.
+__device__ __forceinline__ void copy_aside(void* to, const void* from, bool real) {
+    u32 at = (u32)__cvta_generic_to_shared(to), bytes = real ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+// Waits for this thread's copies.
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Clusters: blocks on neighbouring multiprocessors that reach each other's shared memory. Before sm_90 a kernel
 // is launched without, and each of its blocks is a cluster of one.
 __device__ __forceinline__ u32 cluster_size() {

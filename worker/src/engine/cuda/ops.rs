@@ -21,6 +21,7 @@ mod norm;
 mod optimizer;
 mod pool;
 mod step;
+mod through;
 
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};
@@ -28,6 +29,7 @@ pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, R
 pub(super) use optimizer::{GradientNorm, Gradients, LarsRates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
 pub(super) use step::{Fetch, Record};
+pub(super) use through::Through;
 
 use super::{
     device::{Ptr, Stream},

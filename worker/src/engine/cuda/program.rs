@@ -75,12 +75,14 @@ enum Gradient {
     Whole(Place),
     /// Of the mean over all pixels.
     Pooled(Place),
+    /// Still to be taken through a 1x1 convolution with so many outputs and these weights.
+    Convolved { dy: Place, weights: Ptr, inner: usize },
 }
 
 impl Gradient {
     fn place(self) -> Place {
         match self {
-            Gradient::Whole(place) | Gradient::Pooled(place) => place,
+            Gradient::Whole(place) | Gradient::Pooled(place) | Gradient::Convolved { dy: place, .. } => place,
         }
     }
 }

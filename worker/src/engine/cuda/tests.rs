@@ -158,45 +158,55 @@ fn compare_one_step(network: &Arc<Network>, batch_size: usize, precision: Precis
 /// Small networks that have every operation and fusion, and next to nothing else.
 fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
-    for (name, kernel, stride, pooled, width) in
-        [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)]
-    {
-        for block in ["", "basic", "projected", "bottleneck"] {
-            let mut net = Network::new(&format!("{name} {block}"), 32, 3, 10);
-            let mut x = net.conv("conv1", net.input(), width, kernel, stride);
-            x = net.batch_norm("bn1", x);
-            x = net.relu(x);
-            if pooled {
-                x = net.max_pool(x, 3, 2);
-            }
-            let convolutions: &[(usize, usize, usize)] = match block {
-                "basic" => &[(3, 1, width), (3, 1, width)],
-                "projected" => &[(3, 2, 2 * width), (3, 1, 2 * width)],
-                "bottleneck" => &[(1, 1, width), (3, 2, width), (1, 1, 4 * width)],
-                _ => &[],
-            };
-            let mut branch = x;
+    let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
+    for (name, kernel, stride, pooled, width) in stems {
+        for block in ["", "basic", "projected", "bottleneck", "two bottlenecks"] {
+            all.push((format!("{name} {block}"), kernel, stride, pooled, width, block));
+        }
+    }
+    // Wider ones: what is fused depends on it.
+    for width in [128, 256] {
+        all.push((format!("stem 3x3 two bottlenecks of {width}"), 3, 2, false, width, "two bottlenecks"));
+    }
+    let network = |(name, kernel, stride, pooled, width, block): (String, _, _, _, _, &str)| {
+        let mut net = Network::new(&name, 32, 3, 10);
+        let mut x = net.conv("conv1", net.input(), width, kernel, stride);
+        x = net.batch_norm("bn1", x);
+        x = net.relu(x);
+        if pooled {
+            x = net.max_pool(x, 3, 2);
+        }
+        let blocks: &[&[(usize, usize, usize)]] = match block {
+            "basic" => &[&[(3, 1, width), (3, 1, width)]],
+            "projected" => &[&[(3, 2, 2 * width), (3, 1, 2 * width)]],
+            "bottleneck" => &[&[(1, 1, width), (3, 2, width), (1, 1, 4 * width)]],
+            "two bottlenecks" => &[
+                &[(1, 1, width), (3, 2, width), (1, 1, 4 * width)],
+                &[(1, 1, width), (3, 1, width), (1, 1, 4 * width)],
+            ],
+            _ => &[],
+        };
+        for (b, convolutions) in blocks.iter().enumerate() {
+            let (mut branch, mut shortcut) = (x, x);
             for (i, &(kernel, stride, channels)) in convolutions.iter().enumerate() {
-                branch = net.conv(format!("a.conv{i}"), branch, channels, kernel, stride);
-                branch = net.batch_norm(format!("a.bn{i}"), branch);
+                branch = net.conv(format!("{b}.conv{i}"), branch, channels, kernel, stride);
+                branch = net.batch_norm(format!("{b}.bn{i}"), branch);
                 if i + 1 < convolutions.len() {
                     branch = net.relu(branch);
                 }
             }
-            if let Some(&(.., channels)) = convolutions.last() {
-                let mut shortcut = x;
-                if block != "basic" {
-                    shortcut = net.conv("a.down.0", x, channels, 1, 2);
-                    shortcut = net.batch_norm("a.down.1", shortcut);
-                }
-                let sum = net.add(branch, shortcut);
-                x = net.relu(sum);
+            if block != "basic" && b == 0 {
+                shortcut = net.conv("down.0", x, convolutions.last().map_or(0, |c| c.2), 1, 2);
+                shortcut = net.batch_norm("down.1", shortcut);
             }
-            x = net.global_average_pool(x);
-            net.linear("fc", x, 10);
-            all.push(Arc::new(net));
+            let sum = net.add(branch, shortcut);
+            x = net.relu(sum);
         }
-    }
+        x = net.global_average_pool(x);
+        net.linear("fc", x, 10);
+        Arc::new(net)
+    };
+    let mut all: Vec<Arc<Network>> = all.into_iter().map(network).collect();
     // A residual block must end the network, as the CUDA engine's pooling expects.
     all.retain(|net| net.ops.iter().any(|op| matches!(op, crate::net::Op::Add { .. })));
     all

@@ -246,7 +246,7 @@ impl NormSite {
 }
 
 /// `control`, pixels, rows, channels: how kernels are told an activation's shape.
-fn shape_args(control: Ptr, shape: Shape) -> [Arg; 4] {
+pub(super) fn shape_args(control: Ptr, shape: Shape) -> [Arg; 4] {
     [Arg::Ptr(control), Arg::U32(shape.pixels), Arg::U32(shape.rows()), Arg::U32(shape.channels)]
 }
 

@@ -22,7 +22,11 @@ impl<'a> Walk<'a> {
                     self.send_buckets(name, accumulation)?;
                 }
                 self.readers[*input] -= 1;
-                if !first {
+                let through = self.goes_through(node);
+                if through {
+                    let (weights, inner) = (p.state.wide(name), convolution.out_c);
+                    self.gradients[*input].push(Gradient::Convolved { dy, weights, inner });
+                } else if !first {
                     let dx = self.take(*input);
                     if self.starts() {
                         let tensors =
@@ -33,7 +37,7 @@ impl<'a> Walk<'a> {
                     self.gradients[*input].push(Gradient::Whole(dx));
                 }
                 // Batch norm's input is where its gradient is, which is given back.
-                let mut read = vec![dy];
+                let mut read = if through { Vec::new() } else { vec![dy] };
                 if self.readers[*input] == 0 {
                     read.extend(self.activations[*input].take());
                 }
@@ -46,6 +50,23 @@ impl<'a> Walk<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the gradient of a convolution's input is left to the batch norm before it: of a 1x1 one behind a block's
+    /// addition, where tensors are largest.
+    fn goes_through(&self, node: &Node) -> bool {
+        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
+        let channels = |tensor: TensorId| self.p.network.tensors[tensor].channels;
+        let behind_an_addition = self.p.nodes.iter().any(|node| match node {
+            Node::Norm(norm) => {
+                norm.output == *input && norm.relu && !norm.pooled && norm.shortcut != Shortcut::None
+            }
+            _ => false,
+        });
+        let most = std::env::var("LOCKSTEP_CUDA_THROUGH").ok().and_then(|v| v.parse().ok()).unwrap_or(256);
+        behind_an_addition
+            && channels(*output) <= most
+            && self.p.ops.goes_through(channels(*output), channels(*input))
     }
 
     /// The gradient of an activation with one reader.
@@ -64,7 +85,10 @@ impl<'a> Walk<'a> {
     ) -> Result<(), EngineError> {
         let p = self.p;
         let x = self.activation(node.input)?;
-        let mut incoming = std::mem::take(&mut self.gradients[node.output]).into_iter();
+        let mut incoming = std::mem::take(&mut self.gradients[node.output]);
+        // What comes through a convolution is met first.
+        incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::Convolved { .. }));
+        let mut incoming = incoming.into_iter();
         let (Some(dy), more, None) = (incoming.next(), incoming.next(), incoming.next()) else {
             return Err(EngineError::Parameters(format!("{} has no gradient, or more than two", node.name)));
         };
@@ -77,6 +101,10 @@ impl<'a> Walk<'a> {
             let at = |gradient: Option<Gradient>| gradient.map_or(0, |g| self.at(g.place()));
             let (mask, pooled) =
                 (self.marks[node.norm].map_or(0, |m| self.at(m)), matches!(dy, Gradient::Pooled(_)));
+            let through = match dy {
+                Gradient::Convolved { weights, inner, .. } => Some((weights, inner as u32)),
+                _ => None,
+            };
             let (dy, more, dz) = (at(Some(dy)), at(more), dz.map_or(0, |d| self.at(d)));
             if node.pooled {
                 self.norm_backward_pooled(node, x, dy, more, mask, first)?;
@@ -98,7 +126,15 @@ impl<'a> Walk<'a> {
                     accumulate: !first,
                     reduce: self.reduction(node, true),
                 };
-                p.ops.norm_backward(self.main(), backward)?;
+                if let Some((weights, inner)) = through {
+                    let through = ops::Through { dy, weights, inner, more, mask };
+                    p.ops.norm_backward_through(self.main(), backward, through)?;
+                    if !matches!(backward.reduce, ops::Reduce::Leave { .. }) {
+                        p.ops.norm_backward_apply(self.main(), backward)?;
+                    }
+                } else {
+                    p.ops.norm_backward(self.main(), backward)?;
+                }
                 if let Some(sums) = self.added_sums(node)? {
                     let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
                     p.ops.norm_backward_finish(self.main(), sums, local)?;
@@ -107,7 +143,14 @@ impl<'a> Walk<'a> {
             }
         }
         for gradient in [Some(dy), more].into_iter().flatten() {
-            self.arena.give(gradient.place());
+            match gradient {
+                // A weight gradient may still read it: it goes with what the newest one reads.
+                Gradient::Convolved { dy, .. } => match self.read.back_mut() {
+                    Some(read) => read.push(dy),
+                    None => self.arena.give(dy),
+                },
+                gradient => self.arena.give(gradient.place()),
+            }
         }
         if let Some(marks) = self.marks[node.norm].take() {
             self.arena.give(marks);

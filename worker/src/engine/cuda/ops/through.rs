@@ -1,0 +1,62 @@
+//! Batch norm backward with the gradient of a 1x1 convolution's input made inside it; see `norm_through.cu`.
+
+use super::{Arg, CudaError, Geometry, NormBackward, Ops, Ptr, Shape, Stream, norm::shape_args};
+use crate::engine::cuda::kernels::DType;
+
+/// Rows and channels of a tile; `TILE_ROWS` and `TILE_CHANNELS` of `norm_through.cu`.
+const TILE: (u32, u32) = (64, 128);
+/// Values by which a tile's rows are longer in shared memory; `APART` there.
+const APART: u32 = 8;
+/// Shared memory that the blocks of a multiprocessor have in all.
+const SHARED_BYTES: u32 = 220 << 10;
+
+/// Where a block's output gets its gradient from: dy `[rows, inner]` of the next block's first convolution times
+/// that one's weights `[inner, channels]`, and `more` of the shortcut.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Through {
+    pub(in crate::engine::cuda) dy: Ptr,
+    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) inner: u32,
+    /// May be 0.
+    pub(in crate::engine::cuda) more: Ptr,
+    pub(in crate::engine::cuda) mask: Ptr,
+}
+
+impl Ops {
+    /// Whether [`Ops::norm_backward_through`] takes a convolution of so many outputs.
+    pub(in crate::engine::cuda) fn goes_through(&self, inner: usize, channels: usize) -> bool {
+        self.clusters
+            && self.kernels.dtype() != DType::F32
+            && matches!(inner, 64 | 128 | 256)
+            && channels.is_multiple_of(TILE.1 as usize)
+    }
+
+    /// [`Ops::norm_backward_sums`] of `p`, whose gradient is `through`'s instead of its own; dz is wanted. Moves:
+    /// x, `more` and dz once, dy a few times, mostly from the second-level cache.
+    pub(in crate::engine::cuda) fn norm_backward_through(
+        &self,
+        stream: Stream,
+        p: NormBackward,
+        through: Through,
+    ) -> Result<(), CudaError> {
+        let Through { dy, weights, inner, more, mask } = through;
+        let mut args = vec![Arg::Ptr(p.x), Arg::Ptr(dy), Arg::Ptr(weights), Arg::U32(inner)];
+        args.extend([more, mask, p.dz].map(Arg::Ptr));
+        args.extend(shape_args(p.control, p.shape));
+        args.extend([Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
+        args.extend(p.site.backward_args(p.accumulate));
+        args.extend(p.reduce.site_args());
+        self.launch(stream, "norm_backward_sums_through", self.tiles(p.shape, inner), &args)
+    }
+
+    fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
+        let (rows, channels) = TILE;
+        let values = (inner + rows) * (channels + APART) + 2 * rows * (inner + APART);
+        let shared_bytes = values * self.kernels.dtype().size() as u32;
+        let columns = shape.channels / channels;
+        let resident = (SHARED_BYTES / (shared_bytes + 4096)).clamp(1, 2);
+        let most = (self.kernels.multiprocessors() * resident / columns).max(1);
+        let blocks = shape.rows().div_ceil(rows).clamp(1, most);
+        Geometry { grid: [blocks, columns, 1], block: [16, 16, 1], cluster: 1, shared_bytes }
+    }
+}

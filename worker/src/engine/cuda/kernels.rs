@@ -60,6 +60,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/norm_forward.cu"),
     include_str!("../../../kernels/norm_backward.cu"),
     include_str!("../../../kernels/norm_through.cu"),
+    include_str!("../../../kernels/bottleneck.cu"),
     include_str!("../../../kernels/pool.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),
@@ -102,6 +103,7 @@ pub(super) struct Kernels {
     functions: std::sync::Mutex<HashMap<&'static str, sys::CUfunction>>,
     multiprocessors: u32,
     dtype: DType,
+    capability: u32,
     /// Whether kernels are set up early.
     early: bool,
     pub(super) profile: Profile,
@@ -112,7 +114,10 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 /// Dynamic shared memory that kernels may ask for: what Hopper gives a block, less some of their own.
-const MOST_SHARED_BYTES: i32 = 200 << 10;
+const MOST_SHARED_BYTES: i32 = 216 << 10;
+
+/// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
+const WARPGROUPS: u32 = 90;
 
 impl Kernels {
     /// Loads the kernels, compiling them when the cache does not have them.
@@ -130,6 +135,7 @@ impl Kernels {
             functions: Default::default(),
             multiprocessors,
             dtype,
+            capability: device.capability,
             early,
             profile: Profile::default(),
         })
@@ -141,6 +147,11 @@ impl Kernels {
 
     pub(super) fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Whether there are the kernels that need them.
+    pub(super) fn has_warpgroups(&self) -> bool {
+        self.capability == WARPGROUPS
     }
 
     /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type.
@@ -234,8 +245,9 @@ impl Drop for Kernels {
 
 /// The machine code for `capability`.
 fn compiled(capability: u32, dtype: DType) -> Result<Vec<u8>, CudaError> {
+    let own = if capability == WARPGROUPS { "a" } else { "" };
     let options = [
-        format!("--gpu-architecture=sm_{capability}"),
+        format!("--gpu-architecture=sm_{capability}{own}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--extra-device-vectorization".into(),

@@ -15,6 +15,7 @@
 //! # Pointers
 //! 0 stands for "absent" where a field says that it may be.
 
+mod bottleneck;
 mod input;
 mod loss;
 mod norm;
@@ -23,6 +24,7 @@ mod pool;
 mod step;
 mod through;
 
+pub(super) use bottleneck::{Before, Bottleneck};
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};
 pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};

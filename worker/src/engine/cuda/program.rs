@@ -77,12 +77,20 @@ enum Gradient {
     Pooled(Place),
     /// Still to be taken through a 1x1 convolution with so many outputs and these weights.
     Convolved { dy: Place, weights: Ptr, inner: usize },
+    /// Past a ReLU; the sums of the batch norm before it are known.
+    Summed(Place),
+    /// Of a batch norm's output; the sums are known, and the convolution before it applies them.
+    Unapplied { g: Place, x: Place, norm: usize },
 }
 
 impl Gradient {
     fn place(self) -> Place {
         match self {
-            Gradient::Whole(place) | Gradient::Pooled(place) | Gradient::Convolved { dy: place, .. } => place,
+            Gradient::Whole(place)
+            | Gradient::Pooled(place)
+            | Gradient::Summed(place)
+            | Gradient::Convolved { dy: place, .. }
+            | Gradient::Unapplied { g: place, .. } => place,
         }
     }
 }
@@ -318,7 +326,8 @@ impl Program {
             }
         }
         self.tuner.prepare(device, &wanted)?;
-        self.workspace = device.alloc(self.tuner.workspace_bytes(false))?;
+        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
+        self.workspace = device.alloc(own)?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
         let both = Accumulation { first: true, last: true, whole: true };

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 
 mod backward;
 mod forward;
+mod fused;
 mod update;
 
 pub(super) struct Walk<'a> {
@@ -28,6 +29,8 @@ pub(super) struct Walk<'a> {
     marks: Vec<Option<Place>>,
     /// By tensor: gradients from its readers.
     gradients: Vec<Vec<Gradient>>,
+    /// Places that are given back twice before they are free.
+    shared: Vec<Place>,
     /// Buckets of gradients that are complete.
     sent: usize,
     /// The convolution output whose sums are known.
@@ -55,6 +58,7 @@ impl<'a> Walk<'a> {
             readers,
             marks: vec![None; p.norms.len()],
             gradients: vec![Vec::new(); tensors],
+            shared: Vec::new(),
             sent: 0,
             summed: None,
         }

@@ -6,6 +6,9 @@ impl<'a> Walk<'a> {
     pub(super) fn backward(&mut self, index: usize, accumulation: Accumulation) -> Result<(), EngineError> {
         let p = self.p;
         match &p.nodes[index] {
+            node @ Node::Conv { name, input, output, .. } if self.is_bottleneck(node) => {
+                self.bottleneck(name, [*input, *output], accumulation)?;
+            }
             node @ (Node::Conv { name, input, output, .. } | Node::Linear { name, input, output }) => {
                 let Some((convolution, first)) = p.convolution(node) else { return Ok(()) };
                 let dy = self.only_gradient(*output)?;
@@ -52,23 +55,6 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// Whether the gradient of a convolution's input is left to the batch norm before it: of a 1x1 one behind a block's
-    /// addition, where tensors are largest.
-    fn goes_through(&self, node: &Node) -> bool {
-        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
-        let channels = |tensor: TensorId| self.p.network.tensors[tensor].channels;
-        let behind_an_addition = self.p.nodes.iter().any(|node| match node {
-            Node::Norm(norm) => {
-                norm.output == *input && norm.relu && !norm.pooled && norm.shortcut != Shortcut::None
-            }
-            _ => false,
-        });
-        let most = std::env::var("LOCKSTEP_CUDA_THROUGH").ok().and_then(|v| v.parse().ok()).unwrap_or(256);
-        behind_an_addition
-            && channels(*output) <= most
-            && self.p.ops.goes_through(channels(*output), channels(*input))
-    }
-
     /// The gradient of an activation with one reader.
     fn only_gradient(&mut self, tensor: TensorId) -> Result<Place, EngineError> {
         match self.gradients[tensor].pop() {
@@ -77,7 +63,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Through ReLU and batch norm; the gradient of the input is left where the input was.
+    /// Through ReLU and batch norm; the gradient of the input is left where the input was, or to the convolution before.
     fn norm_backward(
         &mut self,
         node: &NormNode,
@@ -92,6 +78,8 @@ impl<'a> Walk<'a> {
         let (Some(dy), more, None) = (incoming.next(), incoming.next(), incoming.next()) else {
             return Err(EngineError::Parameters(format!("{} has no gradient, or more than two", node.name)));
         };
+        let summed = matches!(dy, Gradient::Summed(_));
+        let unapplied = self.makes_bottleneck(node.input);
         // The gradient of what comes after the addition is the shortcut's, too.
         let dz = match node.shortcut {
             Shortcut::None => None,
@@ -126,37 +114,47 @@ impl<'a> Walk<'a> {
                     accumulate: !first,
                     reduce: self.reduction(node, true),
                 };
+                let whole = through.is_none() && !summed && !unapplied;
                 if let Some((weights, inner)) = through {
                     let through = ops::Through { dy, weights, inner, more, mask };
                     p.ops.norm_backward_through(self.main(), backward, through)?;
-                    if !matches!(backward.reduce, ops::Reduce::Leave { .. }) {
-                        p.ops.norm_backward_apply(self.main(), backward)?;
-                    }
-                } else {
+                } else if whole {
                     p.ops.norm_backward(self.main(), backward)?;
+                } else if !summed {
+                    p.ops.norm_backward_sums(self.main(), backward)?;
                 }
-                if let Some(sums) = self.added_sums(node)? {
-                    let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
+                let added = self.added_sums(node)?;
+                let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
+                if let Some(sums) = added {
                     p.ops.norm_backward_finish(self.main(), sums, local)?;
+                }
+                if !unapplied && (!whole || added.is_some()) {
                     p.ops.norm_backward_apply(self.main(), local)?;
                 }
             }
         }
-        for gradient in [Some(dy), more].into_iter().flatten() {
+        let mut done = vec![dy];
+        done.extend(more);
+        self.gradients[node.input].push(if unapplied {
+            if let Some(dz) = dz {
+                self.shared.push(dz);
+            } else {
+                done.clear();
+            }
+            Gradient::Unapplied { g: dz.unwrap_or(dy.place()), x, norm: node.norm }
+        } else {
+            Gradient::Whole(x)
+        });
+        for gradient in done {
             match gradient {
-                // A weight gradient may still read it: it goes with what the newest one reads.
-                Gradient::Convolved { dy, .. } => match self.read.back_mut() {
-                    Some(read) => read.push(dy),
-                    None => self.arena.give(dy),
-                },
-                gradient => self.arena.give(gradient.place()),
+                Gradient::Convolved { dy, .. } => self.give_with_newest(dy),
+                gradient => self.give(gradient.place()),
             }
         }
         if let Some(marks) = self.marks[node.norm].take() {
             self.arena.give(marks);
         }
         self.activations[node.input] = None;
-        self.gradients[node.input].push(Gradient::Whole(x));
         if let Some(dz) = dz {
             let shortcut = match node.shortcut {
                 Shortcut::Norm(norm) => self.node_of(norm).output,

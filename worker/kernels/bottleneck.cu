@@ -1,0 +1,227 @@
+// Backward of a 1x1 convolution from 64 to 256 channels and of what stands on both sides of it, in one pass: the batch
+// norm behind it is applied (dy = scale g + slope x + offset), the gradients of the convolution's input and of its weights
+// are made, and of the batch norm before it the sums are taken. dy is never in memory, and the tensors with 256 channels,
+// the largest of a bottleneck network, are read once.
+
+#if DTYPE != 0 && defined(WARPGROUPS)
+
+#define WIDE 256
+#define NARROW 64
+// 512 threads: eight channels of four rows of the wide side each, and of one row of the narrow one.
+#define TURNS (TILE_ROWS / 16)
+// Values of a tile of 64 x 64.
+#define TILE (64 * 64)
+
+struct Bottleneck {
+    const T *x, *g;                      // [rows, 256]
+    const float *scale, *slope, *offset; // [256]
+    const T* weights;                    // [256, 64]
+    const T* from;                       // [rows, 64]: the convolution's input, or what its batch norm makes it of
+    T* dfrom;                            // [rows, 64]: the gradient of the convolution's input
+    float* dweights;                     // [gridDim.x, 256, 64]
+};
+
+// Where eight channels of a row lie in a matrix for warpgroups.
+__device__ __forceinline__ T* piece(T* tiles, u32 row, u32 group) {
+    return tiles + group / 8 * TILE + row * 64 + ((group ^ row) & 7) * 8;
+}
+
+// NORMED: `from` is the input of a batch norm with a ReLU, `before`, whose output the convolution reads.
+template <bool NORMED>
+__device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* control, u32 pixels, u32 rows,
+                                           float* partials, u32* counters, const Backward& before, const Site& site,
+                                           u8* room) {
+    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights, transposed: 64 rows of 256
+    T* dy = kept + 4 * TILE;                          // 64 rows of 256
+    T* input = dy + 4 * TILE;                         // 64 rows of 64
+    T* product = input + TILE;                        // the same, with gaps
+    T* copied = product + TILE_ROWS * APART(NARROW);  // two tiles of x and g, each thread's own pieces apart
+    float* wide = (float*)(copied + 16 * TILE);       // scale, slope and offset
+    float* narrow = wide + 3 * WIDE;                  // scale, bias and mean
+    Value value = value_of_thread(NARROW);
+    u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
+    u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
+
+    // Two tiles are on their way at any time: a thread copies what it will use itself.
+    auto copy_wide = [&](u32 tile, u32 turn) {
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            u32 r = tile * TILE_ROWS + i * 16 + warp;
+            bool real = tile < tiles && r < valid;
+            u64 from = real ? (u64)r * WIDE + lane * 8 : 0;
+            T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+            copy_aside(to, p.x + from, real);
+            copy_aside(to + 512 * 8, p.g + from, real);
+        }
+        copies_end();
+    };
+    auto load_narrow = [&](u32 tile) {
+        u32 r = tile * TILE_ROWS + row;
+        return r < valid ? load(p.from, (u64)r * (NARROW / 8) + group) : zeros();
+    };
+    copy_wide(blockIdx.x, 0);
+    copy_wide(blockIdx.x + gridDim.x, 1);
+    Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
+    for (u32 k = row; k < WIDE; k += 64) {
+        Raw w = load(p.weights + k * NARROW, group);
+        const T* values = (const T*)&w;
+#pragma unroll
+        for (int i = 0; i < 8; i++) piece(kept, group * 8 + i, k / 8)[k % 8] = values[i];
+    }
+    if (t < WIDE) {
+        wide[t] = p.scale[t];
+        wide[WIDE + t] = p.slope[t];
+        wide[2 * WIDE + t] = p.offset[t];
+    }
+    if (NORMED && t < NARROW) {
+        narrow[t] = before.scale[t];
+        narrow[NARROW + t] = before.bias[t];
+        narrow[2 * NARROW + t] = before.mean[t];
+    }
+    __syncthreads();
+
+    // A warpgroup makes 16 of the channels of the input's gradient, and 64 rows of the weights'.
+    u32 quarter = warp / 4, turn = 0;
+    u64 dy_now = matrix(dy), input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
+    float d[32] = {}, s[16] = {};
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
+        u32 passed = 0; // by the ReLU before
+        {
+            Raw out = here;
+            if (NORMED) {
+                float v[8], scale[8], bias[8];
+                load_channels(narrow, group, scale);
+                load_channels(narrow + NARROW, group, bias);
+                unpack(here, v);
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    float y = fmaf(v[k], scale[k], bias[k]);
+                    passed |= y > 0 ? 1u << k : 0u;
+                    v[k] = larger(y, 0.0f);
+                }
+                out = pack(v);
+            }
+            store(piece(input, row, group), 0, out);
+        }
+        copies_done_but<1>();
+        {
+            Slopes f;
+            load_channels(wide, lane, f.scale);
+            load_channels(wide + WIDE, lane, f.slope);
+            load_channels(wide + 2 * WIDE, lane, f.offset);
+#pragma unroll
+            for (int i = 0; i < TURNS; i++) {
+                u32 r = i * 16 + warp;
+                const T* from = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+                float v[8], w[8];
+                unpack(load(from, 0), v);
+                unpack(load(from, 512), w);
+                Raw out = f(v, w);
+                if (tile * TILE_ROWS + r >= valid) out = zeros();
+                store(piece(dy, r, lane), 0, out);
+            }
+        }
+        // Before more is copied: this waits for all that was begun.
+        written_for_products();
+        copy_wide(tile + 2 * gridDim.x, turn);
+        Raw coming = load_narrow(tile + 2 * gridDim.x);
+        __syncthreads();
+        float c[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) c[i] = 0;
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < WIDE / 16; k++)
+            multiply_rows(c, dy_now + (k / 4 * TILE + k % 4 * 16) / 8, kept_now + (k / 4 * TILE + k % 4 * 16) / 8, k > 0);
+        products_end();
+#pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; k++)
+            multiply_columns(d, dy_now + (quarter * TILE + k * 16 * 64) / 8, input_now + k * 16 * 64 / 8, 1);
+        products_end();
+        products_done<1>();
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(NARROW) + quarter * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
+            *(u32*)(to + j * 8 + 8 * APART(NARROW)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+        }
+        __syncthreads();
+        Raw out = load(product + row * APART(NARROW), group);
+        if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (NARROW / 8) + group, out);
+        if (NORMED) {
+            float v[8], w[8], mean[8];
+            load_channels(narrow + 2 * NARROW, group, mean);
+            unpack(here, v);
+            unpack(out, w);
+#pragma unroll
+            for (int k = 0; k < 8; k++) w[k] = (passed >> k & 1) ? w[k] : 0.0f;
+            add_gradient(v, w, mean, s);
+        }
+        here = ahead;
+        ahead = coming;
+        products_done<0>();
+        __syncthreads();
+    }
+    copies_done();
+    float* to = p.dweights + ((u64)blockIdx.x * WIDE + warp * 16 + lane / 4) * NARROW + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        *(uint2*)(to + j * 8) = {__float_as_uint(d[j * 4]), __float_as_uint(d[j * 4 + 1])};
+        *(uint2*)(to + j * 8 + 8 * NARROW) = {__float_as_uint(d[j * 4 + 2]), __float_as_uint(d[j * 4 + 3])};
+    }
+    if (!NORMED) return;
+    float* across = (float*)dy;
+    double total;
+    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    parameter_gradients(before, total, value);
+    if (!settle(total, site, NARROW, value.active, value.index, number, true)) return;
+    double* pairs = (double*)dy;
+    finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+}
+
+// 8 x 64 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+#define BOTTLENECK(NAME, NORMED)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
+        NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \
+             const T* weights, const T* from, T* dfrom, float* dweights, const Control* control, u32 pixels,          \
+             u32 rows, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                        \
+        enter();                                                                                                     \
+        DYNAMIC_SHARED(room);                                                                                        \
+        bottleneck<NORMED>(Bottleneck{x, g, wide_scale, wide_slope, wide_offset, weights, from, dfrom, dweights},     \
+                           control, pixels, rows, partials, counters, BACKWARD, SITE, room);                         \
+    }
+BOTTLENECK(bottleneck_backward, true)
+BOTTLENECK(projection_backward, false)
+
+// to = the sum over blocks of [blocks, length], in their order. 32 x 8 threads, four values each.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_weight_gradients(const float* partial, T* to, u32 blocks, u32 length) {
+    enter();
+    SHARED(float4, across, 256);
+    u32 quad = blockIdx.x * 32 + threadIdx.x;
+    bool active = quad < length / 4;
+    float4 s = {0, 0, 0, 0};
+    if (active)
+#pragma unroll 4
+        for (u32 b = threadIdx.y; b < blocks; b += 8) {
+            float4 v = ((const float4*)(partial + (u64)b * length))[quad];
+            s.x += v.x;
+            s.y += v.y;
+            s.z += v.z;
+            s.w += v.w;
+        }
+    across[thread_in_block()] = s;
+    __syncthreads();
+    if (threadIdx.y || !active) return;
+    for (u32 w = 1; w < 8; w++) {
+        float4 v = across[w * 32 + threadIdx.x];
+        s.x += v.x;
+        s.y += v.y;
+        s.z += v.z;
+        s.w += v.w;
+    }
+    *(uint2*)(to + (u64)quad * 4) = {pair(s.x, s.y), pair(s.z, s.w)};
+}
+
+#endif

@@ -1,0 +1,88 @@
+//! Backward of a bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu`.
+
+use super::{Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Stream, norm::shape_args, plain};
+use crate::engine::cuda::kernels::DType;
+
+/// Channels of the convolution's output and of its input; `WIDE` and `NARROW` of `bottleneck.cu`.
+const WIDE: usize = 256;
+const NARROW: usize = 64;
+/// Rows of a tile, and values by which its rows are longer in shared memory.
+const ROWS: usize = 64;
+const APART: usize = 8;
+
+/// The batch norm with a ReLU whose output the convolution reads.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Before {
+    pub(in crate::engine::cuda) site: NormSite,
+    /// Adds to dgamma and dbeta instead of replacing them.
+    pub(in crate::engine::cuda) accumulate: bool,
+    pub(in crate::engine::cuda) reduce: Reduce,
+}
+
+/// A 1x1 convolution from 64 to 256 channels, backward.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Bottleneck {
+    /// T `[rows, 256]`: its output, which the batch norm `behind` reads.
+    pub(in crate::engine::cuda) x: Ptr,
+    /// T `[rows, 256]`: the gradient that comes to `behind`, past its ReLU; its sums are known.
+    pub(in crate::engine::cuda) g: Ptr,
+    pub(in crate::engine::cuda) behind: NormSite,
+    /// T `[256, 64]`.
+    pub(in crate::engine::cuda) weights: Ptr,
+    /// T `[rows, 64]`: its input; with `before`, that one's.
+    pub(in crate::engine::cuda) from: Ptr,
+    /// T `[rows, 64]`: the gradient of its input, before any ReLU.
+    pub(in crate::engine::cuda) dfrom: Ptr,
+    /// T `[256, 64]`.
+    pub(in crate::engine::cuda) dweights: Ptr,
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) shape: Shape,
+    pub(in crate::engine::cuda) before: Option<Before>,
+    /// Of [`Ops::bottleneck_bytes`].
+    pub(in crate::engine::cuda) room: Ptr,
+}
+
+impl Ops {
+    /// Whether [`Ops::bottleneck_backward`] takes a 1x1 convolution from `inputs` to `outputs` channels.
+    pub(in crate::engine::cuda) fn is_bottleneck(&self, inputs: usize, outputs: usize) -> bool {
+        self.kernels.has_warpgroups()
+            && self.kernels.dtype() != DType::F32
+            && (inputs, outputs) == (NARROW, WIDE)
+    }
+
+    /// Memory for the weight gradients of all blocks.
+    pub(in crate::engine::cuda) fn bottleneck_bytes(&self) -> usize {
+        self.kernels.multiprocessors() as usize * WIDE * NARROW * 4
+    }
+
+    /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
+    /// from them, as [`Ops::norm_backward_sums`] leaves them. Moves: x, g and `from` once, `dfrom` once.
+    pub(in crate::engine::cuda) fn bottleneck_backward(
+        &self,
+        stream: Stream,
+        p: Bottleneck,
+    ) -> Result<(), CudaError> {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
+        let mut args =
+            [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from, p.dfrom, p.room]
+                .map(Arg::Ptr)
+                .to_vec();
+        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
+        // Nothing is looked at of a batch norm that is not there.
+        let none = Before { site: p.behind, accumulate: false, reduce: Reduce::Local };
+        let before = p.before.unwrap_or(none);
+        args.extend(before.site.backward_args(before.accumulate));
+        args.extend(before.reduce.site_args());
+        // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
+        let values = NARROW * WIDE + ROWS * (WIDE + NARROW + NARROW + APART + 2 * 2 * WIDE);
+        let coefficients = 3 * (WIDE + NARROW);
+        let shared_bytes = (1024 + values * self.kernels.dtype().size() + coefficients * 4) as u32;
+        let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
+        let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
+        self.launch(stream, name, geometry, &args)?;
+        let length = (WIDE * NARROW) as u32;
+        let args = [Arg::Ptr(p.room), Arg::Ptr(p.dweights), Arg::U32(blocks), Arg::U32(length)];
+        self.launch(stream, "sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), &args)
+    }
+}

@@ -1,0 +1,120 @@
+//! Backward of what is fused across a convolution: the largest tensors of a bottleneck network are then written and
+//! read less often. Which convolutions are, follows from the network and the number format alone.
+
+use super::*;
+
+impl<'a> Walk<'a> {
+    /// Whether the gradient of a convolution's input is left to the batch norm before it: of a 1x1 one behind a block's
+    /// addition.
+    pub(super) fn goes_through(&self, node: &Node) -> bool {
+        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
+        let most = std::env::var("LOCKSTEP_CUDA_THROUGH").ok().and_then(|v| v.parse().ok()).unwrap_or(128);
+        let (inner, channels) = (self.channels(*output), self.channels(*input));
+        let behind_an_addition =
+            self.norm_of(*input).is_some_and(|n| n.relu && !n.pooled && n.shortcut != Shortcut::None);
+        inner <= most && behind_an_addition && self.p.ops.goes_through(inner, channels)
+    }
+
+    /// Whether the batch norm behind a convolution is left to that convolution's backward.
+    pub(super) fn is_bottleneck(&self, node: &Node) -> bool {
+        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
+        std::env::var_os("LOCKSTEP_CUDA_NOBOTTLE").is_none()
+            && self.p.ops.is_bottleneck(self.channels(*input), self.channels(*output))
+    }
+
+    /// The same, by the convolution's output.
+    pub(super) fn makes_bottleneck(&self, tensor: TensorId) -> bool {
+        self.p.nodes.iter().any(|node| {
+            matches!(node, Node::Conv { output, .. } if *output == tensor) && self.is_bottleneck(node)
+        })
+    }
+
+    /// Such a convolution, backward; `inputs` and `outputs` are its tensors.
+    pub(super) fn bottleneck(
+        &mut self,
+        name: &str,
+        [input, output]: [TensorId; 2],
+        accumulation: Accumulation,
+    ) -> Result<(), EngineError> {
+        let p = self.p;
+        let Some(Gradient::Unapplied { g, x, norm }) = self.gradients[output].pop() else {
+            return Err(EngineError::Parameters(format!("{name} has no gradient")));
+        };
+        // The batch norm before it, where that one's output has no other reader.
+        let before = self
+            .norm_of(input)
+            .filter(|n| n.relu && !n.pooled && !n.deferred && n.shortcut == Shortcut::None)
+            .filter(|_| self.readers[input] == 1);
+        let from = self.activation(before.map_or(input, |n| n.input))?;
+        let dfrom = self.take(input);
+        if self.starts() {
+            let bottleneck = ops::Bottleneck {
+                x: self.at(x),
+                g: self.at(g),
+                behind: p.norms[norm],
+                weights: p.state.wide(name),
+                from: self.at(from),
+                dfrom: self.at(dfrom),
+                dweights: self.wide_gradient(name),
+                control: p.inputs.control.ptr,
+                shape: self.shape(input),
+                before: before.map(|n| ops::Before {
+                    site: p.norms[n.norm],
+                    accumulate: !accumulation.first,
+                    reduce: self.reduction(n, true),
+                }),
+                room: p.workspace.ptr,
+            };
+            p.ops.bottleneck_backward(self.main(), bottleneck)?;
+            if p.reducer.is_some() {
+                // Gradients are sent from where the others are made.
+                self.fork()?;
+                self.send_buckets(name, accumulation)?;
+            }
+        }
+        self.gradients[input].push(match before {
+            Some(_) => Gradient::Summed(dfrom),
+            None => Gradient::Whole(dfrom),
+        });
+        self.give(g);
+        self.give(x);
+        self.readers[input] -= 1;
+        if self.readers[input] == 0
+            && let Some(place) = self.activations[input].take()
+        {
+            match before {
+                // Nothing else has read it.
+                Some(_) => self.give(place),
+                None => self.give_with_newest(place),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back what a weight gradient on the other stream may still read: with what the newest one reads.
+    pub(super) fn give_with_newest(&mut self, place: Place) {
+        match self.read.back_mut() {
+            Some(read) => read.push(place),
+            None => self.give(place),
+        }
+    }
+
+    /// Gives back a place, which may have two readers that do so.
+    pub(super) fn give(&mut self, place: Place) {
+        match self.shared.iter().position(|shared| *shared == place) {
+            Some(index) => drop(self.shared.swap_remove(index)),
+            None => self.arena.give(place),
+        }
+    }
+
+    fn channels(&self, tensor: TensorId) -> usize {
+        self.p.network.tensors[tensor].channels
+    }
+
+    fn norm_of(&self, tensor: TensorId) -> Option<&'a NormNode> {
+        self.p.nodes.iter().find_map(|node| match node {
+            Node::Norm(norm) if norm.output == tensor => Some(norm),
+            _ => None,
+        })
+    }
+}

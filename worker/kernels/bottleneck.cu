@@ -7,10 +7,6 @@
 
 #define WIDE 256
 #define NARROW 64
-// 512 threads: eight channels of four rows of the wide side each, and of one row of the narrow one.
-#define TURNS (TILE_ROWS / 16)
-// Values of a tile of 64 x 64.
-#define TILE (64 * 64)
 
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
@@ -20,11 +16,6 @@ struct Bottleneck {
     T* dfrom;                            // [rows, 64]: the gradient of the convolution's input
     float* dweights;                     // [gridDim.x, 256, 64]
 };
-
-// Where eight channels of a row lie in a matrix for warpgroups.
-__device__ __forceinline__ T* piece(T* tiles, u32 row, u32 group) {
-    return tiles + group / 8 * TILE + row * 64 + ((group ^ row) & 7) * 8;
-}
 
 // NORMED: `from` is the input of a batch norm with a ReLU, `before`, whose output the convolution reads.
 template <bool NORMED>
@@ -67,7 +58,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         Raw w = load(p.weights + k * NARROW, group);
         const T* values = (const T*)&w;
 #pragma unroll
-        for (int i = 0; i < 8; i++) piece(kept, group * 8 + i, k / 8)[k % 8] = values[i];
+        for (int i = 0; i < 8; i++) piece(kept, 64, group * 8 + i, k / 8)[k % 8] = values[i];
     }
     if (t < WIDE) {
         wide[t] = p.scale[t];
@@ -102,7 +93,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
                 }
                 out = pack(v);
             }
-            store(piece(input, row, group), 0, out);
+            store(piece(input, TILE_ROWS, row, group), 0, out);
         }
         copies_done_but<1>();
         {
@@ -119,7 +110,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
                 unpack(load(from, 512), w);
                 Raw out = f(v, w);
                 if (tile * TILE_ROWS + r >= valid) out = zeros();
-                store(piece(dy, r, lane), 0, out);
+                store(piece(dy, TILE_ROWS, r, lane), 0, out);
             }
         }
         // Before more is copied: this waits for all that was begun.
@@ -180,7 +171,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads: eight channels of four rows of the wide side each, and of one row of the narrow one. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \

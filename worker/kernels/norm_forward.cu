@@ -148,19 +148,8 @@ __device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uin
 
 // y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] tells y > 0 of channel 8 group + k.
 template <int ADD>
-__device__ __forceinline__ void apply(const T* x, const float* scale, const float* bias, const T* shortcut,
-                                      const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, u32 relu,
-                                      u32 rows, u32 channels) {
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
-    if (!w.active) return;
-    Apply<ADD> f;
-    load_channels(scale, w.group, f.scale);
-    load_channels(bias, w.group, f.bias);
-    if (ADD == 2) {
-        load_channels(shortcut_scale, w.group, f.shortcut_scale);
-        load_channels(shortcut_bias, w.group, f.shortcut_bias);
-    }
-    f.floor = floor_of(relu);
+__device__ __forceinline__ void apply(const Apply<ADD>& f, const Walk& w, const T* x, const T* shortcut, T* y, u8* mask,
+                                      u32 rows) {
     constexpr int U = IN_FLIGHT;
     for (u32 r = w.first; r < rows; r += U * w.step) {
         Raw raw[U], more[U];
@@ -188,11 +177,50 @@ __device__ __forceinline__ void apply(const T* x, const float* scale, const floa
         NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
         enter();                                                                                               \
-        apply<ADD>(x, scale, bias, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, rows, channels);     \
+        Walk w = walk(channels, blockIdx.x, gridDim.x);                                                        \
+        if (!w.active) return;                                                                                 \
+        Apply<ADD> f;                                                                                          \
+        load_channels(scale, w.group, f.scale);                                                                \
+        load_channels(bias, w.group, f.bias);                                                                  \
+        if (ADD == 2) {                                                                                        \
+            load_channels(shortcut_scale, w.group, f.shortcut_scale);                                          \
+            load_channels(shortcut_bias, w.group, f.shortcut_bias);                                            \
+        }                                                                                                      \
+        f.floor = floor_of(relu);                                                                              \
+        apply(f, w, x, shortcut, y, mask, rows);                                                               \
     }
 APPLY(norm_apply, 0)
 APPLY(norm_apply_add, 1)
 APPLY(norm_apply_add_norm, 2)
+
+// norm_finish and norm_apply in one: every block works out scale and bias of its channels from the sums.
+#define FINISH_APPLY(NAME, ADD)                                                                                \
+    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
+        NAME(const T* x, const float* sum, const float* square, const T* shortcut, const float* shortcut_scale, \
+             const float* shortcut_bias, T* y, u8* mask, u32 relu, const Control* control, u32 pixels, u32 rows, \
+             u32 channels, NORM_PARAMETERS) {                                                                   \
+        enter();                                                                                               \
+        SHARED(float, coefficients, 512);                                                                      \
+        u32 t = thread_in_block(), half = 8 * blockDim.x, c = blockIdx.y * half + t;                            \
+        if (t < half && c < channels)                                                                          \
+            finish_forward(NORM, c, sum[c], square[c], stat_rows(control, pixels, rows), blockIdx.x == 0,       \
+                           coefficients[t], coefficients[half + t]);                                           \
+        __syncthreads();                                                                                       \
+        Walk w = walk(channels, blockIdx.x, gridDim.x);                                                        \
+        if (!w.active) return;                                                                                 \
+        Apply<ADD> f;                                                                                          \
+        load_channels(coefficients, threadIdx.x, f.scale);                                                     \
+        load_channels(coefficients + half, threadIdx.x, f.bias);                                               \
+        if (ADD == 2) {                                                                                        \
+            load_channels(shortcut_scale, w.group, f.shortcut_scale);                                          \
+            load_channels(shortcut_bias, w.group, f.shortcut_bias);                                            \
+        }                                                                                                      \
+        f.floor = floor_of(relu);                                                                              \
+        apply(f, w, x, shortcut, y, mask, rows);                                                               \
+    }
+FINISH_APPLY(norm_finish_apply, 0)
+FINISH_APPLY(norm_finish_apply_add, 1)
+FINISH_APPLY(norm_finish_apply_add_norm, 2)
 
 // Statistics and application in one launch, for activations small enough: a cluster owns 8 * bx channels, its
 // blocks share the rows, and the first rows of each thread stay in registers. blockIdx.x counts blocks of a

@@ -21,6 +21,11 @@ pub(super) struct Arena {
 const ALIGN: usize = 256;
 
 impl Arena {
+    /// Whether there is a gap for `bytes`, so that no more memory is needed.
+    pub(super) fn fits(&self, bytes: usize) -> bool {
+        self.free.iter().any(|gap| gap.bytes >= bytes.next_multiple_of(ALIGN).max(ALIGN))
+    }
+
     /// Room for `bytes`: the smallest gap that fits.
     pub(super) fn take(&mut self, bytes: usize) -> Place {
         let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);

@@ -61,6 +61,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/norm_backward.cu"),
     include_str!("../../../kernels/norm_through.cu"),
     include_str!("../../../kernels/bottleneck.cu"),
+    include_str!("../../../kernels/bottleneck_forward.cu"),
     include_str!("../../../kernels/pool.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),

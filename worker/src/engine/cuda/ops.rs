@@ -24,7 +24,7 @@ mod pool;
 mod step;
 mod through;
 
-pub(super) use bottleneck::{Before, Bottleneck};
+pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};
 pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};

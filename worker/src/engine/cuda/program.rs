@@ -34,12 +34,8 @@ mod walk;
 const PADDED_INPUT: usize = 4;
 /// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
-/// Weight gradients that may be behind the way back, which runs beside them, where memory is short: what they read is
-/// kept until they are done.
-const BEHIND: usize = 2;
-/// Of the GPU's free memory, the part that activations may take for none of them to be waited for: a wait in the middle
-/// costs small batches a few percent.
-const ROOM: f64 = 0.5;
+/// Weight gradients, which run beside the way back, that it does not wait for where it needs their memory.
+const BEHIND: usize = 4;
 
 /// Which part of a step a micro-batch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -151,10 +147,8 @@ pub(super) struct Program {
     side: OwnedStream,
     side_begin: Event,
     side_end: Event,
-    /// After the newest weight gradients, in turn.
-    side_done: [Event; BEHIND],
-    /// Weight gradients that may be behind the way back.
-    behind: usize,
+    /// After each weight gradient.
+    side_done: Vec<Event>,
     /// Where evaluation leaves its logits.
     evaluated_logits: Buffer,
 }
@@ -286,8 +280,7 @@ impl Program {
             side: OwnedStream::new(false)?,
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
-            side_done: [Event::new(false)?, Event::new(false)?],
-            behind: BEHIND,
+            side_done: nodes.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
             deterministic: gpu.deterministic,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
@@ -331,19 +324,14 @@ impl Program {
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
 
         let both = Accumulation { first: true, last: true, whole: true };
-        let peak = |phase: Phase, behind: usize| -> Result<usize, EngineError> {
-            let mut walk = Walk::new(self, None, behind);
+        let peak = |phase: Phase, beside: bool| -> Result<usize, EngineError> {
+            let mut walk = Walk::new(self, None, beside);
             walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
             Ok(walk.arena.peak)
         };
-        let all = peak(Phase::Train(both), usize::MAX)?;
-        let roomy = all as f64 <= ROOM * device.memory().0 as f64;
-        let behind = if roomy { usize::MAX } else { BEHIND };
-        let trained = if roomy { all } else { peak(Phase::Train(both), BEHIND)? };
         // Without any beside is how a step is timed call by call.
-        let apart = peak(Phase::Train(both), 0)?;
-        let bytes = trained.max(apart).max(peak(Phase::Evaluate, behind)?);
-        self.behind = behind;
+        let trained = peak(Phase::Train(both), true)?.max(peak(Phase::Train(both), false)?);
+        let bytes = trained.max(peak(Phase::Evaluate, true)?);
         self.arena = device.zeros(bytes)?;
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
         tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
@@ -381,14 +369,14 @@ impl Program {
     /// [`Program::emit`] with each call timed, one after another.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<(String, f64)>, EngineError> {
         self.ops.profile().begin();
-        let result = Walk::new(self, Some(self.arena.ptr), 0).network(phase, input);
+        let result = Walk::new(self, Some(self.arena.ptr), false).network(phase, input);
         let calls = self.ops.profile().end()?;
         result.map(|()| calls)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].
     pub(super) fn emit(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        Walk::new(self, Some(self.arena.ptr), self.behind).network(phase, input)
+        Walk::new(self, Some(self.arena.ptr), true).network(phase, input)
     }
 
     /// Loss and right answers of the micro-batch that was evaluated last.

@@ -1,4 +1,5 @@
-//! Backward of a bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu`.
+//! A bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu` and
+//! `bottleneck_forward.cu`.
 
 use super::{Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Stream, norm::shape_args, plain};
 use crate::engine::cuda::kernels::DType;
@@ -42,7 +43,47 @@ pub(in crate::engine::cuda) struct Bottleneck {
     pub(in crate::engine::cuda) room: Ptr,
 }
 
+/// The same, forward.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct BottleneckForward {
+    /// T `[rows, 64]`: its input, or with `before` that one's.
+    pub(in crate::engine::cuda) from: Ptr,
+    /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias are known.
+    pub(in crate::engine::cuda) before: Option<NormSite>,
+    /// T `[256, 64]`.
+    pub(in crate::engine::cuda) weights: Ptr,
+    /// T `[rows, 256]`.
+    pub(in crate::engine::cuda) y: Ptr,
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) shape: Shape,
+    /// The batch norm that reads y, and what becomes of its sums.
+    pub(in crate::engine::cuda) behind: NormSite,
+    pub(in crate::engine::cuda) reduce: Reduce,
+}
+
 impl Ops {
+    /// The convolution's output, and its batch norm's statistics as [`Ops::norm_statistics`] leaves them. Moves: `from`
+    /// and y once.
+    pub(in crate::engine::cuda) fn bottleneck_forward(
+        &self,
+        stream: Stream,
+        p: BottleneckForward,
+    ) -> Result<(), CudaError> {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
+        let (scale, bias) = p.before.map_or((0, 0), |site| (site.scale, site.bias));
+        let mut args = [p.from, scale, bias, p.weights, p.y].map(Arg::Ptr).to_vec();
+        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
+        args.extend(p.behind.forward_args());
+        args.extend(p.reduce.site_args());
+        // The weights, two tiles of the input, one of the output.
+        let values = NARROW * WIDE + ROWS * (2 * NARROW + WIDE + APART);
+        let shared_bytes = (1024 + values * self.kernels.dtype().size()) as u32;
+        let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
+        let name = if p.before.is_some() { "bottleneck_forward" } else { "projection_forward" };
+        self.launch(stream, name, geometry, &args)
+    }
+
     /// Whether [`Ops::bottleneck_backward`] takes a 1x1 convolution from `inputs` to `outputs` channels.
     pub(in crate::engine::cuda) fn is_bottleneck(&self, inputs: usize, outputs: usize) -> bool {
         self.kernels.has_warpgroups()

@@ -215,7 +215,7 @@ impl Gradient {
 }
 
 impl NormSite {
-    fn forward_args(&self) -> [Arg; 8] {
+    pub(super) fn forward_args(&self) -> [Arg; 8] {
         [
             self.gamma,
             self.beta,
@@ -355,6 +355,29 @@ impl Ops {
         args.extend(p.site.forward_args());
         args.extend(p.reduce.args());
         self.launch(stream, "norm_finish", per_channel(p.shape.channels), &args)
+    }
+
+    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one, where no other rank's sums are waited for. Moves: x and the
+    /// shortcut once, y and mask once.
+    pub(in crate::engine::cuda) fn norm_finish_apply(
+        &self,
+        stream: Stream,
+        sum: Ptr,
+        square: Ptr,
+        p: NormForward,
+    ) -> Result<(), CudaError> {
+        let (name, resident) = match p.shortcut {
+            Shortcut::None => ("norm_finish_apply", 3),
+            Shortcut::Plain(_) => ("norm_finish_apply_add", 3),
+            Shortcut::Norm { .. } => ("norm_finish_apply_add_norm", 2),
+        };
+        let mut args = vec![Arg::Ptr(p.x), Arg::Ptr(sum), Arg::Ptr(square)];
+        args.extend(p.shortcut.args());
+        args.extend([Arg::Ptr(p.y), Arg::Ptr(p.mask), Arg::U32(p.relu.into())]);
+        args.extend(shape_args(p.control, p.shape));
+        args.extend(p.site.forward_args());
+        let geometry = self.walk(p.shape.rows(), p.shape.channels, 256, resident);
+        self.launch(stream, name, geometry, &args)
     }
 
     /// The second pass alone. Moves: x and the shortcut once, y and mask once.

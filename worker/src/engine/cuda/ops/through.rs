@@ -4,11 +4,9 @@ use super::{Arg, CudaError, Geometry, NormBackward, Ops, Ptr, Shape, Stream, nor
 use crate::engine::cuda::kernels::DType;
 
 /// Rows and channels of a tile; `TILE_ROWS` and `TILE_CHANNELS` of `norm_through.cu`.
-const TILE: (u32, u32) = (64, 128);
-/// Values by which a tile's rows are longer in shared memory; `APART` there.
+const TILE: (u32, u32) = (64, 256);
+/// Values by which the product's rows are longer in shared memory; `APART` there.
 const APART: u32 = 8;
-/// Shared memory that the blocks of a multiprocessor have in all.
-const SHARED_BYTES: u32 = 220 << 10;
 
 /// Where a block's output gets its gradient from: dy `[rows, inner]` of the next block's first convolution times
 /// that one's weights `[inner, channels]`, and `more` of the shortcut.
@@ -25,7 +23,7 @@ pub(in crate::engine::cuda) struct Through {
 impl Ops {
     /// Whether [`Ops::norm_backward_through`] takes a convolution of so many outputs.
     pub(in crate::engine::cuda) fn goes_through(&self, inner: usize, channels: usize) -> bool {
-        self.clusters
+        self.kernels.has_warpgroups()
             && self.kernels.dtype() != DType::F32
             && matches!(inner, 64 | 128 | 256)
             && channels.is_multiple_of(TILE.1 as usize)
@@ -49,14 +47,14 @@ impl Ops {
         self.launch(stream, "norm_backward_sums_through", self.tiles(p.shape, inner), &args)
     }
 
+    /// One block a multiprocessor: its columns of the weights, a tile of dy and one of the product.
     fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
         let (rows, channels) = TILE;
-        let values = (inner + rows) * (channels + APART) + 2 * rows * (inner + APART);
-        let shared_bytes = values * self.kernels.dtype().size() as u32;
+        let values = inner * (channels + rows) + rows * (channels + APART);
+        let shared_bytes = 1024 + values * self.kernels.dtype().size() as u32;
         let columns = shape.channels / channels;
-        let resident = (SHARED_BYTES / (shared_bytes + 4096)).clamp(1, 2);
-        let most = (self.kernels.multiprocessors() * resident / columns).max(1);
+        let most = (self.kernels.multiprocessors() / columns).max(1);
         let blocks = shape.rows().div_ceil(rows).clamp(1, most);
-        Geometry { grid: [blocks, columns, 1], block: [16, 16, 1], cluster: 1, shared_bytes }
+        Geometry { grid: [blocks, columns, 1], block: [32, 16, 1], cluster: 1, shared_bytes }
     }
 }

@@ -15,10 +15,8 @@ pub(super) struct Walk<'a> {
     pub(super) arena: Arena,
     /// Whether weight gradients run beside the way back: kernels of small tensors leave most of the GPU idle.
     beside: bool,
-    /// And how many of them may be behind it.
-    behind: usize,
-    /// By weight gradient that may still run, oldest first: what it reads and nothing needs after it.
-    read: VecDeque<Vec<Place>>,
+    /// By weight gradient that may still run, oldest first: its number, and what it reads and nothing needs after it.
+    read: VecDeque<(usize, Vec<Place>)>,
     /// Weight gradients so far.
     weight_gradients: usize,
     /// By tensor.
@@ -35,10 +33,12 @@ pub(super) struct Walk<'a> {
     sent: usize,
     /// The convolution output whose sums are known.
     summed: Option<TensorId>,
+    /// The convolution output whose statistics were taken when it was made.
+    taken: Option<TensorId>,
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(p: &'a Program, base: Option<Ptr>, behind: usize) -> Self {
+    pub(super) fn new(p: &'a Program, base: Option<Ptr>, beside: bool) -> Self {
         let tensors = p.network.tensors.len();
         let mut readers = vec![0; tensors];
         for node in &p.nodes {
@@ -50,8 +50,7 @@ impl<'a> Walk<'a> {
             p,
             base,
             arena: Arena::default(),
-            beside: behind > 0,
-            behind,
+            beside,
             read: VecDeque::new(),
             weight_gradients: 0,
             activations: vec![None; tensors],
@@ -61,6 +60,7 @@ impl<'a> Walk<'a> {
             shared: Vec::new(),
             sent: 0,
             summed: None,
+            taken: None,
         }
     }
 
@@ -95,10 +95,20 @@ impl<'a> Walk<'a> {
         self.base.is_some()
     }
 
-    /// Room for the activation `tensor` of the whole batch.
-    fn take(&mut self, tensor: TensorId) -> Place {
+    /// Room for the activation `tensor` of the whole batch. Before more memory is taken for it, the way back waits for
+    /// the weight gradients that are far behind, and takes over what they have read.
+    fn take(&mut self, tensor: TensorId) -> Result<Place, EngineError> {
         let bytes = self.p.config.batch_size * self.values(tensor) * self.p.dtype.size();
-        self.arena.take(bytes)
+        if self.read.len() > BEHIND && !self.arena.fits(bytes) {
+            let done: Vec<_> = self.read.drain(..self.read.len() - BEHIND).collect();
+            if let (Some((number, _)), true) = (done.last(), self.starts()) {
+                self.main().wait(&self.p.side_done[*number])?;
+            }
+            for place in done.into_iter().flat_map(|(_, read)| read) {
+                self.give(place);
+            }
+        }
+        Ok(self.arena.take(bytes))
     }
 
     /// Values of a picture as they lie in memory.

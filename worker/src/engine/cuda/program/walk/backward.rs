@@ -30,7 +30,7 @@ impl<'a> Walk<'a> {
                     let (weights, inner) = (p.state.wide(name), convolution.out_c);
                     self.gradients[*input].push(Gradient::Convolved { dy, weights, inner });
                 } else if !first {
-                    let dx = self.take(*input);
+                    let dx = self.take(*input)?;
                     if self.starts() {
                         let tensors =
                             Tensors { x: self.at(dx), w: p.state.wide(name), y: self.at(dy), sums: 0 };
@@ -83,7 +83,7 @@ impl<'a> Walk<'a> {
         // The gradient of what comes after the addition is the shortcut's, too.
         let dz = match node.shortcut {
             Shortcut::None => None,
-            _ => Some(self.take(node.output)),
+            _ => Some(self.take(node.output)?),
         };
         if self.starts() {
             let at = |gradient: Option<Gradient>| gradient.map_or(0, |g| self.at(g.place()));
@@ -230,28 +230,17 @@ impl<'a> Walk<'a> {
         found.unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
-    /// Gives back what a weight gradient reads once it is done: here that of the oldest one that the main stream has
-    /// not waited for yet.
+    /// Gives back what a weight gradient reads: at once, or when it is known to be done.
     fn give_back(&mut self, read: Vec<Place>) -> Result<(), EngineError> {
         if !self.beside {
-            read.into_iter().for_each(|place| self.arena.give(place));
+            read.into_iter().for_each(|place| self.give(place));
             return Ok(());
         }
-        let waits = self.behind == BEHIND;
-        if self.starts() && waits {
-            self.p.side_done[self.weight_gradients % BEHIND].record(self.p.side.0)?;
+        if self.starts() {
+            self.p.side_done[self.weight_gradients].record(self.p.side.0)?;
         }
-        self.read.push_back(read);
+        self.read.push_back((self.weight_gradients, read));
         self.weight_gradients += 1;
-        if self.read.len() >= self.behind {
-            // The oldest one's event, which the next one records anew.
-            if self.starts() && waits {
-                self.main().wait(&self.p.side_done[self.weight_gradients % BEHIND])?;
-            }
-            for place in self.read.pop_front().unwrap_or_default() {
-                self.arena.give(place);
-            }
-        }
         Ok(())
     }
 

@@ -6,7 +6,7 @@ impl<'a> Walk<'a> {
     /// Takes the next micro-batch in and makes its pictures the network's input.
     pub(super) fn begin(&mut self, input: Input) -> Result<(), EngineError> {
         let tensor = self.p.network.input();
-        let place = self.take(tensor);
+        let place = self.take(tensor)?;
         self.activations[tensor] = Some(place);
         if !self.starts() {
             return Ok(());
@@ -65,8 +65,11 @@ impl<'a> Walk<'a> {
         let p = self.p;
         let training = matches!(phase, Phase::Train(_));
         match &p.nodes[index] {
+            node @ Node::Conv { name, input, output, .. } if training && self.is_bottleneck(node) => {
+                self.bottleneck_forward(name, [*input, *output])?;
+            }
             node @ (Node::Conv { name, input, output, .. } | Node::Linear { name, input, output }) => {
-                let (x, y) = (self.activation(*input)?, self.take(*output));
+                let (x, y) = (self.activation(*input)?, self.take(*output)?);
                 self.activations[*output] = Some(y);
                 if let Some((convolution, _)) = p.convolution(node)
                     && self.starts()
@@ -91,7 +94,7 @@ impl<'a> Walk<'a> {
             Node::Norm(node) if training => self.norm_forward(node)?,
             Node::Norm(node) => self.norm_evaluate(node)?,
             Node::GlobalAveragePool { input, output } => {
-                let (x, y) = (self.activation(*input)?, self.take(*output));
+                let (x, y) = (self.activation(*input)?, self.take(*output)?);
                 self.activations[*output] = Some(y);
                 if self.starts() {
                     let shape = p.network.tensors[*input];
@@ -115,10 +118,10 @@ impl<'a> Walk<'a> {
     fn norm_forward(&mut self, node: &NormNode) -> Result<(), EngineError> {
         let p = self.p;
         let x = self.activation(node.input)?;
-        if node.deferred {
+        if node.deferred || self.is_left_to_bottleneck(node) {
             return if self.starts() { self.statistics(self.norm(node, x, 0, 0)?, node) } else { Ok(()) };
         }
-        let y = self.take(node.output);
+        let y = self.take(node.output)?;
         self.activations[node.output] = Some(y);
         let values = p.config.batch_size * self.values(node.output);
         // A byte a value says which of a window won; a bit, whether the ReLU let it through.
@@ -137,7 +140,13 @@ impl<'a> Walk<'a> {
             self.statistics(norm, node)?;
             return Ok(p.ops.max_pool(self.main(), self.pooling(node, x, self.at(y), marks))?);
         }
-        if matches!(norm.reduce, ops::Reduce::Leave { .. }) || self.summed == Some(node.input) {
+        if self.summed == Some(node.input) && matches!(norm.reduce, ops::Reduce::Local) {
+            let sum = p.channel_sums.ptr;
+            let square = sum + 4 * u64::from(norm.shape.channels);
+            return Ok(p.ops.norm_finish_apply(self.main(), sum, square, norm)?);
+        }
+        let known = [self.summed, self.taken].contains(&Some(node.input));
+        if known || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node)?;
             return Ok(p.ops.norm_apply(self.main(), norm.into())?);
         }
@@ -149,7 +158,7 @@ impl<'a> Walk<'a> {
         let (p, main) = (self.p, self.main());
         let channels = p.network.tensors[node.input].channels;
         let summed = self.summed == Some(node.input);
-        if !summed {
+        if !summed && self.taken != Some(node.input) {
             p.ops.norm_statistics(main, norm)?;
         }
         let (sums, norm) = match (norm.reduce, &p.reducer) {
@@ -183,7 +192,7 @@ impl<'a> Walk<'a> {
         if node.deferred {
             return Ok(());
         }
-        let y = self.take(node.output);
+        let y = self.take(node.output)?;
         self.activations[node.output] = Some(y);
         if self.starts() {
             if node.pooled {
@@ -283,7 +292,7 @@ impl<'a> Walk<'a> {
     pub(super) fn loss(&mut self, Accumulation { first, .. }: Accumulation) -> Result<(), EngineError> {
         let p = self.p;
         let logits = p.network.logits();
-        let (place, gradient) = (self.activation(logits)?, self.take(logits));
+        let (place, gradient) = (self.activation(logits)?, self.take(logits)?);
         if self.starts() {
             let dbias = self.narrow_gradient(self.linear_name(), "bias");
             let dlogits = self.at(gradient);

@@ -1,4 +1,4 @@
-//! Backward of what is fused across a convolution: the largest tensors of a bottleneck network are then written and
+//! What is fused across a convolution: the largest tensors of a bottleneck network are then written and
 //! read less often. Which convolutions are, follows from the network and the number format alone.
 
 use super::*;
@@ -8,18 +8,16 @@ impl<'a> Walk<'a> {
     /// addition.
     pub(super) fn goes_through(&self, node: &Node) -> bool {
         let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
-        let most = std::env::var("LOCKSTEP_CUDA_THROUGH").ok().and_then(|v| v.parse().ok()).unwrap_or(128);
         let (inner, channels) = (self.channels(*output), self.channels(*input));
         let behind_an_addition =
             self.norm_of(*input).is_some_and(|n| n.relu && !n.pooled && n.shortcut != Shortcut::None);
-        inner <= most && behind_an_addition && self.p.ops.goes_through(inner, channels)
+        behind_an_addition && self.p.ops.goes_through(inner, channels)
     }
 
     /// Whether the batch norm behind a convolution is left to that convolution's backward.
     pub(super) fn is_bottleneck(&self, node: &Node) -> bool {
         let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
-        std::env::var_os("LOCKSTEP_CUDA_NOBOTTLE").is_none()
-            && self.p.ops.is_bottleneck(self.channels(*input), self.channels(*output))
+        self.p.ops.is_bottleneck(self.channels(*input), self.channels(*output))
     }
 
     /// The same, by the convolution's output.
@@ -27,6 +25,58 @@ impl<'a> Walk<'a> {
         self.p.nodes.iter().any(|node| {
             matches!(node, Node::Conv { output, .. } if *output == tensor) && self.is_bottleneck(node)
         })
+    }
+
+    /// Whether a batch norm is applied by the convolution that alone reads it.
+    pub(super) fn is_left_to_bottleneck(&self, node: &NormNode) -> bool {
+        let reads = |reader: &Node| matches!(reader, Node::Conv { input, .. } if *input == node.output);
+        self.p.nodes.iter().any(|reader| reads(reader) && self.is_bottleneck(reader))
+            && self.norm_before(node.output).is_some()
+    }
+
+    /// Such a convolution, forward; `input` and `output` are its tensors.
+    pub(super) fn bottleneck_forward(
+        &mut self,
+        name: &str,
+        [input, output]: [TensorId; 2],
+    ) -> Result<(), EngineError> {
+        let p = self.p;
+        let before = self.norm_before(input);
+        let (from, y) = (self.activation(before.map_or(input, |n| n.input))?, self.take(output)?);
+        self.activations[output] = Some(y);
+        self.taken = Some(output);
+        let behind = p.nodes.iter().find_map(|node| match node {
+            Node::Norm(norm) if norm.input == output => Some(norm),
+            _ => None,
+        });
+        let Some(behind) = behind else {
+            return Err(EngineError::Parameters(format!("no batch norm follows {name}")));
+        };
+        if self.starts() {
+            let bottleneck = ops::BottleneckForward {
+                from: self.at(from),
+                before: before.map(|n| p.norms[n.norm]),
+                weights: p.state.wide(name),
+                y: self.at(y),
+                control: p.inputs.control.ptr,
+                shape: self.shape(input),
+                behind: p.norms[behind.norm],
+                reduce: self.reduction(behind, false),
+            };
+            p.ops.bottleneck_forward(self.main(), bottleneck)?;
+        }
+        Ok(())
+    }
+
+    /// The batch norm with a ReLU whose output `tensor` is, where one convolution alone reads that.
+    fn norm_before(&self, tensor: TensorId) -> Option<&'a NormNode> {
+        let added = self.p.nodes.iter().any(|node| match node {
+            Node::Norm(norm) => norm.shortcut == Shortcut::Tensor(tensor),
+            _ => false,
+        });
+        self.norm_of(tensor)
+            .filter(|n| n.relu && !n.pooled && !n.deferred && n.shortcut == Shortcut::None)
+            .filter(|_| self.readers[tensor] == 1 && !added)
     }
 
     /// Such a convolution, backward; `inputs` and `outputs` are its tensors.
@@ -40,13 +90,9 @@ impl<'a> Walk<'a> {
         let Some(Gradient::Unapplied { g, x, norm }) = self.gradients[output].pop() else {
             return Err(EngineError::Parameters(format!("{name} has no gradient")));
         };
-        // The batch norm before it, where that one's output has no other reader.
-        let before = self
-            .norm_of(input)
-            .filter(|n| n.relu && !n.pooled && !n.deferred && n.shortcut == Shortcut::None)
-            .filter(|_| self.readers[input] == 1);
+        let before = self.norm_before(input);
         let from = self.activation(before.map_or(input, |n| n.input))?;
-        let dfrom = self.take(input);
+        let dfrom = self.take(input)?;
         if self.starts() {
             let bottleneck = ops::Bottleneck {
                 x: self.at(x),
@@ -94,7 +140,7 @@ impl<'a> Walk<'a> {
     /// Gives back what a weight gradient on the other stream may still read: with what the newest one reads.
     pub(super) fn give_with_newest(&mut self, place: Place) {
         match self.read.back_mut() {
-            Some(read) => read.push(place),
+            Some((_, read)) => read.push(place),
             None => self.give(place),
         }
     }

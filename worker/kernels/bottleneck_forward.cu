@@ -1,0 +1,92 @@
+// Forward of a bottleneck's widening convolution, 1x1 from 64 to 256 channels, with the batch norm and the ReLU before it
+// and the statistics for the batch norm behind it: what lies between is never in memory, and the output is written once
+// and not read for its statistics.
+
+#if DTYPE != 0 && defined(WARPGROUPS)
+
+// NORMED: `from` goes through scale, bias and a ReLU on its way.
+template <bool NORMED>
+__device__ __forceinline__ void widen(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
+                                      const Control* control, u32 pixels, u32 rows, float* partials, u32* counters,
+                                      const Norm& behind, const Site& site, u8* room) {
+    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 256 rows of 64
+    T* input = kept + 4 * TILE;                       // twice 64 rows of 64
+    T* product = input + 2 * TILE;                    // 64 rows of 256, with gaps
+    Value value = value_of_thread(WIDE);
+    u32 number = next_exchange(site, value.active, value.index);
+    u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
+    auto load_narrow = [&](u32 tile) {
+        u32 r = tile * TILE_ROWS + row;
+        return r < rows ? load(from, (u64)r * (NARROW / 8) + group) : zeros();
+    };
+    Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
+    for (u32 n = row; n < WIDE; n += 64) copy_aside(piece(kept, WIDE, n, group), weights + n * NARROW + group * 8, true);
+    float scale[8], bias[8];
+    if (NORMED) {
+        load_channels(scale_, group, scale);
+        load_channels(bias_, group, bias);
+    }
+    copies_done();
+    // A warpgroup makes 64 of the channels.
+    u32 quarter = warp / 4, turn = 0;
+    u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 64 * 64 / 8;
+    float s[16] = {};
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
+        Raw in = here;
+        if (NORMED) {
+            float v[8];
+            unpack(here, v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[k] = larger(fmaf(v[k], scale[k], bias[k]), 0.0f);
+            in = pack(v);
+        }
+        store(piece(input + turn * TILE, TILE_ROWS, row, group), 0, in);
+        written_for_products();
+        here = ahead;
+        ahead = load_narrow(tile + 2 * gridDim.x);
+        __syncthreads();
+        float c[32];
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < NARROW; k += 16)
+            multiply_wide_rows(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
+        products_end();
+        products_done<0>();
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(WIDE) + quarter * 64 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
+            *(u32*)(to + j * 8 + 8 * APART(WIDE)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            u32 r = i * 16 + warp, at = tile * TILE_ROWS + r;
+            Raw out = load(product + r * APART(WIDE), lane);
+            if (at < rows) store(y, (u64)at * (WIDE / 8) + lane, out);
+            if (at < valid) add_statistics(out, s);
+        }
+    }
+    __syncthreads();
+    double total;
+    if (!column_sums(block_sums(s, (float*)product), value, (float*)product, partials, counters, total)) return;
+    if (!settle(total, site, WIDE, value.active, value.index, number, true)) return;
+    finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
+}
+
+// 32 x 16 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of widen().
+#define WIDEN(NAME, NORMED)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
+        NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,              \
+             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
+             SITE_PARAMETERS) {                                                                                      \
+        enter();                                                                                                     \
+        DYNAMIC_SHARED(room);                                                                                        \
+        widen<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM,   \
+                      SITE, room);                                                                                   \
+    }
+WIDEN(bottleneck_forward, true)
+WIDEN(projection_forward, false)
+
+#endif

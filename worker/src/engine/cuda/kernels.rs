@@ -62,6 +62,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/norm_through.cu"),
     include_str!("../../../kernels/bottleneck.cu"),
     include_str!("../../../kernels/bottleneck_forward.cu"),
+    include_str!("../../../kernels/block_end.cu"),
     include_str!("../../../kernels/pool.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),

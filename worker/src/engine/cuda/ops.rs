@@ -15,6 +15,7 @@
 //! # Pointers
 //! 0 stands for "absent" where a field says that it may be.
 
+mod block_end;
 mod bottleneck;
 mod input;
 mod loss;
@@ -24,6 +25,7 @@ mod pool;
 mod step;
 mod through;
 
+pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};

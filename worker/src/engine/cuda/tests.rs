@@ -160,13 +160,13 @@ fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
     let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
     for (name, kernel, stride, pooled, width) in stems {
-        for block in ["", "basic", "projected", "bottleneck", "two bottlenecks"] {
+        for block in ["", "basic", "projected", "bottleneck", "bottlenecks"] {
             all.push((format!("{name} {block}"), kernel, stride, pooled, width, block));
         }
     }
     // Wider ones: what is fused depends on it.
-    for width in [128, 256] {
-        all.push((format!("stem 3x3 two bottlenecks of {width}"), 3, 2, false, width, "two bottlenecks"));
+    for width in [64, 128, 256] {
+        all.push((format!("stem 3x3 bottlenecks of {width}"), 3, 2, false, width, "bottlenecks"));
     }
     let network = |(name, kernel, stride, pooled, width, block): (String, _, _, _, _, &str)| {
         let mut net = Network::new(&name, 32, 3, 10);
@@ -176,14 +176,12 @@ fn operations() -> Vec<Arc<Network>> {
         if pooled {
             x = net.max_pool(x, 3, 2);
         }
+        let widening: &[_] = &[(1, 1, width), (3, 1, width), (1, 1, 4 * width)];
         let blocks: &[&[(usize, usize, usize)]] = match block {
             "basic" => &[&[(3, 1, width), (3, 1, width)]],
             "projected" => &[&[(3, 2, 2 * width), (3, 1, 2 * width)]],
             "bottleneck" => &[&[(1, 1, width), (3, 2, width), (1, 1, 4 * width)]],
-            "two bottlenecks" => &[
-                &[(1, 1, width), (3, 2, width), (1, 1, 4 * width)],
-                &[(1, 1, width), (3, 1, width), (1, 1, 4 * width)],
-            ],
+            "bottlenecks" => &[widening, widening, widening],
             _ => &[],
         };
         for (b, convolutions) in blocks.iter().enumerate() {
@@ -196,7 +194,8 @@ fn operations() -> Vec<Arc<Network>> {
                 }
             }
             if block != "basic" && b == 0 {
-                shortcut = net.conv("down.0", x, convolutions.last().map_or(0, |c| c.2), 1, 2);
+                let stride = if block == "bottlenecks" { 1 } else { 2 };
+                shortcut = net.conv("down.0", x, convolutions.last().map_or(0, |c| c.2), 1, stride);
                 shortcut = net.batch_norm("down.1", shortcut);
             }
             let sum = net.add(branch, shortcut);
@@ -234,6 +233,7 @@ fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
             for draw in 0..10 {
                 let found = compare_one_step(&network, 32, precision, draw);
                 assert!(found.logits < forward && found.loss < forward, "{precision:?} {}", network.arch);
+                assert!(found.statistics < forward, "{precision:?} {}", network.arch);
                 assert!(
                     found.gradient < gradient,
                     "{}: {} is {} apart",
@@ -242,6 +242,25 @@ fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
                     found.gradient
                 );
             }
+        }
+    }
+}
+
+/// Every kernel of ours once: short enough for compute-sanitizer.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_step_of_every_kind_has_a_loss() {
+    for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
+        for network in operations().into_iter().filter(|net| !net.arch.contains("256")) {
+            let (config, batch) = (config(8), pictures(&network, 8, 0));
+            let mut engine = cuda(&network, &config, precision);
+            let step = engine.train_step(std::slice::from_ref(&batch), 0.1).unwrap();
+            let evaluated = engine.eval_step(&batch).unwrap();
+            assert!(
+                step.loss.is_finite() && evaluated.loss_sum.is_finite(),
+                "{precision:?} {}",
+                network.arch
+            );
         }
     }
 }

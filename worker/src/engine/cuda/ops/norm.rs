@@ -87,7 +87,7 @@ pub(in crate::engine::cuda) enum Shortcut {
 }
 
 impl Shortcut {
-    fn args(self) -> [Arg; 3] {
+    pub(super) fn args(self) -> [Arg; 3] {
         let (x, scale, bias) = match self {
             Shortcut::None => (0, 0, 0),
             Shortcut::Plain(x) => (x, 0, 0),

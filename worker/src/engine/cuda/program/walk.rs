@@ -33,8 +33,10 @@ pub(super) struct Walk<'a> {
     sent: usize,
     /// The convolution output whose sums are known.
     summed: Option<TensorId>,
-    /// The convolution output whose statistics were taken when it was made.
-    taken: Option<TensorId>,
+    /// Convolution outputs whose statistics were taken when they were made.
+    taken: Vec<TensorId>,
+    /// The end of a block that the convolution after it makes.
+    unfinished: Option<&'a NormNode>,
 }
 
 impl<'a> Walk<'a> {
@@ -60,7 +62,8 @@ impl<'a> Walk<'a> {
             shared: Vec::new(),
             sent: 0,
             summed: None,
-            taken: None,
+            taken: Vec::new(),
+            unfinished: None,
         }
     }
 

@@ -65,6 +65,11 @@ impl<'a> Walk<'a> {
         let p = self.p;
         let training = matches!(phase, Phase::Train(_));
         match &p.nodes[index] {
+            Node::Conv { name, input, output, .. }
+                if self.unfinished.is_some_and(|end| end.output == *input) =>
+            {
+                self.block_end(name, [*input, *output])?;
+            }
             node @ Node::Conv { name, input, output, .. } if training && self.is_bottleneck(node) => {
                 self.bottleneck_forward(name, [*input, *output])?;
             }
@@ -85,6 +90,12 @@ impl<'a> Walk<'a> {
                         convolution
                     };
                     self.convolve(self.main(), convolution, tensors)?;
+                }
+                if self.summed == Some(*output)
+                    && !matches!(p.nodes.get(index + 1), Some(Node::Norm(n)) if n.input == *output)
+                {
+                    // Another convolution's sums come before they are used.
+                    self.statistics_alone(self.norm_behind(name, *output)?)?;
                 }
                 if !training {
                     self.readers[*input] -= 1;
@@ -115,7 +126,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Statistics of a convolution's output, and what they are applied to.
-    fn norm_forward(&mut self, node: &NormNode) -> Result<(), EngineError> {
+    fn norm_forward(&mut self, node: &'a NormNode) -> Result<(), EngineError> {
         let p = self.p;
         let x = self.activation(node.input)?;
         if node.deferred || self.is_left_to_bottleneck(node) {
@@ -131,6 +142,10 @@ impl<'a> Walk<'a> {
             (false, _) => Some(self.arena.take(values / 8)),
         };
         self.marks[node.norm] = marks;
+        let unfinished = self.is_left_to_next(node);
+        if unfinished {
+            self.unfinished = Some(node);
+        }
         if !self.starts() {
             return Ok(());
         }
@@ -140,12 +155,15 @@ impl<'a> Walk<'a> {
             self.statistics(norm, node)?;
             return Ok(p.ops.max_pool(self.main(), self.pooling(node, x, self.at(y), marks))?);
         }
+        if unfinished {
+            return self.statistics(norm, node);
+        }
         if self.summed == Some(node.input) && matches!(norm.reduce, ops::Reduce::Local) {
             let sum = p.channel_sums.ptr;
             let square = sum + 4 * u64::from(norm.shape.channels);
             return Ok(p.ops.norm_finish_apply(self.main(), sum, square, norm)?);
         }
-        let known = [self.summed, self.taken].contains(&Some(node.input));
+        let known = self.summed == Some(node.input) || self.taken.contains(&node.input);
         if known || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node)?;
             return Ok(p.ops.norm_apply(self.main(), norm.into())?);
@@ -158,7 +176,7 @@ impl<'a> Walk<'a> {
         let (p, main) = (self.p, self.main());
         let channels = p.network.tensors[node.input].channels;
         let summed = self.summed == Some(node.input);
-        if !summed && self.taken != Some(node.input) {
+        if !summed && !self.taken.contains(&node.input) {
             p.ops.norm_statistics(main, norm)?;
         }
         let (sums, norm) = match (norm.reduce, &p.reducer) {
@@ -170,6 +188,17 @@ impl<'a> Walk<'a> {
             _ => return Ok(()),
         };
         Ok(p.ops.norm_finish(main, sums, sums + 4 * channels as u64, norm)?)
+    }
+
+    /// Statistics before the rest of the addition that they are for is there.
+    fn statistics_alone(&mut self, node: &NormNode) -> Result<(), EngineError> {
+        if self.starts() {
+            let alone = NormNode { shortcut: Shortcut::None, ..node.clone() };
+            self.statistics(self.norm(&alone, self.activation(node.input)?, 0, 0)?, node)?;
+        }
+        self.taken.push(node.input);
+        self.summed = None;
+        Ok(())
     }
 
     /// Running statistics instead of the batch's.
@@ -214,7 +243,13 @@ impl<'a> Walk<'a> {
     }
 
     /// A batch norm with what is fused with it.
-    fn norm(&self, node: &NormNode, x: Place, y: Ptr, mask: Ptr) -> Result<ops::NormForward, EngineError> {
+    pub(super) fn norm(
+        &self,
+        node: &NormNode,
+        x: Place,
+        y: Ptr,
+        mask: Ptr,
+    ) -> Result<ops::NormForward, EngineError> {
         let p = self.p;
         let shortcut = match node.shortcut {
             Shortcut::None => ops::Shortcut::None,

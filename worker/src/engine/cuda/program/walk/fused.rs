@@ -11,7 +11,10 @@ impl<'a> Walk<'a> {
         let (inner, channels) = (self.channels(*output), self.channels(*input));
         let behind_an_addition =
             self.norm_of(*input).is_some_and(|n| n.relu && !n.pooled && n.shortcut != Shortcut::None);
-        behind_an_addition && self.p.ops.goes_through(inner, channels)
+        // Of two such gradients one would have to be in memory.
+        let alone =
+            self.readers_of(*input).filter(|n| matches!(n, Node::Conv { kernel: 1, stride: 1, .. })).count();
+        behind_an_addition && alone == 1 && self.p.ops.goes_through(inner, channels)
     }
 
     /// Whether the batch norm behind a convolution is left to that convolution's backward.
@@ -29,8 +32,7 @@ impl<'a> Walk<'a> {
 
     /// Whether a batch norm is applied by the convolution that alone reads it.
     pub(super) fn is_left_to_bottleneck(&self, node: &NormNode) -> bool {
-        let reads = |reader: &Node| matches!(reader, Node::Conv { input, .. } if *input == node.output);
-        self.p.nodes.iter().any(|reader| reads(reader) && self.is_bottleneck(reader))
+        self.readers_of(node.output).any(|reader| self.is_bottleneck(reader))
             && self.norm_before(node.output).is_some()
     }
 
@@ -44,14 +46,8 @@ impl<'a> Walk<'a> {
         let before = self.norm_before(input);
         let (from, y) = (self.activation(before.map_or(input, |n| n.input))?, self.take(output)?);
         self.activations[output] = Some(y);
-        self.taken = Some(output);
-        let behind = p.nodes.iter().find_map(|node| match node {
-            Node::Norm(norm) if norm.input == output => Some(norm),
-            _ => None,
-        });
-        let Some(behind) = behind else {
-            return Err(EngineError::Parameters(format!("no batch norm follows {name}")));
-        };
+        self.taken.push(output);
+        let behind = self.norm_behind(name, output)?;
         if self.starts() {
             let bottleneck = ops::BottleneckForward {
                 from: self.at(from),
@@ -66,6 +62,61 @@ impl<'a> Walk<'a> {
             p.ops.bottleneck_forward(self.main(), bottleneck)?;
         }
         Ok(())
+    }
+
+    /// Whether the end of a block is made by the convolution right after it.
+    pub(super) fn is_left_to_next(&self, node: &NormNode) -> bool {
+        let mut after =
+            self.p.nodes.iter().skip_while(|n| !matches!(n, Node::Norm(norm) if norm.norm == node.norm));
+        let Some(Node::Conv { kernel: 1, stride: 1, input, output, .. }) = after.nth(1) else { return false };
+        *input == node.output
+            && node.relu
+            && node.shortcut != Shortcut::None
+            && self.p.ops.ends_block(self.channels(*input), self.channels(*output))
+    }
+
+    /// The end of a block and the convolution after it.
+    pub(super) fn block_end(
+        &mut self,
+        name: &str,
+        [input, output]: [TensorId; 2],
+    ) -> Result<(), EngineError> {
+        let p = self.p;
+        let Some(end) = self.unfinished.take() else {
+            return Err(EngineError::Parameters(format!("{name} has no block before it")));
+        };
+        let (x, y, z) = (self.activation(end.input)?, self.activation(input)?, self.take(output)?);
+        self.activations[output] = Some(z);
+        self.taken.push(output);
+        let behind = self.norm_behind(name, output)?;
+        if self.starts() {
+            let mask = self.marks[end.norm].map_or(0, |m| self.at(m));
+            let norm = self.norm(end, x, self.at(y), mask)?;
+            let block_end = ops::BlockEnd {
+                x: norm.x,
+                site: norm.site,
+                shortcut: norm.shortcut,
+                y: norm.y,
+                mask,
+                weights: p.state.wide(name),
+                z: self.at(z),
+                control: p.inputs.control.ptr,
+                shape: self.shape(input),
+                behind: p.norms[behind.norm],
+                reduce: self.reduction(behind, false),
+            };
+            p.ops.block_end(self.main(), block_end)?;
+        }
+        Ok(())
+    }
+
+    /// The batch norm of a convolution's output.
+    pub(super) fn norm_behind(&self, name: &str, output: TensorId) -> Result<&'a NormNode, EngineError> {
+        let found = self.p.nodes.iter().find_map(|node| match node {
+            Node::Norm(norm) if norm.input == output => Some(norm),
+            _ => None,
+        });
+        found.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {name}")))
     }
 
     /// The batch norm with a ReLU whose output `tensor` is, where one convolution alone reads that.
@@ -151,6 +202,11 @@ impl<'a> Walk<'a> {
             Some(index) => drop(self.shared.swap_remove(index)),
             None => self.arena.give(place),
         }
+    }
+
+    /// Convolutions that read `tensor`.
+    fn readers_of(&self, tensor: TensorId) -> impl Iterator<Item = &'a Node> {
+        self.p.nodes.iter().filter(move |node| matches!(node, Node::Conv { input, .. } if *input == tensor))
     }
 
     fn channels(&self, tensor: TensorId) -> usize {

@@ -1,0 +1,135 @@
+// The end of a bottleneck with 256 channels and the convolution after it, 1x1 to 64 channels, with the statistics for the
+// batch norm behind that: the block's output is written once and not read again here.
+
+#if DTYPE != 0 && defined(WARPGROUPS)
+
+// y = relu(scale x + bias + shortcut), as Apply has it; z = y W'.
+struct BlockEnd {
+    const T* x;                             // [rows, 256]
+    const float *scale, *bias;              // [256]
+    const T* shortcut;                      // [rows, 256]
+    const float *shortcut_scale, *shortcut_bias; // [256], ADD 2
+    T* y;                                   // [rows, 256]
+    u8* mask;                               // a bit a value of y
+    const T* weights;                       // [64, 256]
+    T* z;                                   // [rows, 64]
+};
+
+template <int ADD>
+__device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows, float* partials,
+                                          u32* counters, const Norm& behind, const Site& site, u8* room) {
+    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
+    T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
+    T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
+    T* copied = product + TILE_ROWS * APART(NARROW);  // two tiles of x and the shortcut, each thread's own pieces apart
+    float* wide = (float*)(copied + 16 * TILE);       // scale and bias, of both
+    Value value = value_of_thread(NARROW);
+    u32 number = next_exchange(site, value.active, value.index);
+    u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
+    // Two tiles are on their way at any time: a thread copies what it will use itself.
+    auto copy_wide = [&](u32 tile, u32 turn) {
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            u32 r = tile * TILE_ROWS + i * 16 + warp;
+            bool real = tile < tiles && r < rows;
+            u64 from = real ? (u64)r * WIDE + lane * 8 : 0;
+            T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+            copy_aside(to, p.x + from, real);
+            copy_aside(to + 512 * 8, p.shortcut + from, real);
+        }
+        copies_end();
+    };
+    for (u32 n = warp; n < NARROW; n += 16) copy_aside(piece(kept, 64, n, lane), p.weights + n * WIDE + lane * 8, true);
+    copy_wide(blockIdx.x, 0);
+    copy_wide(blockIdx.x + gridDim.x, 1);
+    if (t < WIDE) {
+        wide[t] = p.scale[t];
+        wide[WIDE + t] = p.bias[t];
+        if (ADD == 2) {
+            wide[2 * WIDE + t] = p.shortcut_scale[t];
+            wide[3 * WIDE + t] = p.shortcut_bias[t];
+        }
+    }
+    __syncthreads();
+
+    // A warpgroup makes 16 of the channels.
+    u32 quarter = warp / 4, turn = 0;
+    u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
+    float s[16] = {};
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
+        copies_done_but<1>();
+        Raw out[TURNS];
+        u32 positive[TURNS];
+        {
+            Apply<ADD> f;
+            f.floor = 0;
+            load_channels(wide, lane, f.scale);
+            load_channels(wide + WIDE, lane, f.bias);
+            if (ADD == 2) {
+                load_channels(wide + 2 * WIDE, lane, f.shortcut_scale);
+                load_channels(wide + 3 * WIDE, lane, f.shortcut_bias);
+            }
+#pragma unroll
+            for (int i = 0; i < TURNS; i++) {
+                const T* from = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+                positive[i] = f(load(from, 0), load(from, 512), out[i]);
+                store(piece(input, TILE_ROWS, i * 16 + warp, lane), 0, out[i]);
+            }
+        }
+        // Before more is copied or stored: this waits for all that was begun.
+        written_for_products();
+        copy_wide(tile + 2 * gridDim.x, turn);
+        __syncthreads();
+        float c[8];
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < WIDE / 16; k++)
+            multiply_rows(c, input_now + (k / 4 * TILE + k % 4 * 16) / 8, kept_now + (k / 4 * TILE + k % 4 * 16) / 8, k > 0);
+        products_end();
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            u32 r = tile * TILE_ROWS + i * 16 + warp;
+            if (r < rows) {
+                store(p.y, (u64)r * (WIDE / 8) + lane, out[i]);
+                p.mask[(u64)r * (WIDE / 8) + lane] = (u8)positive[i];
+            }
+        }
+        products_done<0>();
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(NARROW) + quarter * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
+            *(u32*)(to + j * 8 + 8 * APART(NARROW)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+        }
+        __syncthreads();
+        u32 at = tile * TILE_ROWS + row;
+        Raw z = load(product + row * APART(NARROW), group);
+        if (at < rows) store(p.z, (u64)at * (NARROW / 8) + group, z);
+        if (at < valid) add_statistics(z, s);
+    }
+    copies_done();
+    __syncthreads();
+    double total;
+    if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
+    if (!settle(total, site, NARROW, value.active, value.index, number, true)) return;
+    finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
+}
+
+// 8 x 64 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of end_block().
+#define END_BLOCK(NAME, ADD)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
+        NAME(const T* x, const float* wide_scale, const float* wide_bias, const T* shortcut,                          \
+             const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, const T* weights, T* z,         \
+             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
+             SITE_PARAMETERS) {                                                                                      \
+        enter();                                                                                                     \
+        DYNAMIC_SHARED(room);                                                                                        \
+        end_block<ADD>(BlockEnd{x, wide_scale, wide_bias, shortcut, shortcut_scale, shortcut_bias, y, mask, weights,  \
+                                z},                                                                                  \
+                       control, pixels, rows, partials, counters, NORM, SITE, room);                                 \
+    }
+END_BLOCK(block_end_add, 1)
+END_BLOCK(block_end_add_norm, 2)
+
+#endif

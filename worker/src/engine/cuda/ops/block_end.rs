@@ -1,0 +1,67 @@
+//! The end of a bottleneck block and the convolution that begins the next one; see `block_end.cu`.
+
+use super::{
+    Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Shortcut, Stream, norm::shape_args,
+};
+use crate::engine::cuda::kernels::DType;
+
+/// Channels of the block and of the convolution's output; `WIDE` and `NARROW` of `bottleneck.cu`.
+const WIDE: usize = 256;
+const NARROW: usize = 64;
+/// Rows of a tile, and values by which the product's rows are longer in shared memory.
+const ROWS: usize = 64;
+const APART: usize = 8;
+
+/// y = relu(scale x + bias + shortcut) and z, y's 1x1 convolution.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct BlockEnd {
+    /// T `[rows, 256]`.
+    pub(in crate::engine::cuda) x: Ptr,
+    /// The batch norm of x; its scale and bias are known.
+    pub(in crate::engine::cuda) site: NormSite,
+    /// Not [`Shortcut::None`].
+    pub(in crate::engine::cuda) shortcut: Shortcut,
+    pub(in crate::engine::cuda) y: Ptr,
+    /// A bit a value: whether it is above 0.
+    pub(in crate::engine::cuda) mask: Ptr,
+    /// T `[64, 256]`.
+    pub(in crate::engine::cuda) weights: Ptr,
+    /// T `[rows, 64]`.
+    pub(in crate::engine::cuda) z: Ptr,
+    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) shape: Shape,
+    /// The batch norm that reads z, and what becomes of its sums.
+    pub(in crate::engine::cuda) behind: NormSite,
+    pub(in crate::engine::cuda) reduce: Reduce,
+}
+
+impl Ops {
+    /// Whether [`Ops::block_end`] takes a 1x1 convolution from `inputs` to `outputs` channels.
+    pub(in crate::engine::cuda) fn ends_block(&self, inputs: usize, outputs: usize) -> bool {
+        self.kernels.has_warpgroups()
+            && self.kernels.dtype() != DType::F32
+            && (inputs, outputs) == (WIDE, NARROW)
+    }
+
+    /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the
+    /// mask and z once.
+    pub(in crate::engine::cuda) fn block_end(&self, stream: Stream, p: BlockEnd) -> Result<(), CudaError> {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
+        let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::Ptr).to_vec();
+        args.extend(p.shortcut.args());
+        args.extend([p.y, p.mask, p.weights, p.z].map(Arg::Ptr));
+        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
+        args.extend(p.behind.forward_args());
+        args.extend(p.reduce.site_args());
+        // The weights, the tiles of y and z, two of x and the shortcut; coefficients.
+        let values = NARROW * WIDE + ROWS * (WIDE + NARROW + APART + 2 * 2 * WIDE);
+        let shared_bytes = (1024 + values * self.kernels.dtype().size() + 4 * WIDE * 4) as u32;
+        let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
+        let name = match p.shortcut {
+            Shortcut::Norm { .. } => "block_end_add_norm",
+            Shortcut::Plain(_) | Shortcut::None => "block_end_add",
+        };
+        self.launch(stream, name, geometry, &args)
+    }
+}

@@ -7,7 +7,7 @@ impl<'a> Walk<'a> {
         let p = self.p;
         match &p.nodes[index] {
             node @ Node::Conv { name, input, output, .. } if self.is_bottleneck(node) => {
-                self.bottleneck(name, [*input, *output], accumulation)?;
+                self.bottleneck_backward(name, [*input, *output], accumulation)?;
             }
             node @ (Node::Conv { name, input, output, .. } | Node::Linear { name, input, output }) => {
                 let Some((convolution, first)) = p.convolution(node) else { return Ok(()) };

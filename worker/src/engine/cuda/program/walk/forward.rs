@@ -91,10 +91,10 @@ impl<'a> Walk<'a> {
                     };
                     self.convolve(self.main(), convolution, tensors)?;
                 }
-                if self.summed == Some(*output)
-                    && !matches!(p.nodes.get(index + 1), Some(Node::Norm(n)) if n.input == *output)
-                {
-                    // Another convolution's sums come before they are used.
+                let follows = matches!(p.nodes.get(index + 1), Some(Node::Norm(n)) if n.input == *output);
+                if training && !follows && matches!(node, Node::Conv { .. }) {
+                    // Another convolution's sums come before these would be used. On every rank, with or without
+                    // sums: ranks that synchronise have to come to the same batch norm.
                     self.statistics_alone(self.norm_behind(name, *output)?)?;
                 }
                 if !training {

@@ -20,7 +20,10 @@ impl<'a> Walk<'a> {
     /// Whether the batch norm behind a convolution is left to that convolution's backward.
     pub(super) fn is_bottleneck(&self, node: &Node) -> bool {
         let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
+        // What comes back to that batch norm has to be past its ReLU.
+        let past = |norm: &NormNode| norm.input == *output && (!norm.relu || norm.shortcut != Shortcut::None);
         self.p.ops.is_bottleneck(self.channels(*input), self.channels(*output))
+            && self.p.nodes.iter().any(|node| matches!(node, Node::Norm(norm) if past(norm)))
     }
 
     /// The same, by the convolution's output.
@@ -127,11 +130,11 @@ impl<'a> Walk<'a> {
         });
         self.norm_of(tensor)
             .filter(|n| n.relu && !n.pooled && !n.deferred && n.shortcut == Shortcut::None)
-            .filter(|_| self.readers[tensor] == 1 && !added)
+            .filter(|_| self.readers_of(tensor).count() == 1 && !added)
     }
 
-    /// Such a convolution, backward; `inputs` and `outputs` are its tensors.
-    pub(super) fn bottleneck(
+    /// Such a convolution, backward; `input` and `output` are its tensors.
+    pub(super) fn bottleneck_backward(
         &mut self,
         name: &str,
         [input, output]: [TensorId; 2],

@@ -95,7 +95,7 @@ impl<'a> Walk<'a> {
                 if training && !follows && matches!(node, Node::Conv { .. }) {
                     // Another convolution's sums come before these would be used. On every rank, with or without
                     // sums: ranks that synchronise have to come to the same batch norm.
-                    self.statistics_alone(self.norm_behind(name, *output)?)?;
+                    self.statistics_early(self.norm_behind(name, *output)?)?;
                 }
                 if !training {
                     self.readers[*input] -= 1;
@@ -129,8 +129,13 @@ impl<'a> Walk<'a> {
     fn norm_forward(&mut self, node: &'a NormNode) -> Result<(), EngineError> {
         let p = self.p;
         let x = self.activation(node.input)?;
+        let taken = self.taken.contains(&node.input);
         if node.deferred || self.is_left_to_bottleneck(node) {
-            return if self.starts() { self.statistics(self.norm(node, x, 0, 0)?, node) } else { Ok(()) };
+            return if self.starts() && !taken {
+                self.statistics(self.norm_alone(node)?, node)
+            } else {
+                Ok(())
+            };
         }
         let y = self.take(node.output)?;
         self.activations[node.output] = Some(y);
@@ -156,15 +161,17 @@ impl<'a> Walk<'a> {
             return Ok(p.ops.max_pool(self.main(), self.pooling(node, x, self.at(y), marks))?);
         }
         if unfinished {
-            return self.statistics(norm, node);
+            return if taken { Ok(()) } else { self.statistics(norm, node) };
+        }
+        if taken {
+            return Ok(p.ops.norm_apply(self.main(), norm.into())?);
         }
         if self.summed == Some(node.input) && matches!(norm.reduce, ops::Reduce::Local) {
             let sum = p.channel_sums.ptr;
             let square = sum + 4 * u64::from(norm.shape.channels);
             return Ok(p.ops.norm_finish_apply(self.main(), sum, square, norm)?);
         }
-        let known = self.summed == Some(node.input) || self.taken.contains(&node.input);
-        if known || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+        if self.summed == Some(node.input) || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node)?;
             return Ok(p.ops.norm_apply(self.main(), norm.into())?);
         }
@@ -173,32 +180,46 @@ impl<'a> Walk<'a> {
 
     /// Statistics alone, unless the convolution took them along; over all ranks if they are synchronised.
     fn statistics(&self, norm: ops::NormForward, node: &NormNode) -> Result<(), EngineError> {
-        let (p, main) = (self.p, self.main());
-        let channels = p.network.tensors[node.input].channels;
+        let p = self.p;
         let summed = self.summed == Some(node.input);
-        if !summed && !self.taken.contains(&node.input) {
-            p.ops.norm_statistics(main, norm)?;
+        if !summed {
+            p.ops.norm_statistics(self.main(), norm)?;
         }
-        let (sums, norm) = match (norm.reduce, &p.reducer) {
-            (ops::Reduce::Leave { sums }, Some(reducer)) => {
-                reducer.add_statistics(main, 2 * channels)?;
-                (sums, ops::NormForward { reduce: ops::Reduce::Local, ..norm })
-            }
-            _ if summed => (p.channel_sums.ptr, norm),
-            _ => return Ok(()),
+        if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+            return self.statistics_left(norm);
+        }
+        if summed {
+            let sums = p.channel_sums.ptr;
+            p.ops.norm_finish(self.main(), sums, sums + 4 * u64::from(norm.shape.channels), norm)?;
+        }
+        Ok(())
+    }
+
+    /// What a kernel has left of statistics, over all ranks, by NCCL; where they are not left, nothing.
+    pub(super) fn statistics_left(&self, norm: ops::NormForward) -> Result<(), EngineError> {
+        let (ops::Reduce::Leave { sums }, Some(reducer)) = (norm.reduce, &self.p.reducer) else {
+            return Ok(());
         };
-        Ok(p.ops.norm_finish(main, sums, sums + 4 * channels as u64, norm)?)
+        let channels = norm.shape.channels;
+        reducer.add_statistics(self.main(), 2 * channels as usize)?;
+        let norm = ops::NormForward { reduce: ops::Reduce::Local, ..norm };
+        Ok(self.p.ops.norm_finish(self.main(), sums, sums + 4 * u64::from(channels), norm)?)
     }
 
     /// Statistics before the rest of the addition that they are for is there.
-    fn statistics_alone(&mut self, node: &NormNode) -> Result<(), EngineError> {
+    fn statistics_early(&mut self, node: &NormNode) -> Result<(), EngineError> {
         if self.starts() {
-            let alone = NormNode { shortcut: Shortcut::None, ..node.clone() };
-            self.statistics(self.norm(&alone, self.activation(node.input)?, 0, 0)?, node)?;
+            self.statistics(self.norm_alone(node)?, node)?;
         }
         self.taken.push(node.input);
         self.summed = None;
         Ok(())
+    }
+
+    /// A batch norm without what is fused with it.
+    pub(super) fn norm_alone(&self, node: &NormNode) -> Result<ops::NormForward, EngineError> {
+        let alone = NormNode { shortcut: Shortcut::None, ..node.clone() };
+        self.norm(&alone, self.activation(node.input)?, 0, 0)
     }
 
     /// Running statistics instead of the batch's.

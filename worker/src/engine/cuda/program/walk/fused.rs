@@ -63,6 +63,7 @@ impl<'a> Walk<'a> {
                 reduce: self.reduction(behind, false),
             };
             p.ops.bottleneck_forward(self.main(), bottleneck)?;
+            self.statistics_left(self.norm_alone(behind)?)?;
         }
         Ok(())
     }
@@ -109,6 +110,7 @@ impl<'a> Walk<'a> {
                 reduce: self.reduction(behind, false),
             };
             p.ops.block_end(self.main(), block_end)?;
+            self.statistics_left(self.norm_alone(behind)?)?;
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
-// The end of a bottleneck with 256 channels and the convolution after it, 1x1 to 64 channels, with the statistics for the
-// batch norm behind that: the block's output is written once and not read again here.
+// The end of a bottleneck with 256 channels and the convolution after it, 1x1 to 64 channels, with the statistics for
+// the batch norm behind that: the block's output is written once and not read again here.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
@@ -16,8 +16,9 @@ struct BlockEnd {
 };
 
 template <int ADD>
-__device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows, float* partials,
-                                          u32* counters, const Norm& behind, const Site& site, u8* room) {
+__device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows,
+                                          float* partials, u32* counters, const Norm& behind, const Site& site,
+                                          u8* room) {
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
     T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
     T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
@@ -84,8 +85,10 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         float c[8];
         products_begin();
 #pragma unroll
-        for (int k = 0; k < WIDE / 16; k++)
-            multiply_rows(c, input_now + (k / 4 * TILE + k % 4 * 16) / 8, kept_now + (k / 4 * TILE + k % 4 * 16) / 8, k > 0);
+        for (int k = 0; k < WIDE / 16; k++) {
+            u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
+            multiply_rows(c, input_now + at, kept_now + at, k > 0);
+        }
         products_end();
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {

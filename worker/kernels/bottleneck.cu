@@ -1,7 +1,7 @@
 // Backward of a 1x1 convolution from 64 to 256 channels and of what stands on both sides of it, in one pass: the batch
-// norm behind it is applied (dy = scale g + slope x + offset), the gradients of the convolution's input and of its weights
-// are made, and of the batch norm before it the sums are taken. dy is never in memory, and the tensors with 256 channels,
-// the largest of a bottleneck network, are read once.
+// norm behind it is applied (dy = scale g + slope x + offset), the gradients of the convolution's input and of its
+// weights are made, and of the batch norm before it the sums are taken. dy is never in memory, and the tensors with 256
+// channels, the largest of a bottleneck network, are read once.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
@@ -123,8 +123,10 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         for (int i = 0; i < 8; i++) c[i] = 0;
         products_begin();
 #pragma unroll
-        for (int k = 0; k < WIDE / 16; k++)
-            multiply_rows(c, dy_now + (k / 4 * TILE + k % 4 * 16) / 8, kept_now + (k / 4 * TILE + k % 4 * 16) / 8, k > 0);
+        for (int k = 0; k < WIDE / 16; k++) {
+            u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
+            multiply_rows(c, dy_now + at, kept_now + at, k > 0);
+        }
         products_end();
 #pragma unroll
         for (int k = 0; k < TILE_ROWS / 16; k++)
@@ -171,7 +173,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads: eight channels of four rows of the wide side each, and of one row of the narrow one. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads: eight channels of four rows of the wide side each, and of one row of the narrow one. Dynamic shared
+// memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \

@@ -1,6 +1,6 @@
-// Forward of a bottleneck's widening convolution, 1x1 from 64 to 256 channels, with the batch norm and the ReLU before it
-// and the statistics for the batch norm behind it: what lies between is never in memory, and the output is written once
-// and not read for its statistics.
+// Forward of a bottleneck's widening convolution, 1x1 from 64 to 256 channels, with the batch norm and the ReLU before
+// it and the statistics for the batch norm behind it: what lies between is never in memory, and the output is written
+// once and not read for its statistics.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
@@ -21,7 +21,8 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         return r < rows ? load(from, (u64)r * (NARROW / 8) + group) : zeros();
     };
     Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
-    for (u32 n = row; n < WIDE; n += 64) copy_aside(piece(kept, WIDE, n, group), weights + n * NARROW + group * 8, true);
+    for (u32 n = row; n < WIDE; n += 64)
+        copy_aside(piece(kept, WIDE, n, group), weights + n * NARROW + group * 8, true);
     float scale[8], bias[8];
     if (NORMED) {
         load_channels(scale_, group, scale);
@@ -50,7 +51,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         products_begin();
 #pragma unroll
         for (int k = 0; k < NARROW; k += 16)
-            multiply_wide_rows(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
+            multiply_rows_by_64(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
         products_end();
         products_done<0>();
         T* to = product + (warp % 4 * 16 + lane / 4) * APART(WIDE) + quarter * 64 + lane % 4 * 2;

@@ -97,10 +97,10 @@ template <int BUT> __device__ __forceinline__ void copies_done_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
 }
 
-// Warpgroups (four warps) multiply matrices of 64-value rows in shared memory, on sm_90 alone. Such a matrix is made of
-// tiles of 64 x 64 values from a multiple of 1024 bytes on, a row 128 bytes, in which row r has its 16-byte pieces in the
-// order i ^ r % 8. PTX calls that 128-byte swizzling; a tile is "K-major" or "MN-major" as its rows run along the
-// dimension that is summed over or not.
+// Warpgroups (four warps) multiply matrices of 64-value rows in shared memory, on sm_90 alone: PTX's wgmma, see "Shared
+// Memory Matrix Layout" in its manual. Such a matrix is made of tiles of 64 x 64 values from a multiple of 1024 bytes
+// on, a row 128 bytes, in which row r has its 16-byte pieces in the order i ^ r % 8. PTX calls that 128-byte swizzling;
+// a tile is "K-major" or "MN-major" as its rows run along the dimension that is summed over or not.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define WARPGROUPS 1
 #if DTYPE == 2
@@ -114,53 +114,41 @@ __device__ __forceinline__ u64 matrix(const void* at) {
     return address >> 4 | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 // What threads wrote to shared memory is seen by the multiplications that follow; before the barrier.
-__device__ __forceinline__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void written_for_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits for all groups of products but the newest `BUT`.
 template <int BUT> __device__ __forceinline__ void products_done() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory");
 }
-// d (64 x 16, + its old value if `add`) = a (64 x 16, K-major) b (16 x 16, K-major); begun, not done.
+// d (64 x 16, + its old value if `add`) = a (64 x 16, K-major) b (16 x 16, K-major). Begun, not done.
 __device__ __forceinline__ void multiply_rows(float (&d)[8], u64 a, u64 b, u32 add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." FORMAT "." FORMAT " {"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." FORMAT "." FORMAT " {"
                  "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                  : "l"(a), "l"(b), "r"(add));
 }
-// d (64 x 64) = a (64 x 16, MN-major) b (16 x 64, MN-major).
-__device__ __forceinline__ void multiply_columns(float (&d)[32], u64 a, u64 b, u32 add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 1, 1;}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
-// d (64 x 64, + its old value if `add`) = a (64 x 16, K-major) b (16 x 64, MN-major).
-__device__ __forceinline__ void multiply_mixed(float (&d)[32], u64 a, u64 b, u32 add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 1;}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
-// d (64 x 64, + its old value if `add`) = a (64 x 16, K-major) b (16 x 64, K-major).
-__device__ __forceinline__ void multiply_wide_rows(float (&d)[32], u64 a, u64 b, u32 add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
+// The same for d (64 x 64) = a (64 x 16) b (16 x 64); A and B: 0 K-major, 1 MN-major.
+#define WARPGROUP_PRODUCT(NAME, A, B)                                                                             \
+    __device__ __forceinline__ void NAME(float (&d)[32], u64 a, u64 b, u32 add) {                                  \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "                                                     \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT " {"                         \
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "           \
+                     "%32, %33, p, 1, 1, " #A ", " #B ";}"                                                        \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
+                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
+                       "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),               \
+                       "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),               \
+                       "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                \
+                     : "l"(a), "l"(b), "r"(add));                                                                 \
+    }
+WARPGROUP_PRODUCT(multiply_rows_by_64, 0, 0)
+WARPGROUP_PRODUCT(multiply_rows_by_columns, 0, 1)
+WARPGROUP_PRODUCT(multiply_columns, 1, 1)
 #endif
 
 // Clusters: blocks on neighbouring multiprocessors that reach each other's shared memory. Before sm_90 a kernel

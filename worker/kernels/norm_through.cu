@@ -22,8 +22,8 @@ __device__ __forceinline__ T* piece(T* matrices, u32 tall, u32 row, u32 group) {
 // multiple of 64, channels of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes to begin at a multiple
 // of them, W's columns, a tile of dy, one of the product.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* more, const u8* mask, T* dz,
-                               const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
+    norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* more, const u8* mask,
+                               T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                                u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
     enter();
     DYNAMIC_SHARED(room);
@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         for (u32 i = t; i < TILE_ROWS * pieces; i += 512) {
             u32 r = i / pieces, at = i - r * pieces;
             bool real = tile * TILE_ROWS + r < valid;
-            copy_aside(piece(copied, TILE_ROWS, r, at), dy + (real ? (u64)(tile * TILE_ROWS + r) * inner + at * 8 : 0), real);
+            u64 from = real ? (u64)(tile * TILE_ROWS + r) * inner + at * 8 : 0;
+            copy_aside(piece(copied, TILE_ROWS, r, at), dy + from, real);
         }
     };
     // What the product meets: this thread's values of x, more and the mask.
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         for (u32 k = 0; k < inner; k += 64)
 #pragma unroll
             for (u32 i = 0; i < 64; i += 16)
-                multiply_mixed(c, rows_now + (k * TILE_ROWS + i) / 8, kept_now + (k + i) * 64 / 8, k + i > 0);
+                multiply_rows_by_columns(c, rows_now + (k * TILE_ROWS + i) / 8, kept_now + (k + i) * 64 / 8, k + i > 0);
         products_end();
         products_done<0>();
         T* to = product + (warp % 4 * 16 + lane / 4) * APART(TILE_CHANNELS) + quarter * 64 + lane % 4 * 2;

@@ -2,10 +2,10 @@
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--lines 10000000]
 //
-// 1. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
+// 1. A list of a thousand jobs, one of them running, with a server and a browser of its own: from navigation to the list
+//    drawn (n = 15; in a new tab, whose process Chromium starts meanwhile, and from another page), and all of them as JSON.
+// 2. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
 //    chart drawn (n = 15), and from the end of a zoom to the finer drawing (n = 15).
-// 2. A list of a thousand jobs: from navigation to the list drawn (n = 15; in a new tab, whose process Chromium starts
-//    meanwhile, and from another page), and all of them as JSON.
 // 3. A job of 8 ranks that tells five metrics, 100 points of each a second and rank: frames a second, memory.
 // 4. A job with ten million log lines, each an event of its own as ranks write them; put into the SQLite file while no
 //    server runs (needs python3), since telling them takes as long as training would.
@@ -80,12 +80,49 @@ async function logs() {
   row("the same: a link to a line, navigation to that line", linked);
 }
 
+async function list() {
+  const house = await House.open({ dataset: false, agent: false });
+  const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
+  try {
+    const agent = await join(other, house, RANKS), context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+    const { id } = await house.ask("/jobs", spec("running", RANKS, 1000));
+    await agent.evaluate(async ([id]) => {
+      const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
+      await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+      await window.it.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, 0)) }] }]);
+    }, [id]);
+    for (let i = 0; i < JOBS - 1; i++) await house.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
+    const listed = [], within = [], fetched = [], json = [];
+    for (let i = 0; i < N; i++) {
+      const page = await context.newPage();
+      await page.goto(`${house.url}/jobs`, { waitUntil: "load" });
+      await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
+      listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
+      fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
+      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
+      await page.goto(`${house.url}/machines`, { waitUntil: "load" });
+      await page.click('nav a[href="/jobs"]');
+      await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
+      within.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
+      await page.close();
+    }
+    row(`list of ${JOBS} jobs: navigation to first rows painted, in a new tab`, listed);
+    row("the same, from another page of the dashboard", within);
+    row("the same: to the list refreshed by its script", fetched);
+    row(`all ${JOBS} jobs as JSON, read and parsed`, json);
+  } finally {
+    await Promise.all([browser.close(), other.close()]);
+    await house.close();
+  }
+}
+
+console.log("| what | median | from to | n |\n|---|---|---|---|");
+await list();
 const house = await House.open({ dataset: false, agent: false });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
   agent = await join(other, house, RANKS);
-  console.log("| what | median | from to | n |\n|---|---|---|---|");
 
   const { id } = await house.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
@@ -126,26 +163,6 @@ try {
   }
   row(`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`, opened);
   row("the same job: zoom to finer drawing", zoomed);
-
-  for (let i = 0; i < JOBS - 1; i++) await house.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
-  const listed = [], within = [], fetched = [], json = [];
-  for (let i = 0; i < N; i++) {
-    const page = await context.newPage();
-    await page.goto(`${house.url}/jobs`, { waitUntil: "load" });
-    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
-    listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
-    fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
-    json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
-    await page.goto(`${house.url}/machines`, { waitUntil: "load" });
-    await page.click('nav a[href="/jobs"]');
-    await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
-    within.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
-    await page.close();
-  }
-  row(`list of ${JOBS} jobs: navigation to first rows painted, in a new tab`, listed);
-  row("the same, from another page of the dashboard", within);
-  row("the same: to the list refreshed by its script", fetched);
-  row(`all ${JOBS} jobs as JSON, read and parsed`, json);
 
   if (MINUTES) await live(id);
   if (LINES) await logs();

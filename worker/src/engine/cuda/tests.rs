@@ -246,7 +246,7 @@ fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
     }
 }
 
-/// Every kernel of ours once: short enough for compute-sanitizer.
+/// The kernels of a step in every kind of block: short enough for compute-sanitizer.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_of_every_kind_has_a_loss() {

@@ -96,6 +96,11 @@ impl Ops {
         self.kernels.launch(stream, name, geometry, args)
     }
 
+    /// Whether there are the kernels that multiply matrices themselves.
+    fn multiplies(&self) -> bool {
+        self.kernels.has_warpgroups() && self.kernels.dtype() != DType::F32
+    }
+
     /// Values of a row that one thread has in flight at a time; `IN_FLIGHT` of `numbers.cu`.
     fn in_flight(&self) -> u32 {
         match self.kernels.dtype() {

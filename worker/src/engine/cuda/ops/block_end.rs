@@ -1,16 +1,10 @@
 //! The end of a bottleneck block and the convolution that begins the next one; see `block_end.cu`.
 
 use super::{
-    Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Shortcut, Stream, norm::shape_args,
+    Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Shortcut, Stream,
+    bottleneck::{APART, NARROW, ROWS, WIDE},
+    norm::shape_args,
 };
-use crate::engine::cuda::kernels::DType;
-
-/// Channels of the block and of the convolution's output; `WIDE` and `NARROW` of `bottleneck.cu`.
-const WIDE: usize = 256;
-const NARROW: usize = 64;
-/// Rows of a tile, and values by which the product's rows are longer in shared memory.
-const ROWS: usize = 64;
-const APART: usize = 8;
 
 /// y = relu(scale x + bias + shortcut) and z, y's 1x1 convolution.
 #[derive(Debug, Clone, Copy)]
@@ -38,9 +32,7 @@ pub(in crate::engine::cuda) struct BlockEnd {
 impl Ops {
     /// Whether [`Ops::block_end`] takes a 1x1 convolution from `inputs` to `outputs` channels.
     pub(in crate::engine::cuda) fn ends_block(&self, inputs: usize, outputs: usize) -> bool {
-        self.kernels.has_warpgroups()
-            && self.kernels.dtype() != DType::F32
-            && (inputs, outputs) == (WIDE, NARROW)
+        self.multiplies() && (inputs, outputs) == (WIDE, NARROW)
     }
 
     /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the

@@ -2,14 +2,13 @@
 //! `bottleneck_forward.cu`.
 
 use super::{Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Stream, norm::shape_args, plain};
-use crate::engine::cuda::kernels::DType;
 
 /// Channels of the convolution's output and of its input; `WIDE` and `NARROW` of `bottleneck.cu`.
-const WIDE: usize = 256;
-const NARROW: usize = 64;
+pub(super) const WIDE: usize = 256;
+pub(super) const NARROW: usize = 64;
 /// Rows of a tile, and values by which its rows are longer in shared memory.
-const ROWS: usize = 64;
-const APART: usize = 8;
+pub(super) const ROWS: usize = 64;
+pub(super) const APART: usize = 8;
 
 /// The batch norm with a ReLU whose output the convolution reads.
 #[derive(Debug, Clone, Copy)]
@@ -86,9 +85,7 @@ impl Ops {
 
     /// Whether [`Ops::bottleneck_backward`] takes a 1x1 convolution from `inputs` to `outputs` channels.
     pub(in crate::engine::cuda) fn is_bottleneck(&self, inputs: usize, outputs: usize) -> bool {
-        self.kernels.has_warpgroups()
-            && self.kernels.dtype() != DType::F32
-            && (inputs, outputs) == (NARROW, WIDE)
+        self.multiplies() && (inputs, outputs) == (NARROW, WIDE)
     }
 
     /// Memory for the weight gradients of all blocks.

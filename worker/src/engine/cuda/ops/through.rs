@@ -1,7 +1,6 @@
 //! Batch norm backward with the gradient of a 1x1 convolution's input made inside it; see `norm_through.cu`.
 
 use super::{Arg, CudaError, Geometry, NormBackward, Ops, Ptr, Shape, Stream, norm::shape_args};
-use crate::engine::cuda::kernels::DType;
 
 /// Rows and channels of a tile; `TILE_ROWS` and `TILE_CHANNELS` of `norm_through.cu`.
 const TILE: (u32, u32) = (64, 256);
@@ -23,10 +22,7 @@ pub(in crate::engine::cuda) struct Through {
 impl Ops {
     /// Whether [`Ops::norm_backward_through`] takes a convolution of so many outputs.
     pub(in crate::engine::cuda) fn goes_through(&self, inner: usize, channels: usize) -> bool {
-        self.kernels.has_warpgroups()
-            && self.kernels.dtype() != DType::F32
-            && matches!(inner, 64 | 128 | 256)
-            && channels.is_multiple_of(TILE.1 as usize)
+        self.multiplies() && matches!(inner, 64 | 128 | 256) && channels.is_multiple_of(TILE.1 as usize)
     }
 
     /// [`Ops::norm_backward_sums`] of `p`, whose gradient is `through`'s instead of its own; dz is wanted. Moves:

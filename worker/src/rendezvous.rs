@@ -1,5 +1,7 @@
 //! How the ranks of an attempt find each other: a key-value store that rank 0 keeps at
 //! `master_addr:master_port`. Every connection proves that it knows the attempt's secret first.
+//!
+//! Past 400 lines because both ends of the protocol stand together.
 
 use crate::comm::handshake::Terms;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -428,81 +430,4 @@ pub fn free_port(addr: &str) -> io::Result<u16> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-
-    pub(crate) fn meeting(port: u16, rank: u32, world_size: u32) -> Meeting {
-        Meeting {
-            addr: "127.0.0.1".into(),
-            port,
-            secret: b"of these ranks".to_vec(),
-            rank,
-            world_size,
-            timeout: Duration::from_secs(20),
-            stop: Arc::default(),
-        }
-    }
-
-    #[test]
-    fn ranks_exchange_values_and_count() {
-        let port = free_port("127.0.0.1").unwrap();
-        let all = |rank| {
-            let store = Store::join(meeting(port, rank, 4)).unwrap();
-            let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
-            let count = store.add("arrived", 1).unwrap();
-            if rank == 2 {
-                store.set("late", b"word").unwrap();
-            }
-            assert_eq!(store.get("late").unwrap().as_deref(), Some(b"word".as_slice()));
-            store.barrier("end").unwrap();
-            (values, count)
-        };
-        let results: Vec<_> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || all(rank))).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        let mut counts: Vec<_> = results.iter().map(|(_, count)| *count).collect();
-        counts.sort_unstable();
-        assert_eq!(counts, [1, 2, 3, 4]);
-        for (values, _) in results {
-            assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);
-        }
-    }
-
-    #[test]
-    fn who_does_not_come_is_named() {
-        let port = free_port("127.0.0.1").unwrap();
-        let store =
-            Store::join(Meeting { timeout: Duration::from_millis(50), ..meeting(port, 0, 4) }).unwrap();
-        store.set("ring/2", b"").unwrap();
-        let error = store.exchange("ring", b"").unwrap_err();
-        assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
-    }
-
-    #[test]
-    fn another_secret_is_refused_at_once() {
-        let port = free_port("127.0.0.1").unwrap();
-        let _store = Store::join(meeting(port, 0, 2)).unwrap();
-        let began = Instant::now();
-        let error = Store::join(Meeting { secret: b"guessed".to_vec(), ..meeting(port, 1, 2) }).unwrap_err();
-        assert!(error.to_string().contains("wrong secret"), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(10));
-    }
-
-    #[test]
-    fn a_taken_port_is_said_so() {
-        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = taken.local_addr().unwrap().port();
-        let error = Store::join(meeting(port, 0, 1)).unwrap_err();
-        assert_eq!(error.to_string(), format!("port {port} of 127.0.0.1 is taken by another program"));
-    }
-
-    #[test]
-    fn told_to_stop_a_waiting_rank_gives_up() {
-        let port = free_port("127.0.0.1").unwrap();
-        let store =
-            Store::join(Meeting { timeout: Duration::from_secs(600), ..meeting(port, 0, 2) }).unwrap();
-        store.meeting().stop.store(true, Ordering::Relaxed);
-        assert!(matches!(store.exchange("ring", b""), Err(RendezvousError::Stopped)));
-    }
-}
+pub(crate) mod tests;

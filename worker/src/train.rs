@@ -3,6 +3,8 @@
 //! Nothing in it depends on where a run began: the order of pictures follows from seed and epoch,
 //! augmentation from the picture's place, the learning rate from the step. So continuing from a
 //! checkpoint gives the same weights as never having stopped.
+//!
+//! Past 400 lines because it is to be read in one go; what surrounds it is in `train/`.
 
 mod measure;
 mod setup;

@@ -3,6 +3,8 @@
 //! What goes through here is device memory in the middle of a step; votes, checkpoints and the like go
 //! over the TCP ring ([`super::ring`]), which GPU ranks have, too. The communicator is non-blocking:
 //! every call returns, and what is under way can be aborted from another thread at any time.
+//!
+//! Past 400 lines because what may be called when, and who aborts whom, is one story.
 #![allow(unsafe_code)] // NCCL's calls take device pointers and streams, which callers vouch for.
 
 use super::{CommError, Reduction};

@@ -3,6 +3,8 @@
 //!
 //! Follows NVIDIA's cuDNN backend documentation: every descriptor is created, given attributes and
 //! finalised; a plan is an engine with its knobs, ready to run.
+//!
+//! Past 400 lines because all of the backend's interface that we use is behind this one door.
 
 #![allow(unsafe_code)] // The backend's interface is C: attributes are given as pointers to arrays of a stated type.
 

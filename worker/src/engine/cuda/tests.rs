@@ -1,5 +1,7 @@
 //! The CUDA engine against the CPU engine. These need a GPU: they are ignored in an ordinary run, and
 //! `tests/gpu/bundle` carries them to a machine that has one.
+//!
+//! Past 400 lines: every test is a comparison of the same networks.
 
 use crate::{
     comm::Alone,

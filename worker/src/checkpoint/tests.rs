@@ -1,0 +1,103 @@
+use super::*;
+use crate::engine::HostTensor;
+
+pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
+    let tensor = |shape: &[usize], from: f32| HostTensor {
+        shape: shape.to_vec(),
+        values: (0..shape.iter().product()).map(|i| from + i as f32 * 0.1).collect(),
+    };
+    let parameters = NamedTensors::from([
+        ("conv1.weight".into(), tensor(&[2, 3, 3, 3], step as f32)),
+        ("bn1.running_mean".into(), tensor(&[2], 0.0)),
+        ("fc.weight".into(), tensor(&[10, 2], f32::MIN_POSITIVE)),
+    ]);
+    let optimizer = NamedTensors::from([("conv1.weight".into(), tensor(&[2, 3, 3, 3], -1.0))]);
+    let state = State {
+        epoch,
+        step,
+        data_position: DataPosition { epoch: epoch - 1, step_in_epoch: step, samples_in_epoch: step * 64 },
+        random_state: RandomState { seed: 3 },
+        world_size: 2,
+        global_batch_size: 64,
+        steps_per_epoch: 100,
+        val_accuracy,
+        val_loss: val_accuracy.map(|a| 1.0 - a),
+        best: None,
+        versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
+    };
+    let metadata =
+        ["arch", "classes", "image_size", "mean", "spec", "std"].map(|k| (k.into(), format!("[{k}]")));
+    Snapshot { state, parameters, optimizer, batches: step, metadata: metadata.into() }
+}
+
+#[test]
+fn what_is_written_is_read_and_the_same_twice() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saved = snapshot(2, 120, Some(0.5));
+    let size = write(one.path(), &saved, None).unwrap();
+    write(two.path(), &saved, None).unwrap();
+    let folder = one.path().join("2-120");
+    let (state, parameters, optimizer) = load(&folder).unwrap();
+    assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
+    let mut total = 0;
+    for file in [MODEL, OPTIMIZER, STATE, MANIFEST] {
+        let bytes = fs::read(folder.join(file)).unwrap();
+        total += bytes.len() as u64;
+        assert_eq!(bytes, fs::read(two.path().join("2-120").join(file)).unwrap(), "{file}");
+    }
+    assert_eq!(size, total);
+    // Another reader's view of it.
+    let bytes = fs::read(folder.join(MODEL)).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tracked = file.tensor("bn1.num_batches_tracked").unwrap();
+    assert_eq!((tracked.dtype(), tracked.shape().len()), (safetensors::Dtype::I64, 0));
+    assert_eq!(tracked.data(), 120i64.to_le_bytes());
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
+    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
+}
+
+#[test]
+fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(newest(&dir.path().join("none")).unwrap().0.is_none());
+    for step in [9, 10, 11, 100] {
+        write(dir.path(), &snapshot(1, step, None), None).unwrap();
+    }
+    fs::create_dir(dir.path().join(".tmp-1-200")).unwrap();
+    let path = dir.path().join("1-100").join(MODEL);
+    let mut bytes = fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    fs::remove_file(dir.path().join("1-11").join(MANIFEST)).unwrap();
+    let (found, torn) = newest(dir.path()).unwrap();
+    assert_eq!(found.unwrap().file_name().unwrap(), "1-10");
+    let torn: Vec<_> = torn.iter().map(ToString::to_string).collect();
+    assert_eq!(torn[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
+    assert!(torn[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{torn:?}");
+    // Writing that step again mends it.
+    write(dir.path(), &snapshot(1, 100, None), None).unwrap();
+    assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
+    remove_leftovers(dir.path()).unwrap();
+    assert!(!dir.path().join(".tmp-1-200").exists());
+}
+
+#[test]
+fn only_our_folder_names_are_taken() {
+    for name in ["1-2", "10-4000"] {
+        assert!(parse_folder_name(name).is_some(), "{name}");
+    }
+    for name in ["", "1", "-1-2", "01-2", "1-+2", ".tmp-1-2", "1-2-3", "../1-2"] {
+        assert_eq!(parse_folder_name(name), None, "{name}");
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("checkpoints");
+    fs::write(&file, "").unwrap();
+    let error = write(&file, &snapshot(1, 1, None), None).unwrap_err().to_string();
+    assert!(error.contains("checkpoints"), "{error}");
+}

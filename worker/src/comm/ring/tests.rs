@@ -151,15 +151,20 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
 
 #[test]
 fn abort_ends_a_call_from_another_thread() {
+    // Rank 1 says nothing before that, so rank 0 has nobody else to hear an end from.
+    let over = std::sync::Barrier::new(2);
     let results = on_ranks(2, Duration::from_secs(600), |ring| {
         if ring.rank() == 1 {
+            over.wait();
             return ring.barrier().unwrap_err();
         }
-        std::thread::scope(|scope| {
+        let error = std::thread::scope(|scope| {
             let waiting = scope.spawn(|| ring.all_reduce(&mut [0.0], Reduction::Sum).unwrap_err());
             ring.abort("told to stop");
             waiting.join().unwrap()
-        })
+        });
+        over.wait();
+        error
     });
     assert_eq!(results[0].to_string(), "all_reduce: aborted: told to stop");
     // Rank 1 finds out by the header that came first, or by the connection that went.

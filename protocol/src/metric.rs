@@ -4,11 +4,13 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Every metric name that a rank may report.
-pub const NAMES: [&str; 14] = [
+pub const NAMES: [&str; 16] = [
     "loss",
     "accuracy",
     "lr",
     "grad_norm",
+    "loss_scale",
+    "skipped_steps",
     "images_per_second",
     "step_ms",
     "data_ms",
@@ -24,7 +26,8 @@ pub const NAMES: [&str; 14] = [
 /// A run of points of one metric of one rank, steps ascending.
 ///
 /// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
-/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0.
+/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, and with float16
+/// `loss_scale` and `skipped_steps` (so far) too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,

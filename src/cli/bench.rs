@@ -180,6 +180,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         deterministic: args.deterministic,
         store: store.clone(),
         watchdog: None,
+        generation: 0,
     };
     let measured = bench::run_gpu_rank(case, args.sync_batch_norm, comm.clone(), config)
         .map_err(|e| anyhow::anyhow!(e))?;

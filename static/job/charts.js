@@ -13,6 +13,7 @@ import { colourOf } from "./ranks.js";
 const OTHERS = {
   lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
   step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
+  loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
   gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
   gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
 };

@@ -37,7 +37,8 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// `padded` classes a row, a multiple of 8; `dlogits` null: no gradients. With `accumulate`, totals and the bias's
+// `padded` classes a row, a multiple of 8; `dlogits` null: no gradients. A row whose loss is not finite has gradients
+// that are not either, so that every rank knows of it once they are added. With `accumulate`, totals and the bias's
 // gradient are added to. Gradients carry grad_scale of `control` and *loss_scale. `partials`: for each block a
 // loss (double) and a count (double), then `padded` floats.
 extern "C" __global__ void __launch_bounds__(256)
@@ -118,11 +119,12 @@ extern "C" __global__ void __launch_bounds__(256)
                     float v[4];
                     load_logits(logits, bias, at, c, classes, v);
                     u32 label = labels[first + i];
+                    float spoilt = loss_of_row[i] - loss_of_row[i] == 0 ? 0.0f : __uint_as_float(0x7fc00000u);
 #pragma unroll
                     for (int k = 0; k < 4; k++)
                         if (c + k < classes) {
                             float p = expf(v[k] - max_of_row[i] - log_of_row[i]);
-                            d[k] = (p - even - (c + k == label ? 1.0f - smoothing : 0.0f)) * scale;
+                            d[k] = (p - even - (c + k == label ? 1.0f - smoothing : 0.0f)) * scale + spoilt;
                             sum[k] += d[k];
                         }
                 }

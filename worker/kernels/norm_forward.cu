@@ -31,7 +31,8 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     n.bias[c] = bias;
     n.mean[c] = (float)mean;
     n.inv_std[c] = inv_std;
-    if (n.running_mean && count > 0) {
+    // A float16 step that is not finite is skipped as a whole, its statistics too.
+    if (n.running_mean && count > 0 && (DTYPE != 1 || var - var == 0)) {
         double unbias = count / (count > 2 ? count - 1.0 : 1.0);
         n.running_mean[c] = (1.0f - MOMENTUM) * n.running_mean[c] + MOMENTUM * (float)mean;
         n.running_var[c] = (1.0f - MOMENTUM) * n.running_var[c] + MOMENTUM * (float)(var * unbias);

@@ -47,8 +47,8 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
     return sum;
 }
 
-// L2 norm of all gradients, whether they are finite, and the loss scale that follows. `dynamic`: halve it and skip
-// the update when they are not, double it after GROWTH_STEPS finite steps.
+// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
+// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
     enter();
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(512)
     scaler->inverse = inverse;
     scaler->norm = (float)(sqrt(all) * inverse);
     scaler->finite = finite;
-    scaler->apply = finite || !dynamic;
+    scaler->apply = finite;
     if (!dynamic) return;
     u32 good = finite ? scaler->good_steps + 1 : 0;
     if (!finite) scale = scale * 0.5f < 1.0f ? 1.0f : scale * 0.5f;
@@ -242,6 +242,15 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
         for (int k = 0; k < 8; k++) a[k] += b[k];
         store(to, i, pack(a));
     }
+}
+
+// *found = 1 if any of `length` values is not finite.
+extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
+    enter();
+    u64 step = (u64)gridDim.x * blockDim.x;
+    bool finite = true;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
+    if (!finite) *found = 1;
 }
 
 // float32 to the activations' format.

@@ -1,15 +1,17 @@
 // The ends of a step: what the host says about it comes in, what it measured goes out, through rings in pinned
 // host memory, so that a replayed graph needs nothing from the host but its launch.
 
-// Copies the next slot of `words` u32 (a multiple of 4) of the ring to the control block. One block.
-extern "C" __global__ void __launch_bounds__(1024) fetch(uint4* control, const uint4* ring, u32* counter, u32 slots, u32 words) {
+// Copies the next slot of `words` u32 (a multiple of 4) of the ring to the control block, and tells the host through
+// `taken`, in pinned host memory, how many slots it may write over. One block.
+extern "C" __global__ void __launch_bounds__(1024)
+    fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words) {
     enter();
     u32 count = *counter;
     const volatile u64* from = (const volatile u64*)(ring + (u64)(count % slots) * (words / 4));
     u64* to = (u64*)control;
     for (u32 i = threadIdx.x; i < words / 2; i += blockDim.x) to[i] = from[i];
-    __syncthreads();
-    if (threadIdx.x == 0) *counter = count + 1;
+    __syncthreads(); // every thread has its words: what it stored came from them
+    if (threadIdx.x == 0) *taken = *counter = count + 1;
 }
 
 // The GPU's clock in nanoseconds. One thread.

@@ -12,8 +12,11 @@ mod tensors;
 pub use keeper::{Keeper, Kept};
 pub use tensors::read as read_tensors;
 
-use crate::engine::NamedTensors;
-use lockstep_protocol::{agent::CheckpointInfo, fault};
+use crate::{
+    engine::{LossScaling, NamedTensors},
+    precision::SkippedSteps,
+};
+use lockstep_protocol::{agent::CheckpointInfo, fault, spec::Precision};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -54,6 +57,14 @@ pub struct State {
     pub best: Option<Best>,
     /// Of the programs that wrote it.
     pub versions: BTreeMap<String, String>,
+    /// What convolutions were computed in.
+    #[serde(default)]
+    pub precision: Option<Precision>,
+    /// Of float16.
+    #[serde(default)]
+    pub loss_scaling: Option<LossScaling>,
+    #[serde(default)]
+    pub skipped_steps: SkippedSteps,
 }
 
 /// The next picture.
@@ -356,6 +367,12 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
         best: state.best.is_some_and(|best| best.step == state.step),
         size_bytes: size_of(folder, &manifest),
     })
+}
+
+/// What convolutions were computed in when the checkpoint in `folder` was written, unchecked.
+pub fn precision(folder: &Path) -> Option<Precision> {
+    let text = fs::read(folder.join(STATE)).ok()?;
+    serde_json::from_slice::<State>(&text).ok()?.precision
 }
 
 /// Removes what writers that were killed have left.

@@ -13,6 +13,7 @@ pub mod launch;
 pub mod look;
 pub mod made_up;
 pub mod net;
+pub mod precision;
 pub mod rank;
 pub mod rendezvous;
 pub mod report;

@@ -19,13 +19,14 @@ use crate::{
     },
     engine::{Engine, EngineError, StepResult},
     gpu::DeviceChoice,
+    precision::SkippedSteps,
     rendezvous::Store,
     report::{LossLines, Reporter},
     schedule::Schedule,
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
-    spec::JobSpec,
+    spec::{JobSpec, Precision},
 };
 use measure::Pulse;
 use setup::Plan;
@@ -113,12 +114,18 @@ pub enum TrainError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The numbers left what float32 holds.
+    /// The numbers left what float32 (or bfloat16, which has its range) holds. `what`: a sentence without its end.
     #[error(
-        "the loss is not finite at step {step} (epoch {epoch}) on {ranks} of {world_size} ranks: \
-         training has diverged. Try a lower lr (it was {lr}), or train.warmup_epochs"
+        "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \
+         train.warmup_epochs"
     )]
-    Diverged { step: u64, epoch: u32, ranks: u32, world_size: u32, lr: f32 },
+    Diverged { what: String, step: u64, epoch: u32, lr: f32 },
+    /// The job asks for float16, which cannot hold its numbers.
+    #[error(
+        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which goes on in bfloat16 \
+         then, or \"bf16\""
+    )]
+    Overflow { what: String, step: u64 },
     /// No thread, no memory and the like.
     #[error("{0}")]
     System(#[from] std::io::Error),
@@ -139,8 +146,11 @@ impl TrainError {
 
     /// Whether another attempt may fare better.
     pub fn is_retriable(&self) -> bool {
-        matches!(self, TrainError::System(_))
-            || self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. }))
+        match self {
+            TrainError::System(_) => true,
+            TrainError::Engine(EngineError::Cuda(error)) => error.is_retriable(),
+            _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
+        }
     }
 }
 
@@ -158,7 +168,8 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
     let plan = Plan::new(spec, &data.shape, comm.as_ref())?;
-    let mut engine = setup::build_engine(training, &data.shape)?;
+    let precision = start::precision(training)?;
+    let mut engine = setup::build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;
     data.set_form(form);
     pulse.device(engine.device_name());
@@ -184,6 +195,8 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         lines: LossLines::new(spec.log.every_steps),
         step: beginning.step,
         under_way: VecDeque::new(),
+        not_finite: None,
+        skipped: beginning.skipped,
         evaluation: None,
         plan,
         data,
@@ -192,6 +205,15 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         pulse,
     };
     run.epochs()
+}
+
+/// The first step whose numbers were not finite and could not be skipped.
+#[derive(Debug, Clone, Copy)]
+struct NotFinite {
+    step: u64,
+    lr: f32,
+    /// The loss of this rank; else only the gradient.
+    loss: bool,
 }
 
 /// A step that was started.
@@ -218,6 +240,9 @@ struct Run<'a> {
     step: u64,
     /// Of these, the ones whose results are not told yet, oldest first.
     under_way: VecDeque<UnderWay>,
+    not_finite: Option<NotFinite>,
+    /// By float16's loss scaling.
+    skipped: SkippedSteps,
     /// The newest.
     evaluation: Option<Evaluation>,
 }
@@ -233,30 +258,67 @@ impl Run<'_> {
             });
         }
         if self.step >= total {
-            self.evaluate()?;
+            self = self.evaluated()?;
         }
         while self.step < total {
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
-            let mut batches = self.data.epoch(self.epoch_plan());
             while self.step < end {
-                let goes_on = self.step(batches.as_mut())?;
-                if !goes_on {
-                    return self.stopped();
+                let mut batches = self.data.epoch(self.epoch_plan());
+                // Until float16 will not do: the rest of the epoch begins anew then.
+                while self.step < end && self.skipped.persist().is_none() {
+                    let goes_on = self.step(batches.as_mut())?;
+                    if !goes_on {
+                        return self.stopped();
+                    }
+                    if self.step < end && self.plan.checkpoint_after_step(self.step) {
+                        self.keep()?;
+                    }
                 }
-                if self.step < end && self.plan.checkpoint_after_step(self.step) {
-                    self.keep()?;
+                drop(batches);
+                self.settle()?;
+                if let Some(steps) = self.skipped.persist() {
+                    self = self.in_bfloat16(&format!("the gradients of {steps}"))?;
                 }
             }
-            drop(batches);
             if self.plan.evaluation_after_epoch(self.step) {
-                self.evaluate()?;
+                self = self.evaluated()?;
             }
             if self.plan.checkpoint_after_epoch(self.step) {
                 self.keep()?;
             }
         }
         self.finished()
+    }
+
+    /// What float16 could not hold, bfloat16 does: an engine of that format takes over. Steps that were not finite have
+    /// changed nothing, so it goes on from the last finite weights.
+    fn in_bfloat16(mut self, what: &str) -> Result<Self, TrainError> {
+        let (training, step) = (self.training, self.step);
+        if training.spec.train.precision != Precision::Auto {
+            return Err(TrainError::Overflow { what: what.into(), step });
+        }
+        self.pulse.report("starting");
+        if self.is_first() {
+            training.observer.log(&format!(
+                "float16 could not hold {what}: training goes on in bfloat16 after step {step}, from the last weights \
+                 that are finite"
+            ));
+        }
+        let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
+        // Ranks use each other's memory until all have come here.
+        training.comm.barrier()?;
+        // Its memory is needed.
+        drop(self.engine);
+        let mut engine = setup::build_engine(training, &self.data.shape, Some(Precision::Bf16), 1)?;
+        let form = engine.take_data(&self.data)?;
+        self.data.set_form(form);
+        engine.set_parameters(&parameters)?;
+        engine.set_optimizer_state(&optimizer)?;
+        self.pulse.device(engine.device_name());
+        self.pulse.report("training");
+        self.skipped.recent.clear();
+        Ok(Self { engine, ..self })
     }
 
     /// One optimizer step. False: all ranks have agreed to stop after it.
@@ -277,7 +339,8 @@ impl Run<'_> {
         self.step += 1;
         self.under_way.push_back(UnderWay { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
-        let verdict = self.agree(result.as_ref());
+        self.look_at(result.as_ref());
+        let verdict = self.agree();
         if let Some(result) = result {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
@@ -288,35 +351,76 @@ impl Run<'_> {
     /// Waits for the steps under way: the engine's state is then that of [`Run::step`].
     fn settle(&mut self) -> Result<(), TrainError> {
         for result in self.engine.finish_steps()? {
-            let verdict = self.agree(Some(&result));
+            self.look_at(Some(&result));
+            let verdict = self.agree();
             self.report_step(&result, 0.0);
             verdict?;
         }
         Ok(())
     }
 
-    /// Whether all go on: a rank that is told to stop, or whose numbers are spoilt, tells the others.
-    fn agree(&self, result: Option<&StepResult>) -> Result<bool, TrainError> {
+    /// Remembers the oldest step under way if what came of it cannot be gone on from.
+    fn look_at(&mut self, result: Option<&StepResult>) {
+        if let (Some(result), Some(of), None) = (result, self.under_way.front(), self.not_finite)
+            && !result.is_finite()
+            && !result.is_skipped()
+        {
+            self.not_finite = Some(NotFinite { step: of.step, lr: of.lr, loss: !result.loss.is_finite() });
+        }
+    }
+
+    /// Whether all go on: a rank that is told to stop, or whose numbers are not finite, tells the others.
+    fn agree(&self) -> Result<bool, TrainError> {
         let comm = &self.training.comm;
         if comm.world_size() > FEW_RANKS && !self.step.is_multiple_of(SELDOM) {
             return Ok(true);
         }
-        let spoilt = result.is_some_and(|r| r.samples > 0 && !r.loss.is_finite());
         let stop = self.training.stop.load(Ordering::Relaxed);
-        let mut votes = [f64::from(u8::from(stop)), f64::from(u8::from(spoilt))];
+        let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
+        let mut votes = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
         comm.all_reduce_f64(&mut votes)?;
-        let [stop, spoilt] = votes;
-        if spoilt > 0.0 {
-            let of = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
-            return Err(TrainError::Diverged {
-                step: of.0,
-                epoch: self.plan.epoch_of(of.0),
-                ranks: spoilt as u32,
-                world_size: comm.world_size(),
-                lr: of.1,
-            });
+        let [stop, not_finite, losses] = votes;
+        if not_finite > 0.0 {
+            let oldest = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
+            let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
+            let what = match (losses as u32, comm.world_size()) {
+                (0, _) => "the gradient is not finite".into(),
+                (_, 1) => "the loss is not finite".into(),
+                (ranks, world_size) => format!("the loss is not finite on {ranks} of {world_size} ranks"),
+            };
+            return Err(TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr });
         }
         Ok(stop == 0.0)
+    }
+
+    /// An error that ends the run on all ranks if any has weights or running statistics that are not finite.
+    fn check_state(&self) -> Result<(), TrainError> {
+        let own = self.engine.first_not_finite()?;
+        let mut votes = [f64::from(u8::from(own.is_some()))];
+        self.training.comm.all_reduce_f64(&mut votes)?;
+        if votes == [0.0] {
+            return Ok(());
+        }
+        let name = own.unwrap_or_else(|| "a tensor of another rank".into());
+        Err(self.diverged(format!("{name} is not finite")))
+    }
+
+    /// With the newest step.
+    fn diverged(&self, what: String) -> TrainError {
+        let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
+        TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
+    }
+
+    /// Validation, in bfloat16 if float16 cannot hold it.
+    fn evaluated(mut self) -> Result<Self, TrainError> {
+        match self.evaluate() {
+            Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
+                self = self.in_bfloat16("the validation's loss")?;
+                self.evaluate()?;
+            }
+            done => done?,
+        }
+        Ok(self)
     }
 
     /// Validation over the whole split, each rank its part; sums are added up, so every picture
@@ -326,6 +430,7 @@ impl Run<'_> {
             return Ok(());
         }
         self.settle()?;
+        self.check_state()?;
         self.pulse.report("evaluating");
         let began = Instant::now();
         let Training { comm, observer, spec, .. } = self.training;
@@ -343,6 +448,9 @@ impl Run<'_> {
             self.pulse.still_alive("evaluating");
         }
         comm.all_reduce_f64(&mut sums)?;
+        if !sums[0].is_finite() {
+            return Err(self.diverged("the validation's loss is not finite".into()));
+        }
         let evaluation = Evaluation {
             epoch: self.plan.epoch_of(self.step),
             step: self.step,
@@ -372,6 +480,7 @@ impl Run<'_> {
     /// Hands this moment to the keeper, which writes it while training goes on.
     fn keep(&mut self) -> Result<(), TrainError> {
         self.settle()?;
+        self.check_state()?;
         // On every rank: this writes out what it has said so far, so that no step before a checkpoint is in nobody's
         // records when its rank is killed right after.
         self.pulse.report("checkpointing");
@@ -398,6 +507,9 @@ impl Run<'_> {
             val_loss: measured.map(|e| e.loss),
             best: None,
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
+            precision: Some(self.engine.precision()),
+            loss_scaling: self.engine.loss_scaling()?,
+            skipped_steps: self.skipped.clone(),
         };
         keeper.keep(Snapshot {
             state,
@@ -474,6 +586,7 @@ impl Run<'_> {
         let observer = self.training.observer;
         let plan = &self.plan;
         let epoch = plan.epoch_of(step);
+        self.skipped.note(step, result.is_skipped());
         if result.samples > 0 {
             observer.metric("loss", step, result.loss);
             observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
@@ -488,6 +601,10 @@ impl Run<'_> {
         if self.is_first() {
             observer.metric("lr", step, lr);
             observer.metric("grad_norm", step, result.grad_norm);
+            if let Some(scale) = result.loss_scale {
+                observer.metric("loss_scale", step, scale);
+                observer.metric("skipped_steps", step, self.skipped.total as f32);
+            }
             observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
         self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);

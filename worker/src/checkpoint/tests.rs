@@ -24,6 +24,9 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         val_loss: val_accuracy.map(|a| 1.0 - a),
         best: None,
         versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
+        precision: Some(Precision::Fp16),
+        loss_scaling: Some(LossScaling { scale: 4096.0, growth_tracker: 17 }),
+        skipped_steps: SkippedSteps { total: 3, recent: vec![step.saturating_sub(1)] },
     };
     let metadata =
         ["arch", "classes", "image_size", "mean", "spec", "std"].map(|k| (k.into(), format!("[{k}]")));

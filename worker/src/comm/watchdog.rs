@@ -116,6 +116,11 @@ impl Watchdog {
         self.shared.moved();
     }
 
+    /// Steps of this process that are done.
+    pub fn steps_done(&self) -> u64 {
+        self.shared.done.load(Ordering::Acquire)
+    }
+
     /// Why it ended the attempt, if it did.
     pub fn verdict(&self) -> Option<&str> {
         self.shared.verdict.get().map(String::as_str)

@@ -10,7 +10,8 @@ use crate::{
     data::loader::{Batch, DataSource, Form},
     gpu::GpuConfig,
 };
-use lockstep_protocol::spec::OptimizerKind;
+use lockstep_protocol::spec::{OptimizerKind, Precision};
+use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// A tensor on the host: row-major, float32.
@@ -56,6 +57,35 @@ pub struct StepResult {
     pub step_secs: f64,
     /// Seconds in which this rank waited for others' gradients or statistics.
     pub all_reduce_secs: f64,
+    /// What the loss was multiplied by before the backward pass; `None` where nothing is scaled (all but float16).
+    pub loss_scale: Option<f32>,
+}
+
+impl StepResult {
+    /// Whether the loss and the gradient are finite. A loss that is not makes the gradient so on every rank.
+    pub fn is_finite(&self) -> bool {
+        self.loss.is_finite() && self.grad_norm.is_finite()
+    }
+
+    /// Whether the update was left out because float16 could not hold the step (PyTorch's `GradScaler` does the same).
+    pub fn is_skipped(&self) -> bool {
+        self.loss_scale.is_some() && !self.is_finite()
+    }
+}
+
+/// Dynamic loss scaling, in the words of PyTorch's `GradScaler.state_dict()`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct LossScaling {
+    /// What the next step's loss is multiplied by.
+    pub scale: f32,
+    /// Finite steps since the scale last changed; it is doubled after 2,000.
+    pub growth_tracker: u32,
+}
+
+/// The first tensor with a value that is not finite.
+pub fn first_not_finite(tensors: &NamedTensors) -> Option<&str> {
+    let spoilt = |tensor: &HostTensor| tensor.values.iter().any(|v| !v.is_finite());
+    tensors.iter().find(|(_, tensor)| spoilt(tensor)).map(|(name, _)| name.as_str())
 }
 
 /// What an evaluation batch measured on this rank. Sums, so that ranks can be added.
@@ -121,6 +151,22 @@ pub trait Engine: Send {
     fn optimizer_state(&self) -> Result<NamedTensors, EngineError>;
     /// Replaces the momentum buffers, shared as weights are.
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
+    /// Loss scaling as the next step will use it; `None` where nothing is scaled (all but float16).
+    fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
+        Ok(None)
+    }
+    /// Replaces it; without effect where nothing is scaled, or where the scale is a fixed one.
+    fn set_loss_scaling(&mut self, _scaling: LossScaling) -> Result<(), EngineError> {
+        Ok(())
+    }
+    /// The format that convolutions are computed in; never [`Precision::Auto`].
+    fn precision(&self) -> Precision {
+        Precision::Fp32
+    }
+    /// The name of a weight, bias or running statistic of this rank with a value that is not finite, if there is one.
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        Ok(first_not_finite(&self.parameters()?).map(str::to_owned))
+    }
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// Memory of the device that this process holds; 0 on the CPU.

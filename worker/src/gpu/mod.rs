@@ -67,4 +67,6 @@ pub struct GpuConfig {
     pub store: Option<Arc<Store>>,
     /// To be told of every step that is submitted and done.
     pub watchdog: Option<Arc<Watchdog>>,
+    /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
+    pub generation: u32,
 }

@@ -103,7 +103,13 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     Ok(data)
 }
 
-pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box<dyn Engine>, TrainError> {
+/// The engine, with initial weights. `precision` in place of the job's; `generation`: how many there were before.
+pub(super) fn build_engine(
+    training: &Training<'_>,
+    shape: &Shape,
+    precision: Option<Precision>,
+    generation: u32,
+) -> Result<Box<dyn Engine>, TrainError> {
     let spec = training.spec;
     if spec.parallel.device == Device::Cuda && training.device == DeviceChoice::Cpu {
         let text = "parallel.device = \"cuda\": this rank has no GPU; use cpu or auto";
@@ -135,11 +141,12 @@ pub(super) fn build_engine(training: &Training<'_>, shape: &Shape) -> Result<Box
         DeviceChoice::Cuda { ordinal } => {
             let gpu = GpuConfig {
                 ordinal,
-                precision: spec.train.precision,
+                precision: precision.unwrap_or(spec.train.precision),
                 loss_scale: spec.train.loss_scale.clone(),
                 deterministic: spec.train.deterministic,
                 store: training.store.clone(),
                 watchdog: training.watchdog.clone(),
+                generation,
             };
             engine::build_cuda(network, &initial, config, comm, gpu)?
         }

@@ -6,8 +6,10 @@ use crate::{
     checkpoint::{self, Best, CheckpointError, State},
     comm::Communicator,
     engine::{Engine, NamedTensors},
+    gpu::DeviceChoice,
+    precision::SkippedSteps,
 };
-use lockstep_protocol::agent::AttemptEvent;
+use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
 use std::path::Path;
 
 /// Differences between a file and the network that are named.
@@ -17,6 +19,20 @@ pub(super) struct Beginning {
     /// Optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
+    pub(super) skipped: SkippedSteps,
+}
+
+/// The format that the checkpoint went on in, where the job leaves the choice to us: a run that left float16 does not go
+/// back to it. The same on every rank.
+pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
+    let Some(folder) = training.resume else { return Ok(None) };
+    if training.spec.train.precision != Precision::Auto || training.device == DeviceChoice::Cpu {
+        return Ok(None);
+    }
+    let left_float16 = training.comm.rank() == 0 && checkpoint::precision(folder) == Some(Precision::Bf16);
+    let mut votes = [f64::from(u8::from(left_float16))];
+    training.comm.all_reduce_f64(&mut votes)?;
+    Ok((votes != [0.0]).then_some(Precision::Bf16))
 }
 
 /// Sets the engine's weights; the same on every rank afterwards.
@@ -38,7 +54,7 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(Beginning { step: 0, best: None })
+    Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default() })
 }
 
 /// The weights of a file in place of `initial`; a head of another width stays as it is initialised.
@@ -105,6 +121,9 @@ fn resume(
     engine.set_parameters(&parameters)?;
     engine.set_optimizer_state(&optimizer)?;
     let state = shared_state(comm, state)?;
+    if let Some(scaling) = state.loss_scaling {
+        engine.set_loss_scaling(scaling)?;
+    }
 
     let step = if state.global_batch_size == plan.global_batch_size
         && state.steps_per_epoch == plan.steps_per_epoch
@@ -135,7 +154,7 @@ fn resume(
         let place = checkpoint::folder_name(best.epoch, best.step);
         best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
     });
-    Ok(Beginning { step, best })
+    Ok(Beginning { step, best, skipped: state.skipped_steps })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;

@@ -33,7 +33,9 @@ impl Statistics {
         let exact: Vec<(f64, f64)> = std::iter::zip(sum, square)
             .map(|(s, q)| {
                 let mean = s / count;
-                (mean, (q / count - mean * mean).max(0.0))
+                let variance = q / count - mean * mean;
+                // Rounding may leave it below zero. Not by `max`, which would make a NaN zero.
+                (mean, if variance < 0.0 { 0.0 } else { variance })
             })
             .collect();
         Self {
@@ -187,6 +189,12 @@ fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
     from[at..at + W].first_chunk().unwrap_or(&[0.0; W])
 }
 
+/// ReLU as PyTorch has it: NaN stays NaN, so that a diverged run shows. (`max` would make it zero.)
+#[inline(always)]
+fn relu_of(v: f32) -> f32 {
+    if v < 0.0 { 0.0 } else { v }
+}
+
 /// y = relu(batch_norm(x) + shortcut), with the shortcut and the ReLU only as asked for.
 pub(super) fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
@@ -195,7 +203,7 @@ pub(super) fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, r
     y.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).enumerate().for_each(|(i, (y, x))| {
         match (shortcut.map(|s| &s[i * chunk..][..x.len()]), relu) {
             (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| v)),
-            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| v.max(0.0))),
+            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| relu_of(v))),
             (Some(s), false) => {
                 y.copy_from_slice(s);
                 tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, s| v + s));
@@ -249,12 +257,12 @@ fn residual_chunk<const W: usize>(
             let s = lanes::<W>(s, block);
             let y = &mut y[block..block + W];
             for i in 0..W {
-                y[i] = ((x[i] - mean[i]) * scale[i] + beta[i] + s[i]).max(0.0);
+                y[i] = relu_of((x[i] - mean[i]) * scale[i] + beta[i] + s[i]);
             }
         }
         for i in whole..x.len() {
             let v = (x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i];
-            y[i] = (v + s[i]).max(0.0);
+            y[i] = relu_of(v + s[i]);
         }
     }
 }

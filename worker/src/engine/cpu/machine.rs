@@ -181,6 +181,7 @@ impl Machine {
             grad_norm: square_sum.sqrt() as f32,
             step_secs: 0.0,
             all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
+            loss_scale: None,
         })
     }
 

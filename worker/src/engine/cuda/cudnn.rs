@@ -505,5 +505,5 @@ fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result<(), Cu
     unsafe { sys::cudnnGetLastErrorString(text.as_mut_ptr().cast(), text.len()) };
     let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
     let detail = if text.is_empty() { text } else { format!(": {text}") };
-    Err(CudaError::Cudnn { doing: doing(), status: format!("{status:?}"), detail })
+    Err(CudaError::cudnn(doing(), status, detail))
 }

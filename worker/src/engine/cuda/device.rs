@@ -70,7 +70,7 @@ impl Device {
         // SAFETY: freed when the buffer is dropped.
         match unsafe { result::malloc_sync(bytes.max(256)) } {
             Ok(ptr) => Ok(Buffer { ptr, bytes }),
-            Err(_) => {
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
                 let (free, total) = self.memory();
                 Err(CudaError::OutOfMemory {
                     needed_mb: bytes as u64 >> 20,
@@ -78,6 +78,8 @@ impl Device {
                     total_mb: total >> 20,
                 })
             }
+            // A GPU that an earlier kernel has broken refuses memory, too.
+            Err(error) => Err(CudaError::driver("taking memory of the GPU")(error)),
         }
     }
 

@@ -204,6 +204,7 @@ impl Kernels {
                 .map_err(|error| CudaError::Driver {
                     doing: name,
                     error: format!("{error:?} ({geometry:?})"),
+                    retriable: super::error::may_pass(error.0),
                 })
         };
         self.profile.around(stream, || name.into(), start)

@@ -28,7 +28,9 @@ mod tuner;
 pub use error::CudaError;
 pub use kernels::DType;
 
-use super::{Engine, EngineConfig, EngineError, EvalResult, NamedTensors, StepResult};
+use super::{
+    Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, StepResult, first_not_finite,
+};
 use crate::{
     comm::watchdog::Watchdog,
     comm::{CommError, Communicator},
@@ -43,7 +45,8 @@ use device::{Device, Graph};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
 use program::{Accumulation, Input, Phase, Program};
-use rings::{Control, Record};
+use reduce::Reducer;
+use rings::{Control, Inputs, Record, Results};
 use state::State;
 use std::{
     collections::{HashMap, VecDeque},
@@ -89,6 +92,8 @@ pub(super) fn build(
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let device = Device::open(gpu.ordinal)?;
     let free_before = device.memory().0;
+    // The watchdog counts this process's steps, whichever engine does them.
+    let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let mut engine = CudaEngine {
         program: Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?,
         graphs: HashMap::new(),
@@ -101,7 +106,7 @@ pub(super) fn build(
         watchdog: gpu.watchdog.clone(),
         stop: gpu.store.as_ref().map(|store| store.meeting().stop.clone()),
         profiled: None,
-        steps: (0, 0),
+        steps: (counted, counted),
         config,
         network,
         comm,
@@ -163,7 +168,7 @@ impl CudaEngine {
     fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
         check_batch(&self.network, batch, self.config.batch_size)?;
         let input = self.input(phase, batch)?;
-        self.program.inputs.send(control, batch);
+        self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
         if let Some(calls) = &mut self.profiled {
             *calls = self.program.profile(phase, input)?;
             return Ok(());
@@ -218,32 +223,7 @@ impl CudaEngine {
         if matches!(step, UnderWay::Empty) {
             return Ok(Some(StepResult::default()));
         }
-        let comm = self.comm.clone();
-        let timeout = if comm.world_size() == 1 { Duration::from_secs(600) } else { comm.timeout() };
-        let Program { results, reducer, main, .. } = &mut self.program;
-        let main = main.0;
-        let (stop, began) = (self.stop.as_ref(), Instant::now());
-        let record = results.wait(timeout, || -> Result<(), EngineError> {
-            main.failure()?;
-            // Told to stop, ranks do so after the same step; one that does not come is gone.
-            if stop.is_some_and(|s| s.load(Ordering::Relaxed)) && began.elapsed() > GONE_AFTER {
-                let reason = "told to stop, and other ranks did not answer".into();
-                return Err(CommError::Aborted { operation: "a step on the GPU", reason }.into());
-            }
-            reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
-        });
-        let record: Record = match record {
-            Ok(record) => record,
-            Err(error) => {
-                self.failed = true;
-                return Err(match (error, self.watchdog.as_ref().and_then(|w| w.verdict())) {
-                    (_, Some(verdict)) => {
-                        CommError::Aborted { operation: "a step on the GPU", reason: verdict.into() }.into()
-                    }
-                    (error, None) => error,
-                });
-            }
-        };
+        let record: Record = self.wait_on_gpu(|_, results, patience, alive| results.wait(patience, alive))?;
         self.steps.1 += 1;
         if let Some(watchdog) = &self.watchdog {
             watchdog.done(self.steps.1);
@@ -259,7 +239,42 @@ impl CudaEngine {
             grad_norm: record.grad_norm,
             step_secs: end.saturating_sub(from) as f64 / 1e9,
             all_reduce_secs: reduced.saturating_sub(backward) as f64 / 1e9,
+            loss_scale: self.program.dynamic_scale.map(|_| record.loss_scale),
         }))
+    }
+
+    /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
+    fn wait_on_gpu<T>(
+        &mut self,
+        wait: impl FnOnce(
+            &mut Inputs,
+            &mut Results,
+            Duration,
+            &mut dyn FnMut() -> Result<(), EngineError>,
+        ) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        const OPERATION: &str = "a step on the GPU";
+        let alone = self.comm.world_size() == 1;
+        let patience = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
+        let Program { inputs, results, reducer, main, .. } = &mut self.program;
+        let main = main.0;
+        let (stop, began) = (self.stop.as_ref(), Instant::now());
+        let mut alive = || -> Result<(), EngineError> {
+            main.failure()?;
+            // Told to stop, ranks do so after the same step; one that does not come is gone.
+            if stop.is_some_and(|s| s.load(Ordering::Relaxed)) && began.elapsed() > GONE_AFTER {
+                let reason = "told to stop, and other ranks did not answer".into();
+                return Err(CommError::Aborted { operation: OPERATION, reason }.into());
+            }
+            reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
+        };
+        wait(inputs, results, patience, &mut alive).map_err(|error| {
+            self.failed = true;
+            match self.watchdog.as_ref().and_then(|w| w.verdict()) {
+                Some(verdict) => CommError::Aborted { operation: OPERATION, reason: verdict.into() }.into(),
+                None => error,
+            }
+        })
     }
 }
 
@@ -378,6 +393,45 @@ impl Engine for CudaEngine {
         self.device.synchronize()?;
         self.program.state.set_optimizer(values)?;
         Ok(())
+    }
+
+    fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
+        if self.program.dynamic_scale.is_none() {
+            return Ok(None);
+        }
+        self.device.bind()?;
+        self.device.synchronize()?;
+        Ok(Some(self.program.state.loss_scaling()?))
+    }
+
+    fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), EngineError> {
+        if self.program.dynamic_scale != Some(true) {
+            return Ok(());
+        }
+        self.device.bind()?;
+        self.device.synchronize()?;
+        Ok(self.program.state.set_loss_scaling(scaling)?)
+    }
+
+    fn precision(&self) -> Precision {
+        match self.program.dtype() {
+            DType::F32 => Precision::Fp32,
+            DType::F16 => Precision::Fp16,
+            DType::Bf16 => Precision::Bf16,
+        }
+    }
+
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        if self.program.is_finite()? {
+            return Ok(None);
+        }
+        Ok(first_not_finite(&self.parameters()?).map(str::to_owned))
+    }
+
+    fn exchange(&self) -> String {
+        self.program.reducer.as_ref().map(Reducer::exchange).unwrap_or_default()
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {

@@ -120,6 +120,7 @@ fn gpu_a_step_tells_where_its_time_goes() {
             deterministic: true,
             store: None,
             watchdog: None,
+            generation: 0,
         };
         let calls = bench::profile_gpu(&case.parse().unwrap(), gpu).unwrap();
         let mut parts: std::collections::BTreeMap<&str, (usize, f64)> = Default::default();

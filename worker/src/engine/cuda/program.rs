@@ -103,8 +103,8 @@ pub(super) struct Program {
     norms: Vec<NormSite>,
     config: EngineConfig,
     dtype: DType,
-    /// Whether the loss scale moves by itself.
-    dynamic_scale: Option<bool>,
+    /// Whether the loss scale moves by itself; `None` where nothing is scaled.
+    pub(super) dynamic_scale: Option<bool>,
     deterministic: bool,
     padded_input: usize,
     padded_classes: usize,
@@ -137,6 +137,8 @@ pub(super) struct Program {
     normalisation: Buffer,
     /// Tables that scale pictures of other sizes to the network's.
     scalings: Vec<Scaled>,
+    /// `u32`: whether a look for numbers that are not finite found one.
+    found: Buffer,
     /// Loss and right answers of the step.
     totals: Buffer,
     stamps: Buffer,
@@ -271,6 +273,7 @@ impl Program {
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: Vec::new(),
+            found: device.zeros(256)?,
             totals: device.zeros(256)?,
             stamps: device.zeros(256)?,
             arena: device.alloc(256)?,
@@ -386,6 +389,11 @@ impl Program {
         self.totals.read(0, &mut loss)?;
         self.totals.read(8, &mut correct)?;
         Ok((loss[0], correct[0]))
+    }
+
+    /// Whether all weights, biases and running statistics are finite.
+    pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
+        self.state.is_finite(&self.ops, self.main.0, &self.found)
     }
 
     /// The logits of its first `pictures` pictures.

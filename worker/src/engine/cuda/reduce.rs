@@ -58,6 +58,8 @@ enum Statistics {
     },
     ByNccl {
         sums: Buffer,
+        /// Why not through memory.
+        reason: String,
     },
 }
 
@@ -83,7 +85,8 @@ impl Reducer {
         let store = gpu.store.as_ref().ok_or_else(|| {
             EngineError::Device("several ranks on GPUs need a place to meet, and were given none".into())
         })?;
-        let nccl = Nccl::connect(store, "gradients", gpu.ordinal, comm.timeout())?;
+        let name = |what: &str| format!("{what}/{}", gpu.generation);
+        let nccl = Nccl::connect(store, &name("gradients"), gpu.ordinal, comm.timeout())?;
         device.bind()?;
         let abort = Arc::new(Pinned::new(256)?);
         let word = Arc::downgrade(&abort);
@@ -100,7 +103,7 @@ impl Reducer {
                 let all = channels.iter().map(|c| 2 * bytes(*c)).sum::<usize>();
                 let wanted = std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_none();
                 let shared = match wanted {
-                    true => Peers::connect(store, "statistics", gpu.ordinal, all, 256)?,
+                    true => Peers::connect(store, &name("statistics"), gpu.ordinal, all, 256)?,
                     false => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
                 device.bind()?;
@@ -126,9 +129,8 @@ impl Reducer {
                         Statistics::Exchanged { _peers: Box::new(peers), table, sequences, meetings }
                     }
                     Err(reason) => {
-                        tracing::warn!("batch norm's statistics go through NCCL, which is slower: {reason}");
                         let most = channels.iter().max().copied().unwrap_or(1);
-                        Statistics::ByNccl { sums: device.zeros(4 * 2 * most)? }
+                        Statistics::ByNccl { sums: device.zeros(4 * 2 * most)?, reason }
                     }
                 }
             }
@@ -159,7 +161,7 @@ impl Reducer {
     /// Where kernels leave sums that [`Reducer::add_statistics`] adds.
     pub(super) fn sums(&self) -> Option<Ptr> {
         match &self.statistics {
-            Statistics::ByNccl { sums } => Some(sums.ptr),
+            Statistics::ByNccl { sums, .. } => Some(sums.ptr),
             _ => None,
         }
     }
@@ -167,7 +169,7 @@ impl Reducer {
     /// Adds `count` sums over all ranks.
     pub(super) fn add_statistics(&self, main: Stream, count: usize) -> Result<(), CommError> {
         match &self.statistics {
-            Statistics::ByNccl { sums } => self.all_reduce(main, sums.ptr, count, DType::F32),
+            Statistics::ByNccl { sums, .. } => self.all_reduce(main, sums.ptr, count, DType::F32),
             _ => Ok(()),
         }
     }
@@ -212,6 +214,23 @@ impl Reducer {
         };
         // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
         unsafe { self.nccl.all_reduce(at, count, dtype, Reduction::Sum, stream.0) }
+    }
+
+    /// How gradients and statistics reach other ranks, for the log.
+    pub(super) fn exchange(&self) -> String {
+        match &self.statistics {
+            Statistics::Apart => {
+                "gradients go through NCCL; each rank has its own batch norm statistics".into()
+            }
+            Statistics::Exchanged { .. } => {
+                "gradients go through NCCL, batch norm's statistics through the GPUs' memory".into()
+            }
+            Statistics::ByNccl { reason, .. } => {
+                format!(
+                    "gradients and batch norm's statistics go through NCCL, which is slower for statistics: {reason}"
+                )
+            }
+        }
     }
 
     /// Whether the group is still well.

@@ -11,10 +11,12 @@ use super::{
 use crate::data::loader::Batch;
 use std::time::{Duration, Instant};
 
-/// Micro-batches that may be on their way to the GPU.
-const SLOTS: usize = 64;
+/// Micro-batches that may be on their way to the GPU; one more waits for the first to arrive.
+pub(super) const SLOTS: usize = 64;
 /// Steps whose results may wait to be read.
 const RESULTS: usize = 64;
+// Counts wrap at 2^32, which must not skip a slot.
+const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
 /// What changes from one micro-batch to the next; `Control` of the kernels. Followed by the place in the
 /// dataset, the augmentation and the label of each picture.
@@ -69,9 +71,12 @@ pub(super) struct Inputs {
     pub(super) control: Buffer,
     /// Which slot is next, counted by the GPU.
     counter: Buffer,
+    /// The same number, written by the GPU where the host reads it.
+    taken: Pinned,
     /// Pictures that a micro-batch has room for.
     batch: usize,
-    sent: usize,
+    /// Micro-batches sent so far, modulo 2^32 like the GPU's count.
+    sent: u32,
 }
 
 impl Inputs {
@@ -81,6 +86,7 @@ impl Inputs {
             ring: Pinned::new(SLOTS * bytes)?,
             control: device.zeros(bytes)?,
             counter: device.zeros(256)?,
+            taken: Pinned::new(256)?,
             batch,
             sent: 0,
         })
@@ -95,9 +101,21 @@ impl Inputs {
         Self::words_for(self.batch)
     }
 
-    /// Puts a micro-batch into the next slot. The caller sees to it that no more than [`SLOTS`] are
-    /// under way.
-    pub(super) fn send(&mut self, control: Control, batch: &Batch) {
+    /// Micro-batches that the GPU has not taken yet.
+    fn under_way(&self) -> u32 {
+        self.sent.wrapping_sub(self.taken.load(0))
+    }
+
+    /// Puts a micro-batch into the next slot, once the GPU has taken the one that was there; `alive` is asked now
+    /// and then whether it still can.
+    pub(super) fn send<E: From<CudaError>>(
+        &mut self,
+        control: Control,
+        batch: &Batch,
+        patience: Duration,
+        alive: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        wait_until(|| self.under_way() < SLOTS as u32, patience, alive)?;
         let mut words = vec![0u32; self.words()];
         words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
@@ -105,8 +123,9 @@ impl Inputs {
         next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
         next().zip(&batch.draws).for_each(|(w, v)| *w = *v);
         next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
-        self.ring.write(self.sent % SLOTS * words.len() * 4, &words);
-        self.sent += 1;
+        self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);
+        self.sent = self.sent.wrapping_add(1);
+        Ok(())
     }
 }
 
@@ -126,29 +145,40 @@ impl Results {
     pub(super) fn wait<E: From<CudaError>>(
         &mut self,
         patience: Duration,
-        mut alive: impl FnMut() -> Result<(), E>,
+        alive: impl FnMut() -> Result<(), E>,
     ) -> Result<Record, E> {
         let at = self.read as usize % RESULTS * size_of::<Record>();
-        let began = Instant::now();
-        let mut looks = 0u32;
-        while self.ring.load(at) != self.read.wrapping_add(1) {
-            looks += 1;
-            // A short wait is met at once; a long one leaves the core to others.
-            if looks < 2_000 {
-                std::hint::spin_loop();
-                continue;
-            }
-            std::thread::sleep(Duration::from_micros(20));
-            if looks.is_multiple_of(256) {
-                alive()?;
-                if began.elapsed() > patience {
-                    return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());
-                }
-            }
-        }
-        self.read = self.read.wrapping_add(1);
+        let next = self.read.wrapping_add(1);
+        wait_until(|| self.ring.load(at) == next, patience, alive)?;
+        self.read = next;
         Ok(self.ring.read(at))
     }
+}
+
+/// Waits until `done`, which looks at what the GPU writes into the host's memory.
+fn wait_until<E: From<CudaError>>(
+    mut done: impl FnMut() -> bool,
+    patience: Duration,
+    mut alive: impl FnMut() -> Result<(), E>,
+) -> Result<(), E> {
+    let began = Instant::now();
+    let mut looks = 0u32;
+    while !done() {
+        looks += 1;
+        // A short wait is met at once; a long one leaves the core to others.
+        if looks < 2_000 {
+            std::hint::spin_loop();
+            continue;
+        }
+        std::thread::sleep(Duration::from_micros(20));
+        if looks.is_multiple_of(256) {
+            alive()?;
+            if began.elapsed() > patience {
+                return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());
+            }
+        }
+    }
+    Ok(())
 }
 
 impl Inputs {
@@ -158,6 +188,7 @@ impl Inputs {
             control: self.control.ptr,
             ring: self.ring.device,
             counter: self.counter.ptr,
+            taken: self.taken.device,
             slots: SLOTS as u32,
             words: self.words() as u32,
         }

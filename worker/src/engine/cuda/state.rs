@@ -10,7 +10,7 @@ use super::{
     ops::Ops,
 };
 use crate::{
-    engine::{EngineError, HostTensor, NamedTensors, cpu::plan::Step},
+    engine::{EngineError, HostTensor, LossScaling, NamedTensors, cpu::plan::Step},
     net::Network,
 };
 
@@ -166,6 +166,31 @@ impl State {
             stream.synchronize()?;
         }
         Ok(())
+    }
+
+    /// Loss scaling as the next step will use it.
+    pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
+        let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
+        self.scaling.read(0, &mut now)?;
+        Ok(LossScaling { scale: now[0].scale, growth_tracker: now[0].good_steps })
+    }
+
+    pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
+        let scaling =
+            Scaling { scale: to.scale, good_steps: to.growth_tracker, ..bytemuck::Zeroable::zeroed() };
+        self.scaling.write(&[scaling])
+    }
+
+    /// Whether all weights, biases and running statistics are finite.
+    pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
+        found.write(&[0u32])?;
+        for values in [&self.weights, &self.running_values] {
+            ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
+        }
+        stream.synchronize()?;
+        let mut spoilt = [0u32];
+        found.read(0, &mut spoilt)?;
+        Ok(spoilt == [0])
     }
 
     /// Momentum under its parameters' names.

@@ -40,7 +40,7 @@ impl Gradients {
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,
     pub(in crate::engine::cuda) scaler: Ptr,
-    /// Halves the scale and skips the update when a gradient is not finite, doubles it after 2,000 steps.
+    /// Halves the scale when a gradient is not finite, doubles it after 2,000 steps.
     pub(in crate::engine::cuda) dynamic: bool,
 }
 
@@ -172,6 +172,18 @@ impl Ops {
     ) -> Result<(), CudaError> {
         let args = [Arg::Ptr(to), Arg::Ptr(more), Arg::U64(length)];
         self.launch(stream, "add", self.items(length / 8, 8), &args)
+    }
+
+    /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.
+    pub(in crate::engine::cuda) fn find_not_finite(
+        &self,
+        stream: Stream,
+        values: Ptr,
+        length: u64,
+        found: Ptr,
+    ) -> Result<(), CudaError> {
+        let args = [Arg::Ptr(values), Arg::U64(length), Arg::Ptr(found)];
+        self.launch(stream, "find_not_finite", self.items(length, 8), &args)
     }
 
     /// to (T) = from (float32); `length` values, a multiple of 8.

@@ -11,6 +11,8 @@ pub(in crate::engine::cuda) struct Fetch {
     pub(in crate::engine::cuda) ring: Ptr,
     /// `u32` in device memory: fetches so far.
     pub(in crate::engine::cuda) counter: Ptr,
+    /// The same number as the host sees it: `u32` in pinned host memory.
+    pub(in crate::engine::cuda) taken: Ptr,
     pub(in crate::engine::cuda) slots: u32,
     /// Of a slot: 8 + 3 x pictures `u32`, rounded up to a multiple of 4.
     pub(in crate::engine::cuda) words: u32,
@@ -39,6 +41,7 @@ impl Ops {
             Arg::Ptr(p.control),
             Arg::Ptr(p.ring),
             Arg::Ptr(p.counter),
+            Arg::Ptr(p.taken),
             Arg::U32(p.slots),
             Arg::U32(p.words),
         ];

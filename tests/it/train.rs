@@ -181,13 +181,43 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("there is no GPU on this machine") && said.contains("\"cpu\""), "{said}");
     let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
     assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("the loss is not finite at step ") && said.contains("lower lr"), "{said}");
+    assert!(said.contains("not finite: training has diverged at step ") && said.contains("lower lr"), "{said}");
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
     let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("lrr"), "{said}");
+}
+
+/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss goes on: batch norm and ReLU must
+/// not turn what is not finite into zeros.
+#[tokio::test]
+async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    for ranks in ["1", "2"] {
+        let out = format!("out-{ranks}");
+        let ranks_set = format!("parallel.ranks={ranks}");
+        let sets = ["model.arch=resnet18", "train.steps=40", "train.global_batch_size=8", "train.lr=100"];
+        let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=1", &ranks_set];
+        let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
+        let output = bench.train(&out, &sets).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("training has diverged at step ") && said.contains("lower lr"), "{said}");
+        let mut models = 0;
+        for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
+            let model = fs::read(folder.path().join("model.safetensors")).expect("a model");
+            let tensors = safetensors::SafeTensors::deserialize(&model).expect("tensors");
+            models += 1;
+            for (name, tensor) in tensors.iter().filter(|(_, t)| t.dtype() == safetensors::Dtype::F32) {
+                let mut values = tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+                assert!(values.all(f32::is_finite), "{name} of {}", folder.path().display());
+            }
+        }
+        assert!(models > 0, "steps before the first that was not finite were kept");
+    }
 }
 
 #[tokio::test]

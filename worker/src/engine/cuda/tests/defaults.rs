@@ -133,7 +133,8 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
             let mut all = batches.iter().cycle();
             // Started without waiting for results, as training does.
             let mut results = Vec::new();
-            for _ in 0..4 {
+            let steps = if accumulate > 1000 { 2 } else { 4 };
+            for _ in 0..steps {
                 let step: Vec<Batch> = all.by_ref().take(accumulate).cloned().collect();
                 results.extend(engine.start_step(&step, 0.01).unwrap());
             }
@@ -143,11 +144,11 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
             wanted.push(losses);
         }
         let cpu = wanted.remove(0);
-        assert_eq!(cpu.len(), 4);
+        assert!(cpu.len() >= 2);
         for ours in &wanted {
             let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
             // A byte may be rounded the other way after scaling.
-            assert!(ours.len() == 4 && worst < 2e-3, "{accumulate} micro-batches: {ours:?} / {cpu:?}");
+            assert!(ours.len() == cpu.len() && worst < 2e-3, "{accumulate} micro-batches: {ours:?} / {cpu:?}");
         }
     }
 }

@@ -1,0 +1,81 @@
+"""Does it learn as well as PyTorch at a high learning rate? ResNet-50 on CIFAR-10's pictures, scaled up, with the recipe of
+`torch_learns.py`, by `lockstep train`. Prints a line of JSON a seed.
+
+    python3 learns.py --program lockstep --pictures cifar-10-batches-bin --work /tmp --size 224 --precision auto \\
+        --lr 0.1 --epochs 5 --seeds 1 2 3
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--program", required=True)
+parser.add_argument("--pictures", required=True)
+parser.add_argument("--work", required=True)
+parser.add_argument("--size", type=int, default=224)
+parser.add_argument("--precision", default="auto")
+parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--batch", type=int, default=256)
+parser.add_argument("--seeds", type=int, nargs="+", required=True)
+a = parser.parse_args()
+
+for seed in a.seeds:
+    folder = pathlib.Path(a.work) / f"learns-{a.size}-{a.precision}-{a.lr}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "job.toml").write_text(f"""
+name = "learns"
+[model]
+arch = "resnet50"
+stem = "imagenet"
+[data]
+dataset = "{pathlib.Path(a.pictures).resolve()}"
+image_size = {a.size}
+crop_padding = 4
+horizontal_flip = true
+[train]
+epochs = {a.epochs}
+global_batch_size = {a.batch}
+lr = {a.lr}
+weight_decay = 5e-4
+schedule = "cosine"
+precision = "{a.precision}"
+seed = {seed}
+[parallel]
+device = "cuda"
+[evaluate]
+every_epochs = 0
+[checkpoint]
+every_epochs = 1000
+keep = 2
+[log]
+every_steps = 1
+""")
+    began = time.monotonic()
+    done = subprocess.run(
+        [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
+    )
+    secs = time.monotonic() - began
+    log = (folder / "out" / "attempts" / "1" / "rank.0.log").read_text(errors="replace")
+    told = re.findall(r"epoch: (\d+) step: (\d+), loss is (\S+)", log)
+    losses = [float(loss) for _, _, loss in told]
+    accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
+    finite = [[x for x in losses[i : i + 65] if x == x] for i in range(0, len(losses), 65)]
+    row = {
+        "side": "lockstep", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,
+        "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(secs, 2),
+        "losses": [round(sum(part) / max(len(part), 1), 4) for part in finite],
+        "not_finite": len(losses) - sum(map(len, finite)),
+        "bfloat16": re.findall(r"float16 could not hold .*", log),
+    }
+    print(json.dumps(row), flush=True)
+    if done.returncode != 0:
+        print(done.stdout[-1000:], done.stderr[-1000:], log[-1000:], sep="\n", file=sys.stderr, flush=True)
+    shutil.rmtree(folder)

@@ -1,0 +1,99 @@
+"""PyTorch's side of `learns.py`: ResNet-50 on CIFAR-10's pictures, scaled up, SGD with momentum 0.9, cosine schedule,
+weight decay 5e-4, batch 256, crop and flip. Prints a line of JSON a seed.
+
+    python3 torch_learns.py --pictures cifar10 --size 224 --precision bf16 --lr 0.1 --epochs 5 --seeds 1 2 3
+"""
+
+import argparse
+import json
+import math
+import time
+
+import torch
+import torchvision
+from torch.nn import functional
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--pictures", required=True)
+parser.add_argument("--size", type=int, default=224)
+parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--batch", type=int, default=256)
+parser.add_argument("--seeds", type=int, nargs="+", required=True)
+a = parser.parse_args()
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+device = torch.device("cuda")
+
+
+def load(split):
+    data = torch.load(f"{a.pictures}/{split}.pt")
+    return data["images"].to(device).permute(0, 3, 1, 2).contiguous(), data["labels"].to(device)
+
+
+train, train_labels = load("train")
+test, test_labels = load("test")
+scaled = train.float() / 255
+mean, std = scaled.mean((0, 2, 3)).view(1, 3, 1, 1), scaled.std((0, 2, 3)).view(1, 3, 1, 1)
+del scaled
+
+
+def prepared(pictures):
+    wanted = functional.interpolate(pictures.float() / 255, size=a.size, mode="bilinear", align_corners=False)
+    return ((wanted - mean) / std).to(memory_format=torch.channels_last)
+
+
+def augmented(pictures):
+    """Crops after 4 black pixels on each side, and flips, each picture by itself."""
+    count, side = len(pictures), pictures.shape[-1]
+    padded = functional.pad(pictures, (4, 4, 4, 4))
+    corner = torch.randint(0, 9, (count, 2), device=device)
+    along = torch.arange(side, device=device)
+    columns = torch.where(torch.rand(count, 1, device=device) < 0.5, along.flip(0), along) + corner[:, 1:]
+    rows = along + corner[:, :1]
+    which = torch.arange(count, device=device)
+    return padded[which[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def autocast():
+    return torch.autocast("cuda", torch.bfloat16, enabled=a.precision == "bf16")
+
+
+for seed in a.seeds:
+    torch.manual_seed(seed)
+    net = torchvision.models.resnet50(num_classes=10).to(device, memory_format=torch.channels_last)
+    compiled = torch.compile(net)
+    optimizer = torch.optim.SGD(net.parameters(), a.lr, momentum=0.9, weight_decay=5e-4, fused=True)
+    steps = len(train) // a.batch
+    total, done, began, losses = steps * a.epochs, 0, None, []
+    for _ in range(a.epochs):
+        net.train()
+        order = torch.randperm(len(train), device=device)
+        for step in range(steps):
+            chosen = order[step * a.batch : (step + 1) * a.batch]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5 * a.lr * (1 + math.cos(math.pi * done / total))
+            with autocast():
+                loss = functional.cross_entropy(compiled(prepared(augmented(train[chosen]))), train_labels[chosen])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            done += 1
+            if done == 20:
+                torch.cuda.synchronize()
+                began = time.monotonic()
+    torch.cuda.synchronize()
+    secs = time.monotonic() - began
+    net.eval()
+    right = 0
+    with torch.no_grad(), autocast():
+        for at in range(0, len(test), 500):
+            right += (net(prepared(test[at : at + 500])).argmax(1) == test_labels[at : at + 500]).sum().item()
+    losses = torch.stack(losses).tolist()
+    row = {
+        "side": "pytorch", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,
+        "accuracy": 100 * right / len(test), "train_secs": round(secs, 2),
+        "losses": [round(sum(losses[i : i + 65]) / len(losses[i : i + 65]), 4) for i in range(0, len(losses), 65)],
+    }
+    print(json.dumps(row), flush=True)

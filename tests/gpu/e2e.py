@@ -269,7 +269,32 @@ def across(stage):
     expect(min(first, second, third) > 30, "it learns nothing")
 
 
-STORIES = {story.__name__: story for story in (stream, twenty, kill, give_up, cancel, suspend, across)}
+def overflow(stage):
+    """What float16 cannot hold goes on in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
+    house = stage.house()
+    # No gradient of 16 bits survives this.
+    spec, steps, every = stage.long("overflow", train={"loss_scale": 1e30})
+    job = house.submit(spec)
+    job.until_checkpoint(every)
+    os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)
+    job.succeeds()
+    whole(job, stage.ranks, steps)
+    said = [line for line in job.log().splitlines() if "training goes on in bfloat16" in line]
+    devices = {e["device"] for e in job.events if e["type"] == "rank" and e["attempt"] == 2 and e["step"] > every}
+    stage.note(f"said: {said}; attempt 2 on {devices}")
+    if stage.device == "cuda":
+        expect(len(said) == 1 and "5 steps in a row" in said[0], f"not said once: {said}")
+        expect(devices and all(device.endswith("bf16") for device in devices), f"attempt 2 ran on {devices}")
+        skipped = [e["values"][-1] for e in job.events if e["type"] == "metrics" and e["name"] == "skipped_steps"]
+        expect(max(skipped) == 5, f"skipped steps told: {skipped[:10]}")
+        spec["train"]["precision"] = "fp16"
+        job = house.submit(spec)
+        expect(job.end() == "failed" and "float16 could not hold" in job.reason, f"{job.state}: {job.reason}")
+        stage.note(job.reason)
+    house.stop()
+
+
+STORIES = {story.__name__: story for story in (stream, twenty, overflow, kill, give_up, cancel, suspend, across)}
 
 
 def main():

@@ -160,6 +160,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<
         threads,
     };
     let batch = made_up(batch_size, case.image_size, comm.rank());
+    let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
     let mut engine = build_cpu(network, &initial, config, comm).map_err(|e| e.to_string())?;
     let mut steps = Vec::with_capacity(MEASURED);
     for step in 0..WARM_UP + MEASURED {

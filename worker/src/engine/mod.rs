@@ -88,7 +88,7 @@ pub trait Engine: Send {
     fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
         Ok(Form::Normalised)
     }
-    /// Starts one optimizer step over `micro_batches` (as many as `accumulate`): forward and backward of
+    /// Starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
     /// An engine may run behind its caller: results come in the order of steps, the oldest one that

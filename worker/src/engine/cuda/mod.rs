@@ -281,12 +281,14 @@ impl Engine for CudaEngine {
             let text = format!("{} micro-batches in a step of {slots}", micro_batches.len());
             return Err(EngineError::Parameters(text));
         }
-        // An epoch's end may leave this rank fewer pictures or none: it still takes part.
+        // An epoch's end may leave this rank no pictures: it still takes part.
         let nothing = Batch::default();
         let batches: Vec<&Batch> =
             (0..slots).map(|slot| micro_batches.get(slot).unwrap_or(&nothing)).collect();
-        let mut counts: Vec<f64> = batches.iter().map(|b| b.labels.len() as f64).collect();
-        self.comm.all_reduce_f64(&mut counts)?;
+        let world_size = self.comm.world_size();
+        let counts = batches.iter().map(|b| b.of_all_ranks(world_size)).collect::<Result<Vec<_>, _>>();
+        let counts: Vec<f64> =
+            counts.map_err(EngineError::Parameters)?.into_iter().map(|count| count as f64).collect();
         let total: f64 = counts.iter().sum();
         let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
             self.under_way.push_back(UnderWay::Empty);
@@ -438,6 +440,7 @@ fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
             draws: batch.draws[cut(batch.draws.len(), 1)].to_vec(),
             labels: batch.labels[from..to].to_vec(),
             indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
+            global_samples: to - from,
         }
     };
     (0..batch.labels.len()).step_by(room).map(part).collect()

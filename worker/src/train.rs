@@ -9,6 +9,7 @@
 mod measure;
 mod setup;
 mod start;
+mod votes;
 
 use crate::{
     checkpoint::{CheckpointError, DataPosition, Keeper, Kept, RandomState, Snapshot, State},
@@ -38,10 +39,7 @@ use std::{
     },
     time::{Duration, Instant},
 };
-
-/// Up to this many ranks agree after every step whether to go on; more do it every [`SELDOM`] steps.
-const FEW_RANKS: u32 = 16;
-const SELDOM: u64 = 16;
+use votes::Votes;
 
 /// Who is told what happens.
 pub trait Observer: Send + Sync {
@@ -88,6 +86,9 @@ pub struct Training<'a> {
     pub stop: &'a AtomicBool,
     /// Optimizer steps done, for whoever must say where it ended.
     pub progress: &'a AtomicU64,
+    /// The step of the newest checkpoint on disk as far as this rank knows (rank 0 does), 0 for none: what comes after it
+    /// is lost when the run does not end in order.
+    pub kept: &'a AtomicU64,
 }
 
 /// How training ended.
@@ -164,6 +165,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
+    training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.goes_on_from(beginning.step);
     }
@@ -177,11 +179,14 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     if comm.rank() == 0 {
         setup::describe(training, &data.shape, &plan, engine.as_ref());
     }
-    let run = Run {
+    let mut run = Run {
         training,
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: setup::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
+        votes: Votes::of_steps(comm.world_size(), beginning.step),
+        spoilt: None,
+        unmeasured: beginning.unmeasured,
         step: beginning.step,
         under_way: VecDeque::new(),
         evaluation: None,
@@ -191,7 +196,15 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         keeper,
         pulse,
     };
-    run.epochs()
+    let outcome = run.epochs();
+    if outcome.is_err() {
+        // The process is about to end. What other ranks no longer finish is not waited for; a checkpoint that is being
+        // written is, by the keeper.
+        let Run { engine, keeper, .. } = run;
+        engine.abandon();
+        drop(keeper);
+    }
+    outcome
 }
 
 /// A step that was started.
@@ -214,6 +227,11 @@ struct Run<'a> {
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     pulse: Pulse<'a>,
+    votes: Votes,
+    /// The first step, with its learning rate, whose numbers were spoilt here, until that is voted on.
+    spoilt: Option<(u64, f32)>,
+    /// It goes on from a checkpoint of a step that was not evaluated.
+    unmeasured: bool,
     /// Optimizer steps started.
     step: u64,
     /// Of these, the ones whose results are not told yet, oldest first.
@@ -223,7 +241,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn epochs(mut self) -> Result<Outcome, TrainError> {
+    fn epochs(&mut self) -> Result<Outcome, TrainError> {
         let total = self.plan.total_steps;
         if self.is_first() {
             self.training.observer.event(&AttemptEvent::Running {
@@ -232,8 +250,15 @@ impl Run<'_> {
                 start_step: self.step,
             });
         }
-        if self.step >= total {
-            self.evaluate()?;
+        // An evaluation that was due when the run before was told to stop comes now, as if it had not been.
+        let left_over = self.unmeasured && self.plan.evaluation_after_epoch(self.step);
+        if left_over || self.step >= total {
+            if !self.evaluate()? {
+                return self.stopped();
+            }
+            if left_over && self.plan.checkpoint_after_epoch(self.step) {
+                self.keep()?;
+            }
         }
         while self.step < total {
             let epoch = self.step / self.plan.steps_per_epoch;
@@ -249,8 +274,8 @@ impl Run<'_> {
                 }
             }
             drop(batches);
-            if self.plan.evaluation_after_epoch(self.step) {
-                self.evaluate()?;
+            if self.plan.evaluation_after_epoch(self.step) && !self.evaluate()? {
+                return self.stopped();
             }
             if self.plan.checkpoint_after_epoch(self.step) {
                 self.keep()?;
@@ -277,7 +302,7 @@ impl Run<'_> {
         self.step += 1;
         self.under_way.push_back(UnderWay { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
-        let verdict = self.agree(result.as_ref());
+        let verdict = self.agree(result.as_ref(), false);
         if let Some(result) = result {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
@@ -288,7 +313,8 @@ impl Run<'_> {
     /// Waits for the steps under way: the engine's state is then that of [`Run::step`].
     fn settle(&mut self) -> Result<(), TrainError> {
         for result in self.engine.finish_steps()? {
-            let verdict = self.agree(Some(&result));
+            // Always: nobody leaves before all others have seen the end of their steps.
+            let verdict = self.agree(Some(&result), true);
             self.report_step(&result, 0.0);
             verdict?;
         }
@@ -296,18 +322,30 @@ impl Run<'_> {
     }
 
     /// Whether all go on: a rank that is told to stop, or whose numbers are spoilt, tells the others.
-    fn agree(&self, result: Option<&StepResult>) -> Result<bool, TrainError> {
+    fn agree(&mut self, result: Option<&StepResult>, always: bool) -> Result<bool, TrainError> {
         let comm = &self.training.comm;
-        if comm.world_size() > FEW_RANKS && !self.step.is_multiple_of(SELDOM) {
+        if result.is_some_and(|r| r.samples > 0 && !r.loss.is_finite()) {
+            let of = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
+            self.spoilt.get_or_insert(of);
+        }
+        // Always before a checkpoint and an evaluation: spoilt numbers are not kept, and neither is begun in vain.
+        let due = always
+            || self.votes.is_due(self.step)
+            || self.step == self.plan.total_steps
+            || self.step.is_multiple_of(self.plan.steps_per_epoch)
+            || self.plan.checkpoint_after_step(self.step);
+        if !due {
             return Ok(true);
         }
-        let spoilt = result.is_some_and(|r| r.samples > 0 && !r.loss.is_finite());
         let stop = self.training.stop.load(Ordering::Relaxed);
-        let mut votes = [f64::from(u8::from(stop)), f64::from(u8::from(spoilt))];
+        let own = [stop, self.spoilt.is_some()].map(|yes| f64::from(u8::from(yes)));
+        let mut votes = [own[0], own[1], self.votes.step_secs(self.step)];
         comm.all_reduce_f64(&mut votes)?;
-        let [stop, spoilt] = votes;
+        let [stop, spoilt, step_secs] = votes;
+        self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
         if spoilt > 0.0 {
-            let of = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
+            let front = || self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
+            let of = self.spoilt.unwrap_or_else(front);
             return Err(TrainError::Diverged {
                 step: of.0,
                 epoch: self.plan.epoch_of(of.0),
@@ -320,10 +358,10 @@ impl Run<'_> {
     }
 
     /// Validation over the whole split, each rank its part; sums are added up, so every picture
-    /// counts once.
-    fn evaluate(&mut self) -> Result<(), TrainError> {
+    /// counts once. False: all ranks have agreed to stop before its end, and nothing was measured.
+    fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
-            return Ok(());
+            return Ok(true);
         }
         self.settle()?;
         self.pulse.report("evaluating");
@@ -335,12 +373,35 @@ impl Run<'_> {
         }
         let mut sums = [0.0; 3];
         let (rank, world_size) = (comm.rank(), comm.world_size());
-        for batch in self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads) {
-            let result = self.engine.eval_step(&batch?)?;
-            sums[0] += result.loss_sum;
-            sums[1] += result.correct as f64;
-            sums[2] += result.samples as f64;
-            self.pulse.still_alive("evaluating");
+        let mut batches =
+            self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
+        let mut votes = Votes::timed(0);
+        // Of the rank that has most: all of them vote equally often.
+        let most = self.data.shape.validation_samples.div_ceil(world_size.into());
+        for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
+            if let Some(batch) = batches.next() {
+                let result = self.engine.eval_step(&batch?)?;
+                sums[0] += result.loss_sum;
+                sums[1] += result.correct as f64;
+                sums[2] += result.samples as f64;
+                self.pulse.still_alive("evaluating");
+            }
+            if votes.is_due(number) {
+                let stop = self.training.stop.load(Ordering::Relaxed);
+                let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
+                comm.all_reduce_f64(&mut vote)?;
+                votes.voted(number, vote[1] / f64::from(world_size));
+                if vote[0] > 0.0 {
+                    if rank == 0 {
+                        let text = format!(
+                            "the evaluation after step {} is broken off; it comes when the job goes on",
+                            self.step
+                        );
+                        observer.log(&text);
+                    }
+                    return Ok(false);
+                }
+            }
         }
         comm.all_reduce_f64(&mut sums)?;
         let evaluation = Evaluation {
@@ -366,7 +427,7 @@ impl Run<'_> {
         }
         self.evaluation = Some(evaluation);
         self.pulse.report("training");
-        Ok(())
+        Ok(true)
     }
 
     /// Hands this moment to the keeper, which writes it while training goes on.
@@ -411,7 +472,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn finished(mut self) -> Result<Outcome, TrainError> {
+    fn finished(&mut self) -> Result<Outcome, TrainError> {
         self.settle()?;
         self.write_out()?;
         self.pulse.report("finished");
@@ -419,7 +480,7 @@ impl Run<'_> {
     }
 
     /// Every rank is at the same step: what is kept here is whole.
-    fn stopped(mut self) -> Result<Outcome, TrainError> {
+    fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.keep()?;
         self.write_out()?;
         self.training.observer.log(&format!("told to stop: stopped after step {}", self.step));
@@ -443,7 +504,7 @@ impl Run<'_> {
                     Kept::Removed { .. } => failed,
                 };
             }
-            announce(self.training.observer, news);
+            announce(self.training, news);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let waited = began.elapsed().as_secs();
                 return Err(TrainError::System(std::io::Error::other(format!(
@@ -456,7 +517,7 @@ impl Run<'_> {
 
     fn announce_checkpoints(&self) {
         if let Some(keeper) = &self.keeper {
-            announce(self.training.observer, keeper.news());
+            announce(self.training, keeper.news());
         }
     }
 
@@ -512,10 +573,12 @@ impl Run<'_> {
     }
 }
 
-fn announce(observer: &dyn Observer, news: Vec<Kept>) {
+fn announce(training: &Training<'_>, news: Vec<Kept>) {
+    let observer = training.observer;
     for kept in news {
         match kept {
             Kept::Written(info) => {
+                training.kept.fetch_max(info.step, Ordering::Relaxed);
                 let best = if info.best { ", the best so far" } else { "" };
                 let megabytes = info.size_bytes as f64 / 1e6;
                 observer.log(&format!(

@@ -117,7 +117,9 @@ fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
 #[test]
 fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
-    for (world_size, accumulate, batch_size) in [(1, 1, 64), (3, 1, 171), (3, 1, 1333), (2, 4, 77), (5, 3, 41)] {
+    for (world_size, accumulate, batch_size) in
+        [(1, 1, 64), (3, 1, 171), (3, 1, 1333), (2, 4, 77), (5, 3, 41)]
+    {
         let plan = |rank| EpochPlan {
             batch_size,
             accumulate,

@@ -303,6 +303,10 @@ impl Communicator for Ring {
         self.end.call(reason.into());
     }
 
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        self.stands(operation)
+    }
+
     fn timeout(&self) -> Duration {
         self.timeout
     }

@@ -123,6 +123,9 @@ pub trait Engine: Send {
     fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
+    /// device goes with the process.
+    fn abandon(self: Box<Self>) {}
     /// Memory of the device that this process holds; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
         0

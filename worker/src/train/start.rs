@@ -17,6 +17,8 @@ pub(super) struct Beginning {
     /// Optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
+    /// It is that of a checkpoint right after which there was no evaluation.
+    pub(super) unmeasured: bool,
 }
 
 /// Sets the engine's weights; the same on every rank afterwards.
@@ -38,7 +40,7 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(Beginning { step: 0, best: None })
+    Ok(Beginning { step: 0, best: None, unmeasured: false })
 }
 
 /// The weights of a file in place of `initial`; a head of another width stays as it is initialised.
@@ -135,7 +137,8 @@ fn resume(
         let place = checkpoint::folder_name(best.epoch, best.step);
         best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
     });
-    Ok(Beginning { step, best })
+    let unmeasured = step == state.step && state.val_accuracy.is_none();
+    Ok(Beginning { step, best, unmeasured })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;

@@ -227,6 +227,27 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
 }
 
 #[test]
+fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() {
+    let waiting = std::sync::Barrier::new(3);
+    on_ranks(3, Duration::from_secs(600), |ring| {
+        ring.check("a step").unwrap();
+        waiting.wait();
+        if ring.rank() == 1 {
+            return;
+        }
+        let began = Instant::now();
+        let error = loop {
+            if let Err(error) = ring.check("a step") {
+                break error;
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "nobody noticed");
+            std::thread::yield_now();
+        };
+        assert!(matches!(error, CommError::Disconnected { operation: "a step", .. }), "{error}");
+    });
+}
+
+#[test]
 fn abort_ends_a_call_from_another_thread() {
     // Rank 1 says nothing before that, so rank 0 has nobody else to hear an end from.
     let over = std::sync::Barrier::new(2);

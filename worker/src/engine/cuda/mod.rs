@@ -47,18 +47,12 @@ use rings::{Control, Record};
 use state::State;
 use std::{
     collections::{HashMap, VecDeque},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
+    sync::Arc,
+    time::Duration,
 };
 
 /// Steps that the host may be ahead of the GPU.
 const AHEAD: usize = 2;
-
-/// A step that takes this long after a rank was told to stop waits for ranks that are gone.
-const GONE_AFTER: Duration = Duration::from_secs(1);
 
 /// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
@@ -99,7 +93,6 @@ pub(super) fn build(
         free_before,
         failed: false,
         watchdog: gpu.watchdog.clone(),
-        stop: gpu.store.as_ref().map(|store| store.meeting().stop.clone()),
         profiled: None,
         steps: (0, 0),
         config,
@@ -146,8 +139,6 @@ struct CudaEngine {
     /// Whether an error has left the GPU in the middle of something.
     failed: bool,
     watchdog: Option<Arc<Watchdog>>,
-    /// Set when this rank is told to stop.
-    stop: Option<Arc<AtomicBool>>,
     /// While somebody asks where the time goes.
     profiled: Option<Vec<(String, f64)>>,
     /// Started and done, for the watchdog.
@@ -222,14 +213,10 @@ impl CudaEngine {
         let timeout = if comm.world_size() == 1 { Duration::from_secs(600) } else { comm.timeout() };
         let Program { results, reducer, main, .. } = &mut self.program;
         let main = main.0;
-        let (stop, began) = (self.stop.as_ref(), Instant::now());
         let record = results.wait(timeout, || -> Result<(), EngineError> {
             main.failure()?;
-            // Told to stop, ranks do so after the same step; one that does not come is gone.
-            if stop.is_some_and(|s| s.load(Ordering::Relaxed)) && began.elapsed() > GONE_AFTER {
-                let reason = "told to stop, and other ranks did not answer".into();
-                return Err(CommError::Aborted { operation: "a step on the GPU", reason }.into());
-            }
+            // NCCL does not notice on one machine that a rank has died; its end of the ring does, at once.
+            comm.check("a step on the GPU")?;
             reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
         });
         let record: Record = match record {
@@ -390,6 +377,15 @@ impl Engine for CudaEngine {
         self.comm.broadcast(&mut flat, 0)?;
         state.write_flat(&self.program.ops, self.program.main.0, &flat)?;
         Ok(())
+    }
+
+    fn abandon(self: Box<Self>) {
+        if let Some(reducer) = &self.program.reducer {
+            reducer.abort("this rank has failed");
+        }
+        // An orderly end waits for the GPU, for NCCL and for each piece of memory; the driver takes all of it back at
+        // once when the process ends.
+        std::mem::forget(self);
     }
 
     fn memory_bytes(&self) -> u64 {

@@ -334,12 +334,17 @@ fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<
 
 /// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
 fn leave(status: i32, within: Duration) -> ! {
+    end_by_force_within(within);
+    std::process::exit(status)
+}
+
+/// Sees to it that this process ends in time, whatever its exit waits for.
+pub fn end_by_force_within(within: Duration) {
     let kill = move || {
         std::thread::sleep(within);
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     };
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
-    std::process::exit(status)
 }
 
 /// What signals and last words need to know.
@@ -375,13 +380,13 @@ impl Life {
                 "The newest checkpoint is of step {kept}: steps {} to {step} are lost",
                 kept + 1
             )),
-            (true, ..) => Some(format!("No checkpoint of step {step} was written")),
+            (true, ..) => Some(format!("It knows of no checkpoint of step {step}")),
         }
     }
 }
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (and says then what is lost), and on SIGUSR1 however long the step
-/// takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
+/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let (life, reporter) = (life.clone(), reporter.clone());

@@ -251,7 +251,9 @@ impl Run<'_> {
             });
         }
         // An evaluation that was due when the run before was told to stop comes now, as if it had not been.
-        let left_over = self.unmeasured && self.plan.evaluation_after_epoch(self.step);
+        let left_over = self.unmeasured
+            && self.data.shape.validation_samples > 0
+            && self.plan.evaluation_after_epoch(self.step);
         if left_over || self.step >= total {
             if !self.evaluate()? {
                 return self.stopped();

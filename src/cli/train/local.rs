@@ -3,7 +3,7 @@
 use super::{super::block_on, show::Show};
 use lockstep_worker::{
     launch::{Exit, RankProcess, own_program, rank_file},
-    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, run_config},
+    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, events_path},
 };
 use rustix::process::Signal;
@@ -21,6 +21,9 @@ const GRACE: Duration = Duration::from_secs(6);
 /// From TERM to KILL, of ranks that are to keep a checkpoint: longer than they give themselves. Whoever does not want to
 /// wait presses Ctrl-C again.
 const STOP: Duration = Duration::from_secs(25);
+
+/// For the end of a process whose rank has failed in it.
+const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
 /// How it went.
 pub(super) enum Ended {
@@ -194,6 +197,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step },
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
+            // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.
+            end_by_force_within(EXIT_WITHIN);
             let reason = show.failures.pop().map_or_else(|| "it left no word".into(), |f| f.reason);
             Ended::Failed(format!("rank {} failed at step {}: {reason}", config.rank, show.step))
         }

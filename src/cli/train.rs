@@ -217,7 +217,22 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
         )),
         Ended::Elsewhere => Ok(()),
         Ended::Stopped { step } => {
-            anyhow::bail!("stopped after step {step}; --resume latest goes on from there")
+            let (newest, _) = checkpoint::newest(&out.join("checkpoints"))?;
+            let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+            match name.and_then(checkpoint::parse_folder_name) {
+                Some((_, kept)) if kept >= *step => {
+                    anyhow::bail!("stopped after step {step}; --resume latest goes on from there")
+                }
+                Some((_, kept)) => anyhow::bail!(
+                    "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
+                     goes on from step {kept}",
+                    kept + 1
+                ),
+                None if *step == 0 => anyhow::bail!("stopped before the first step"),
+                None => {
+                    anyhow::bail!("stopped at step {step} without a checkpoint: steps 1 to {step} are lost")
+                }
+            }
         }
         Ended::Failed(reason) => anyhow::bail!("{reason}"),
     }

@@ -151,7 +151,9 @@ pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
 }
 
 /// Writes a checkpoint under `directory` (the job's `checkpoints`, made if need be); gives the size
-/// of all its files; `best` is the best one so far, this one included. A whole one of the same name stays as it is: it is of the same step of the same job.
+/// of all its files; `best` is the best one so far, this one included. A whole one of the same name stays as it is: it
+/// is of the same step of the same job. Only where it was written before the evaluation and the new one after it the new
+/// one takes its place.
 ///
 /// # Errors
 /// The disk is full or not writable; nothing half done is left under the checkpoint's name.
@@ -160,10 +162,13 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     let name = folder_name(epoch, step);
     let place = directory.join(&name);
     if place.exists() {
-        if let Ok(manifest) = validate(&place) {
-            return Ok(size_of(&place, &manifest));
+        match validate(&place) {
+            Ok(manifest) if snapshot.state.val_accuracy.is_none() || is_measured(&place) => {
+                return Ok(size_of(&place, &manifest));
+            }
+            Ok(_) => {}
+            Err(_) => fs::remove_dir_all(&place).map_err(at(&place))?,
         }
-        fs::remove_dir_all(&place).map_err(at(&place))?;
     }
     let temporary = directory.join(format!("{TEMPORARY}{name}"));
     fs::create_dir_all(directory).map_err(at(directory))?;
@@ -174,10 +179,13 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     reached("checkpoint.begin", &temporary)?;
     let written = write_files(&temporary, snapshot, best).and_then(|size| {
         reached("checkpoint.synced", &temporary)?;
-        fs::rename(&temporary, &place).map_err(at(&place))?;
+        let replaced = put(&temporary, &place).map_err(at(&place))?;
         reached("checkpoint.renamed", &place)?;
         sync_directory(directory)?;
         reached("checkpoint.written", &place)?;
+        if let Some(replaced) = replaced {
+            fs::remove_dir_all(&replaced).map_err(at(&replaced))?;
+        }
         Ok(size)
     });
     if written.is_err() {
@@ -185,6 +193,30 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         let _ = fs::remove_dir_all(&temporary);
     }
     written
+}
+
+/// Whether a whole checkpoint says how its step was evaluated.
+fn is_measured(folder: &Path) -> bool {
+    let state =
+        fs::read(folder.join(STATE)).ok().and_then(|text| serde_json::from_slice::<State>(&text).ok());
+    state.is_some_and(|state| state.val_accuracy.is_some())
+}
+
+/// Gives a whole folder its name; where one is that it replaces is what is to be removed then. The two change places at
+/// once where the file system can do that (not on NFS).
+fn put(temporary: &Path, place: &Path) -> io::Result<Option<PathBuf>> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    if !place.exists() {
+        return fs::rename(temporary, place).map(|()| None);
+    }
+    if renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE).is_ok() {
+        return Ok(Some(temporary.into()));
+    }
+    let name = place.file_name().unwrap_or_default().to_string_lossy();
+    let replaced = place.with_file_name(format!("{TEMPORARY}gone-{name}"));
+    fs::rename(place, &replaced)?;
+    fs::rename(temporary, place)?;
+    Ok(Some(replaced))
 }
 
 fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
@@ -373,6 +405,12 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
 pub fn precision(folder: &Path) -> Option<Precision> {
     let text = fs::read(folder.join(STATE)).ok()?;
     serde_json::from_slice::<State>(&text).ok()?.precision
+}
+
+/// Whether there is one that is not whole yet: being written, or left by a writer that was killed.
+pub fn is_being_written(directory: &Path) -> bool {
+    let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
+    fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
 }
 
 /// Removes what writers that were killed have left.

@@ -79,19 +79,23 @@ impl RankConfig {
 pub const EXIT_FINISHED: i32 = 0;
 /// Exit status of a rank that failed; its last record is `RankFailed`.
 pub const EXIT_FAILED: i32 = 1;
-/// Exit status of a rank that was told to stop (SIGTERM or SIGINT).
+/// Exit status of a rank that was told to stop (SIGTERM or SIGINT), and of whose steps none is lost.
 pub const EXIT_STOPPED: i32 = 3;
 
 /// How long ranks wait for each other at the rendezvous.
 const MEET_WITHIN: Duration = Duration::from_secs(30);
 /// Added to the time after which a silent rank counts as dead: its agent, which sees more, names it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
-/// From the first signal to the end of waiting for the others: below an agent's patience of 5 s.
-const STOP_WITHIN: Duration = Duration::from_millis(3000);
+/// From SIGTERM or SIGINT to the end of waiting for the step, the other ranks and the checkpoint. Slurm and Kubernetes
+/// kill after 30 s. An agent kills sooner, and says what is lost itself.
+const STOP_WITHIN: Duration = Duration::from_secs(20);
 /// And from there to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// For the system's own part of an orderly end: a GPU's memory is given back.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
+/// The same of a rank that failed and has said so: CUDA's own end waits for a GPU that waits for ranks that are gone. The
+/// driver takes back what a killed process had.
+const FAIL_WITHIN: Duration = Duration::from_millis(200);
 /// How often the agent's lease is looked at; it must be over twice in a row, so that a machine that slept is no
 /// reason to end.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
@@ -110,13 +114,19 @@ enum RankError {
     /// Steps are no longer done.
     #[error("{0}")]
     Stalled(String),
+    /// Told to stop, and the step did not end, or its checkpoint was not written.
+    #[error("told to stop: {why}. {lost}")]
+    Interrupted { why: String, lost: String, secondary: bool },
 }
 
 impl RankError {
     fn is_retriable(&self) -> bool {
         match self {
             RankError::Train(error) => error.is_retriable(),
-            RankError::Rendezvous(_) | RankError::System(_) | RankError::Stalled(_) => true,
+            RankError::Rendezvous(_)
+            | RankError::System(_)
+            | RankError::Stalled(_)
+            | RankError::Interrupted { .. } => true,
         }
     }
 
@@ -127,13 +137,15 @@ impl RankError {
                 matches!(error, RendezvousError::Lost(_) | RendezvousError::Stopped)
             }
             RankError::System(_) | RankError::Stalled(_) => false,
+            RankError::Interrupted { secondary, .. } => *secondary,
         }
     }
 }
 
 /// Runs the rank that the file at `config_path` describes, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
-    leave(run_file(config_path), EXIT_WITHIN)
+    let status = run_file(config_path);
+    leave(status, if status == EXIT_FAILED { FAIL_WITHIN } else { EXIT_WITHIN })
 }
 
 fn run_file(config_path: &Path) -> i32 {
@@ -172,7 +184,14 @@ pub fn run_config(config: &RankConfig) -> i32 {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
         // The others were told, too, and some had left already.
-        Err(error) if told_to_stop && error.is_secondary() => EXIT_STOPPED,
+        Err(error) if told_to_stop && error.is_secondary() => match life.lost(config.rank) {
+            None => EXIT_STOPPED,
+            Some(lost) => {
+                let interrupted = RankError::Interrupted { why: error.to_string(), lost, secondary: true };
+                last_words(config, &life, &reporter, &interrupted);
+                EXIT_FAILED
+            }
+        },
         Err(error) => {
             last_words(config, &life, &reporter, &error);
             EXIT_FAILED
@@ -264,6 +283,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         observer: reporter.as_ref(),
         stop: &life.stop,
         progress: &life.progress,
+        kept: &life.kept,
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.verdict())) {
         // What it ended shows up as an aborted collective.
@@ -314,12 +334,17 @@ fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<
 
 /// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
 fn leave(status: i32, within: Duration) -> ! {
+    end_by_force_within(within);
+    std::process::exit(status)
+}
+
+/// Sees to it that this process ends in time, whatever its exit waits for.
+pub fn end_by_force_within(within: Duration) {
     let kill = move || {
         std::thread::sleep(within);
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     };
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
-    std::process::exit(status)
 }
 
 /// What signals and last words need to know.
@@ -327,6 +352,8 @@ fn leave(status: i32, within: Duration) -> ! {
 struct Life {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
+    /// The step of the newest checkpoint that it knows of.
+    kept: AtomicU64,
     /// Its last words are said.
     spoken: AtomicBool,
     comm: OnceLock<Arc<dyn Communicator>>,
@@ -341,10 +368,25 @@ impl Life {
             comm.abort(reason);
         }
     }
+
+    /// What goes with this process when it ends now, if anything does.
+    fn lost(&self, rank: u32) -> Option<String> {
+        let (step, kept) = (self.progress.load(Ordering::Relaxed), self.kept.load(Ordering::Relaxed));
+        // Only rank 0 hears of checkpoints while it trains.
+        match (step > kept, rank, kept) {
+            (false, ..) => None,
+            (true, 0, 0) => Some(format!("There is no checkpoint yet: steps 1 to {step} are lost")),
+            (true, 0, _) => Some(format!(
+                "The newest checkpoint is of step {kept}: steps {} to {step} are lost",
+                kept + 1
+            )),
+            (true, ..) => Some(format!("It knows of no checkpoint of step {step}")),
+        }
+    }
 }
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long, and on SIGUSR1 however long the step
-/// takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
+/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let (life, reporter) = (life.clone(), reporter.clone());
@@ -381,11 +423,18 @@ fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Repor
         }
         life.stop.store(true, Ordering::Relaxed);
         tokio::time::sleep(STOP_WITHIN).await;
-        life.abort("told to stop, and the other ranks did not answer");
+        let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
+        life.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        reporter.log("told to stop, and ended in the middle of a step");
+        // Still here: it waits for something that cannot be told otherwise.
+        let lost = life.lost(config.rank);
+        let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
+        if let Some(lost) = lost {
+            let interrupted = RankError::Interrupted { why, lost, secondary: false };
+            last_words(&config, &life, &reporter, &interrupted);
+        }
         let _ = reporter.flush();
-        leave(EXIT_STOPPED, LEAVE_WITHIN);
+        leave(status, LEAVE_WITHIN);
     };
     std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
     Ok(())

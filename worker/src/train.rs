@@ -9,6 +9,7 @@
 mod measure;
 mod setup;
 mod start;
+mod votes;
 
 use crate::{
     checkpoint::{CheckpointError, DataPosition, Keeper, Kept, RandomState, Snapshot, State},
@@ -32,6 +33,7 @@ use measure::Pulse;
 use setup::Plan;
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::{Deref, DerefMut},
     path::Path,
     sync::{
         Arc,
@@ -39,10 +41,7 @@ use std::{
     },
     time::{Duration, Instant},
 };
-
-/// Up to this many ranks agree after every step whether to go on; more do it every [`SELDOM`] steps.
-const FEW_RANKS: u32 = 16;
-const SELDOM: u64 = 16;
+use votes::Votes;
 
 /// Who is told what happens.
 pub trait Observer: Send + Sync {
@@ -89,6 +88,9 @@ pub struct Training<'a> {
     pub stop: &'a AtomicBool,
     /// Optimizer steps done, for whoever must say where it ended.
     pub progress: &'a AtomicU64,
+    /// The step of the newest checkpoint on disk as far as this rank knows (rank 0 does), 0 for none: what comes after it
+    /// is lost when the run does not end in order.
+    pub kept: &'a AtomicU64,
 }
 
 /// How training ended.
@@ -175,6 +177,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
+    training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.goes_on_from(beginning.step);
     }
@@ -188,11 +191,13 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     if comm.rank() == 0 {
         setup::describe(training, &data.shape, &plan, engine.as_ref());
     }
-    let run = Run {
+    let mut run = Run {
         training,
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: setup::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
+        votes: Votes::of_steps(comm.world_size(), beginning.step),
+        unmeasured: beginning.unmeasured,
         step: beginning.step,
         under_way: VecDeque::new(),
         not_finite: None,
@@ -200,11 +205,37 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         evaluation: None,
         plan,
         data,
-        engine,
+        engine: Current(Some(engine)),
         keeper,
         pulse,
     };
-    run.epochs()
+    let outcome = run.epochs();
+    if outcome.is_err() {
+        // The process is about to end. What other ranks no longer finish is not waited for; a checkpoint that is being
+        // written is, by the keeper.
+        let Run { engine: Current(engine), keeper, .. } = run;
+        if let Some(engine) = engine {
+            engine.abandon();
+        }
+        drop(keeper);
+    }
+    outcome
+}
+
+/// The engine that trains. Empty only while another takes its place, which needs its memory.
+struct Current(Option<Box<dyn Engine>>);
+
+impl Deref for Current {
+    type Target = dyn Engine;
+    fn deref(&self) -> &Self::Target {
+        self.0.as_deref().expect("an engine")
+    }
+}
+
+impl DerefMut for Current {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.0.as_deref_mut().expect("an engine")
+    }
 }
 
 /// The first step whose numbers were not finite and could not be skipped.
@@ -229,13 +260,16 @@ struct Run<'a> {
     training: &'a Training<'a>,
     plan: Plan,
     data: DataSource,
-    engine: Box<dyn Engine>,
+    engine: Current,
     schedule: Schedule,
     /// Rank 0 has one.
     keeper: Option<Keeper>,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     pulse: Pulse<'a>,
+    votes: Votes,
+    /// It goes on from a checkpoint of a step that was not evaluated.
+    unmeasured: bool,
     /// Optimizer steps started.
     step: u64,
     /// Of these, the ones whose results are not told yet, oldest first.
@@ -248,7 +282,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn epochs(mut self) -> Result<Outcome, TrainError> {
+    fn epochs(&mut self) -> Result<Outcome, TrainError> {
         let total = self.plan.total_steps;
         if self.is_first() {
             self.training.observer.event(&AttemptEvent::Running {
@@ -257,8 +291,17 @@ impl Run<'_> {
                 start_step: self.step,
             });
         }
-        if self.step >= total {
-            self = self.evaluated()?;
+        // An evaluation that was due when the run before was told to stop comes now, as if it had not been.
+        let left_over = self.unmeasured
+            && self.data.shape.validation_samples > 0
+            && self.plan.evaluation_after_epoch(self.step);
+        if left_over || self.step >= total {
+            if !self.evaluated()? {
+                return self.stopped();
+            }
+            if left_over && self.plan.checkpoint_after_epoch(self.step) {
+                self.keep()?;
+            }
         }
         while self.step < total {
             let epoch = self.step / self.plan.steps_per_epoch;
@@ -278,11 +321,11 @@ impl Run<'_> {
                 drop(batches);
                 self.settle()?;
                 if let Some(steps) = self.skipped.persist() {
-                    self = self.in_bfloat16(&format!("the gradients of {steps}"))?;
+                    self.go_on_in_bfloat16(&format!("the gradients of {steps}"))?;
                 }
             }
-            if self.plan.evaluation_after_epoch(self.step) {
-                self = self.evaluated()?;
+            if self.plan.evaluation_after_epoch(self.step) && !self.evaluated()? {
+                return self.stopped();
             }
             if self.plan.checkpoint_after_epoch(self.step) {
                 self.keep()?;
@@ -293,7 +336,7 @@ impl Run<'_> {
 
     /// What float16 could not hold, bfloat16 does: an engine of that format takes over. Steps that were not finite have
     /// changed nothing, so it goes on from the last finite weights.
-    fn in_bfloat16(mut self, what: &str) -> Result<Self, TrainError> {
+    fn go_on_in_bfloat16(&mut self, what: &str) -> Result<(), TrainError> {
         let (training, step) = (self.training, self.step);
         if training.spec.train.precision != Precision::Auto {
             return Err(TrainError::Overflow { what: what.into(), step });
@@ -308,8 +351,7 @@ impl Run<'_> {
         let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
         // Ranks use each other's memory until all have come here.
         training.comm.barrier()?;
-        // Its memory is needed.
-        drop(self.engine);
+        drop(self.engine.0.take());
         let mut engine = setup::build_engine(training, &self.data.shape, Some(Precision::Bf16), 1)?;
         let form = engine.take_data(&self.data)?;
         self.data.set_form(form);
@@ -317,8 +359,9 @@ impl Run<'_> {
         engine.set_optimizer_state(&optimizer)?;
         self.pulse.device(engine.device_name());
         self.pulse.report("training");
+        self.engine = Current(Some(engine));
         self.skipped.recent.clear();
-        Ok(Self { engine, ..self })
+        Ok(())
     }
 
     /// One optimizer step. False: all ranks have agreed to stop after it.
@@ -340,7 +383,7 @@ impl Run<'_> {
         self.under_way.push_back(UnderWay { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
         self.look_at(result.as_ref());
-        let verdict = self.agree();
+        let verdict = self.agree(false);
         if let Some(result) = result {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
@@ -352,7 +395,8 @@ impl Run<'_> {
     fn settle(&mut self) -> Result<(), TrainError> {
         for result in self.engine.finish_steps()? {
             self.look_at(Some(&result));
-            let verdict = self.agree();
+            // Always: nobody leaves before all others have seen the end of their steps.
+            let verdict = self.agree(true);
             self.report_step(&result, 0.0);
             verdict?;
         }
@@ -370,16 +414,24 @@ impl Run<'_> {
     }
 
     /// Whether all go on: a rank that is told to stop, or whose numbers are not finite, tells the others.
-    fn agree(&self) -> Result<bool, TrainError> {
+    fn agree(&mut self, always: bool) -> Result<bool, TrainError> {
         let comm = &self.training.comm;
-        if comm.world_size() > FEW_RANKS && !self.step.is_multiple_of(SELDOM) {
+        // Always before a checkpoint and an evaluation: what is not finite is not kept, and neither is begun in vain.
+        let due = always
+            || self.votes.is_due(self.step)
+            || self.step == self.plan.total_steps
+            || self.step.is_multiple_of(self.plan.steps_per_epoch)
+            || self.plan.checkpoint_after_step(self.step);
+        if !due {
             return Ok(true);
         }
         let stop = self.training.stop.load(Ordering::Relaxed);
         let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
-        let mut votes = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
+        let own = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
+        let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
         comm.all_reduce_f64(&mut votes)?;
-        let [stop, not_finite, losses] = votes;
+        let [stop, not_finite, losses, step_secs] = votes;
+        self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
         if not_finite > 0.0 {
             let oldest = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
             let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
@@ -411,23 +463,22 @@ impl Run<'_> {
         TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
     }
 
-    /// Validation, in bfloat16 if float16 cannot hold it.
-    fn evaluated(mut self) -> Result<Self, TrainError> {
+    /// [`Run::evaluate`], in bfloat16 if float16 cannot hold it.
+    fn evaluated(&mut self) -> Result<bool, TrainError> {
         match self.evaluate() {
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
-                self = self.in_bfloat16("the validation's loss")?;
-                self.evaluate()?;
+                self.go_on_in_bfloat16("the validation's loss")?;
+                self.evaluate()
             }
-            done => done?,
+            done => done,
         }
-        Ok(self)
     }
 
     /// Validation over the whole split, each rank its part; sums are added up, so every picture
-    /// counts once.
-    fn evaluate(&mut self) -> Result<(), TrainError> {
+    /// counts once. False: all ranks have agreed to stop before its end, and nothing was measured.
+    fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
-            return Ok(());
+            return Ok(true);
         }
         self.settle()?;
         self.check_state()?;
@@ -440,12 +491,35 @@ impl Run<'_> {
         }
         let mut sums = [0.0; 3];
         let (rank, world_size) = (comm.rank(), comm.world_size());
-        for batch in self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads) {
-            let result = self.engine.eval_step(&batch?)?;
-            sums[0] += result.loss_sum;
-            sums[1] += result.correct as f64;
-            sums[2] += result.samples as f64;
-            self.pulse.still_alive("evaluating");
+        let mut batches =
+            self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
+        let mut votes = Votes::timed(0);
+        // Of the rank that has most: all of them vote equally often.
+        let most = self.data.shape.validation_samples.div_ceil(world_size.into());
+        for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
+            if let Some(batch) = batches.next() {
+                let result = self.engine.eval_step(&batch?)?;
+                sums[0] += result.loss_sum;
+                sums[1] += result.correct as f64;
+                sums[2] += result.samples as f64;
+                self.pulse.still_alive("evaluating");
+            }
+            if votes.is_due(number) {
+                let stop = self.training.stop.load(Ordering::Relaxed);
+                let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
+                comm.all_reduce_f64(&mut vote)?;
+                votes.voted(number, vote[1] / f64::from(world_size));
+                if vote[0] > 0.0 {
+                    if rank == 0 {
+                        let text = format!(
+                            "the evaluation after step {} is broken off; it comes when the job goes on",
+                            self.step
+                        );
+                        observer.log(&text);
+                    }
+                    return Ok(false);
+                }
+            }
         }
         comm.all_reduce_f64(&mut sums)?;
         if !sums[0].is_finite() {
@@ -474,7 +548,7 @@ impl Run<'_> {
         }
         self.evaluation = Some(evaluation);
         self.pulse.report("training");
-        Ok(())
+        Ok(true)
     }
 
     /// Hands this moment to the keeper, which writes it while training goes on.
@@ -523,7 +597,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn finished(mut self) -> Result<Outcome, TrainError> {
+    fn finished(&mut self) -> Result<Outcome, TrainError> {
         self.settle()?;
         self.write_out()?;
         self.pulse.report("finished");
@@ -531,7 +605,7 @@ impl Run<'_> {
     }
 
     /// Every rank is at the same step: what is kept here is whole.
-    fn stopped(mut self) -> Result<Outcome, TrainError> {
+    fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.keep()?;
         self.write_out()?;
         self.training.observer.log(&format!("told to stop: stopped after step {}", self.step));
@@ -555,7 +629,7 @@ impl Run<'_> {
                     Kept::Removed { .. } => failed,
                 };
             }
-            announce(self.training.observer, news);
+            announce(self.training, news);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let waited = began.elapsed().as_secs();
                 return Err(TrainError::System(std::io::Error::other(format!(
@@ -568,7 +642,7 @@ impl Run<'_> {
 
     fn announce_checkpoints(&self) {
         if let Some(keeper) = &self.keeper {
-            announce(self.training.observer, keeper.news());
+            announce(self.training, keeper.news());
         }
     }
 
@@ -629,10 +703,12 @@ impl Run<'_> {
     }
 }
 
-fn announce(observer: &dyn Observer, news: Vec<Kept>) {
+fn announce(training: &Training<'_>, news: Vec<Kept>) {
+    let observer = training.observer;
     for kept in news {
         match kept {
             Kept::Written(info) => {
+                training.kept.fetch_max(info.step, Ordering::Relaxed);
                 let best = if info.best { ", the best so far" } else { "" };
                 let megabytes = info.size_bytes as f64 / 1e6;
                 observer.log(&format!(

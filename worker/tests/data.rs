@@ -115,6 +115,30 @@ fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
 }
 
 #[test]
+fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    for (world_size, accumulate, batch_size) in
+        [(1, 1, 64), (3, 1, 171), (3, 1, 1333), (2, 4, 77), (5, 3, 41)]
+    {
+        let plan = |rank| EpochPlan {
+            batch_size,
+            accumulate,
+            drop_remainder: false,
+            world_size,
+            rank,
+            ..plan(0, 1)
+        };
+        let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
+        for number in 0..ranks[0].len() {
+            let all: usize = ranks.iter().map(|batches| batches[number].labels.len()).sum();
+            for batches in &ranks {
+                assert_eq!(batches[number].global_samples, all, "{world_size} ranks, micro-batch {number}");
+            }
+        }
+    }
+}
+
+#[test]
 fn validation_counts_every_picture_on_one_rank_and_leaves_it_as_it_is() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 0).expect("opens");
     let shares: Vec<Vec<Batch>> =

@@ -57,6 +57,11 @@ fn pictures(step: usize, from: usize, to: usize) -> Batch {
     Batch { images, labels, ..Batch::default() }
 }
 
+/// The same as a part of a micro-batch of `all` pictures.
+fn part_of(all: usize, batch: Batch) -> Batch {
+    Batch { global_samples: all, ..batch }
+}
+
 /// Runs `body` on every rank of a machine, in threads, and gives what each returned.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
     meet(ranks, true, body)
@@ -100,7 +105,7 @@ fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, Nam
         let mut engine = engine(config(own), comm);
         let losses = (0..steps)
             .map(|step| {
-                let batch = pictures(step, rank * own, (rank + 1) * own);
+                let batch = part_of(global, pictures(step, rank * own, (rank + 1) * own));
                 engine.train_step(&[batch], lr).unwrap().loss
             })
             .collect();
@@ -161,10 +166,9 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
     let several = on_ranks(3, |comm| {
         let rank = comm.rank() as usize;
         let mut engine = engine(EngineConfig { accumulate: 2, ..config(6) }, comm);
-        let batches = parts[rank].map(|(from, to)| pictures(0, from, to));
-        // Rank 2 hands over fewer micro-batches: what is missing is empty.
-        let results: Vec<StepResult> =
-            (0..2).map(|_| engine.train_step(&batches[..2 - rank / 2], 0.1).unwrap()).collect();
+        let [(a, b), (c, d)] = parts[rank];
+        let batches = [part_of(9, pictures(0, a, b)), part_of(2, pictures(0, c, d))];
+        let results: Vec<StepResult> = (0..2).map(|_| engine.train_step(&batches, 0.1).unwrap()).collect();
         (results, engine.parameters().unwrap())
     });
     let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(Alone));
@@ -184,12 +188,23 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
 }
 
 #[test]
+fn a_batch_that_does_not_say_how_many_pictures_all_ranks_have_is_refused() {
+    let errors = on_ranks(2, |comm| {
+        let mut engine = engine(config(8), comm);
+        engine.train_step(&[part_of(7, pictures(0, 0, 8))], 0.1).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("8 pictures is said to be one of 7 on all 2 ranks"), "{error}");
+    }
+}
+
+#[test]
 fn gradients_as_a_sum_are_the_mean_times_the_ranks() {
     let norm = |gradients_mean| {
         on_ranks(2, move |comm| {
             let from = 8 * comm.rank() as usize;
             let mut engine = engine(EngineConfig { gradients_mean, ..config(8) }, comm);
-            engine.train_step(&[pictures(0, from, from + 8)], 0.1).unwrap().grad_norm
+            engine.train_step(&[part_of(16, pictures(0, from, from + 8))], 0.1).unwrap().grad_norm
         })[0]
     };
     assert!((norm(false) / norm(true) - 2.0).abs() < 1e-5);
@@ -200,7 +215,7 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
     let ranks = on_ranks(2, |comm| {
         let from = 8 * comm.rank() as usize;
         let mut engine = engine(EngineConfig { sync_batch_norm: false, ..config(8) }, comm);
-        engine.train_step(&[pictures(0, from, from + 8)], 0.1).unwrap();
+        engine.train_step(&[part_of(16, pictures(0, from, from + 8))], 0.1).unwrap();
         let before = engine.parameters().unwrap();
         engine.broadcast_parameters().unwrap();
         (before, engine.parameters().unwrap())
@@ -261,7 +276,7 @@ fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
             let told = engine.exchange();
             assert_eq!(told.contains("share memory: weights are there once"), shared, "{told}");
             for step in 0..3 {
-                engine.train_step(&[pictures(step, from, from + 8)], 0.1).unwrap();
+                engine.train_step(&[part_of(16, pictures(step, from, from + 8))], 0.1).unwrap();
             }
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
@@ -287,7 +302,8 @@ fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
                 let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
                 let mut norms = Vec::new();
                 for step in 0..steps {
-                    let batch = |i| pictures(step, (first + i) * own, (first + i + 1) * own);
+                    let all = own * ranks as usize;
+                    let batch = |i| part_of(all, pictures(step, (first + i) * own, (first + i + 1) * own));
                     let batches: Vec<_> = (0..accumulate).map(batch).collect();
                     norms.push(engine.train_step(&batches, 0.01).unwrap().grad_norm);
                 }
@@ -312,11 +328,11 @@ fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
 fn a_rank_that_is_told_to_stop_ends_its_step_with_the_reason() {
     let ranks = on_ranks(2, |comm| {
         let mut engine = engine(config(8), comm.clone());
-        engine.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
+        engine.train_step(&[part_of(16, pictures(0, 0, 8))], 0.1).unwrap();
         if comm.rank() == 1 {
             comm.abort("rank 1 had enough");
         }
-        engine.train_step(&[pictures(1, 0, 8)], 0.1).unwrap_err().to_string()
+        engine.train_step(&[part_of(16, pictures(1, 0, 8))], 0.1).unwrap_err().to_string()
     });
     assert!(ranks[1].contains("rank 1 had enough"), "{}", ranks[1]);
     assert!(ranks[0].contains("rank 1"), "{}", ranks[0]);

@@ -3,7 +3,7 @@
 use super::{super::block_on, show::Show};
 use lockstep_worker::{
     launch::{Exit, RankProcess, own_program, rank_file},
-    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, run_config},
+    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, events_path},
 };
 use rustix::process::Signal;
@@ -16,8 +16,14 @@ use tokio::signal::unix::{SignalKind, signal};
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// When one rank has failed the others notice by themselves; who does not within this is told.
 const SETTLE: Duration = Duration::from_secs(2);
-/// From TERM to KILL.
+/// From TERM to KILL, of ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
+/// From TERM to KILL, of ranks that are to keep a checkpoint: longer than they give themselves. Whoever does not want to
+/// wait presses Ctrl-C again.
+const STOP: Duration = Duration::from_secs(25);
+
+/// For the end of a process whose rank has failed in it.
+const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
 /// How it went.
 pub(super) enum Ended {
@@ -25,7 +31,7 @@ pub(super) enum Ended {
     Succeeded { accuracy: Option<f64>, step: u64 },
     /// This rank is done; rank 0, in another process, says the rest.
     Elsewhere,
-    /// Somebody pressed Ctrl-C.
+    /// Somebody pressed Ctrl-C, or sent a signal. Whether there is a checkpoint of the step shows on disk.
     Stopped { step: u64 },
     /// Why, for a person.
     Failed(String),
@@ -44,7 +50,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
     block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
-        let mut ranks = Ranks { processes: Vec::new(), told: None };
+        let mut ranks = Ranks { processes: Vec::new(), told: None, patience: GRACE };
         let program = own_program()?;
         for config in configs {
             ranks.processes.push(RankProcess::start(&program, config)?);
@@ -56,8 +62,8 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         let mut trouble: Option<Instant> = None;
         loop {
             tokio::select! {
-                _ = interrupt.recv() => (interrupted, _) = (true, ranks.end()),
-                _ = terminate.recv() => (interrupted, _) = (true, ranks.end()),
+                _ = interrupt.recv() => (interrupted, _) = (true, ranks.end(STOP)),
+                _ = terminate.recv() => (interrupted, _) = (true, ranks.end(STOP)),
                 () = tokio::time::sleep(LOOK_EVERY) => {}
             }
             let exits: Vec<_> = ranks.processes.iter_mut().map(RankProcess::poll).collect();
@@ -78,7 +84,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
                 && trouble.get_or_insert_with(Instant::now).elapsed() > SETTLE
                 && ranks.told.is_none()
             {
-                ranks.end();
+                ranks.end(GRACE);
             }
             ranks.insist();
         }
@@ -93,11 +99,14 @@ struct Ranks {
     processes: Vec<RankProcess>,
     /// When they were told to end, and whether they were killed.
     told: Option<(Instant, bool)>,
+    /// How long they have from then.
+    patience: Duration,
 }
 
 impl Ranks {
-    /// Tells all to end; those who were told before are killed.
-    fn end(&mut self) {
+    /// Tells all to end within `patience`; those who were told before are killed.
+    fn end(&mut self, patience: Duration) {
+        self.patience = patience;
         let (signal, told) = match self.told {
             None => (Signal::TERM, (Instant::now(), false)),
             Some((since, _)) => (Signal::KILL, (since, true)),
@@ -108,7 +117,7 @@ impl Ranks {
 
     fn insist(&mut self) {
         if let Some((since, false)) = self.told
-            && since.elapsed() > GRACE
+            && since.elapsed() > self.patience
         {
             self.told = Some((since, true));
             self.processes.iter_mut().for_each(|process| process.signal(Signal::KILL));
@@ -135,16 +144,19 @@ fn verdict(configs: &[RankConfig], exits: &[Exit], show: &Show, interrupted: boo
     if let Some(ended) = told(false) {
         return ended;
     }
-    if interrupted {
+    let in_order = |exit: &Exit| matches!(exit, Exit::Status(EXIT_FINISHED | EXIT_STOPPED));
+    if interrupted || exits.iter().all(in_order) {
         return Ended::Stopped { step: show.step };
     }
-    let killed = exits.iter().position(|exit| matches!(exit, Exit::Signal(_)));
+    // One that has said why it ends ends itself by force.
+    let has_said = |rank: u32| show.failures.iter().any(|failure| failure.rank == rank);
+    let killed = (0..).zip(exits).position(|(rank, exit)| matches!(exit, Exit::Signal(_)) && !has_said(rank));
     if let Some(rank) = killed
         && let Exit::Signal(signal) = exits[rank]
     {
         return Ended::Failed(format!("rank {rank} was killed by signal {signal} at step {}", show.step));
     }
-    let silent = exits.iter().position(|e| !matches!(e, Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
+    let silent = exits.iter().position(|exit| !in_order(exit));
     told(true).unwrap_or_else(|| {
         let rank = silent.unwrap_or(0);
         let path = rank_file(&configs[rank].attempt_dir(), rank as u32, "stderr");
@@ -185,6 +197,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step },
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
+            // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.
+            end_by_force_within(EXIT_WITHIN);
             let reason = show.failures.pop().map_or_else(|| "it left no word".into(), |f| f.reason);
             Ended::Failed(format!("rank {} failed at step {}: {reason}", config.rank, show.step))
         }

@@ -41,6 +41,24 @@ impl Told {
             })
             .collect()
     }
+
+    /// What is lost of an attempt that was stopped after step `step`, when `untold` are the checkpoints that it did not
+    /// tell of.
+    pub(super) fn lost(&self, step: u64, untold: &[CheckpointInfo]) -> Option<String> {
+        let known = self.start_step.into_iter().chain(self.steps.iter().copied());
+        let newest = known.chain(untold.iter().map(|info| info.step)).max()?;
+        let none = if newest == 0 {
+            "there is no checkpoint yet".into()
+        } else {
+            format!("the newest checkpoint is of step {newest}")
+        };
+        (step > newest).then(|| {
+            format!(
+                "stopped without a checkpoint of step {step}: {none}, steps {} to {step} are lost",
+                newest + 1
+            )
+        })
+    }
 }
 
 #[cfg(test)]
@@ -69,5 +87,27 @@ mod tests {
         assert_eq!((found[0].val_accuracy, found[0].best), (Some(0.5), false));
         assert!(found[0].size_bytes > 0);
         assert_eq!(told.untold(&dir.path().join("nowhere"), 1000), []);
+    }
+
+    #[test]
+    fn what_a_stop_without_a_checkpoint_loses_is_counted() {
+        let mut told = Told::default();
+        assert_eq!(told.lost(7, &[]), None, "it never ran");
+        told.note(&AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 0 });
+        assert_eq!(told.lost(0, &[]), None);
+        let said = told.lost(7, &[]).unwrap();
+        assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
+        let of_step = |step| CheckpointInfo {
+            epoch: 1,
+            step,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        };
+        told.note(&AttemptEvent::Checkpoint(of_step(20)));
+        let said = told.lost(57, &[]).unwrap();
+        assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
+        assert_eq!(told.lost(57, &[of_step(57)]), None, "the agent has found one");
     }
 }

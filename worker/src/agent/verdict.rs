@@ -44,6 +44,17 @@ impl RankEnd {
         }
     }
 
+    /// Whether it runs, or has ended, as a rank does that was told to stop.
+    pub(super) fn is_stopping(&self) -> bool {
+        let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
+        in_order && self.failure.is_none()
+    }
+
+    /// Whether it was killed or died unseen, and did not end by itself.
+    pub(super) fn is_death(&self) -> bool {
+        !self.is_success() && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
+    }
+
     /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.
     pub(super) fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory

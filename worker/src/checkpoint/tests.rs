@@ -104,3 +104,20 @@ fn a_directory_that_cannot_be_written_is_named() {
     let error = write(&file, &snapshot(1, 1, None), None).unwrap_err().to_string();
     assert!(error.contains("checkpoints"), "{error}");
 }
+
+#[test]
+fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_other_way() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("1-40");
+    let accuracy = || load(&folder).unwrap().0.val_accuracy;
+    let model = || fs::read(folder.join(MODEL)).unwrap();
+    write(dir.path(), &snapshot(1, 40, None), None).unwrap();
+    let before = model();
+    for (now, is) in [(None, None), (Some(0.5), Some(0.5)), (None, Some(0.5)), (Some(0.7), Some(0.5))] {
+        let size = write(dir.path(), &snapshot(1, 40, now), None).unwrap();
+        assert_eq!(accuracy(), is, "{now:?}");
+        assert_eq!(size, size_of(&folder, &validate(&folder).unwrap()));
+        assert_eq!(model(), before);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing temporary is left");
+    }
+}

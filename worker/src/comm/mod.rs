@@ -73,6 +73,11 @@ pub trait Communicator: Send + Sync {
     fn barrier(&self) -> Result<(), CommError>;
     /// Ends what is under way here with [`CommError::Aborted`], from any thread.
     fn abort(&self, reason: &str);
+    /// Whether the ranks that this one is connected to are there, as far as can be told without a word to them: for
+    /// those who wait for ranks in another way than by a call (`operation`).
+    fn check(&self, _operation: &'static str) -> Result<(), CommError> {
+        Ok(())
+    }
     /// Longest wait for a neighbour before [`CommError::TimedOut`].
     fn timeout(&self) -> Duration;
     /// A second group of the same ranks whose collectives run at the same time as this one's, in an

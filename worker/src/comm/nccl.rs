@@ -4,8 +4,11 @@
 //! over the TCP ring ([`super::ring`]), which GPU ranks have, too. The communicator is non-blocking:
 //! every call returns, and what is under way can be aborted from another thread at any time.
 //!
-//! Past 400 lines because what may be called when, and who aborts whom, is one story.
+//! Past 400 lines because what may be called when is one story; who owns a communicator while another thread aborts is
+//! [`owner`].
 #![allow(unsafe_code)] // NCCL's calls take device pointers and streams, which callers vouch for.
+
+mod owner;
 
 use super::{CommError, Reduction};
 use crate::{
@@ -14,19 +17,17 @@ use crate::{
 };
 use cudarc::{
     driver::{CudaContext, sys::CUstream},
-    nccl::sys::{self, ncclComm, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId},
+    nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId},
 };
 use std::{
     ffi::{CStr, c_int},
     mem::size_of,
     ptr::null_mut,
-    sync::{
-        Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak,
-        atomic::{AtomicPtr, Ordering},
-        mpsc,
-    },
+    sync::{Arc, Mutex, PoisonError, Weak, atomic::Ordering, mpsc},
     time::{Duration, Instant},
 };
+
+use owner::{Handle, Owner};
 
 /// `ncclConfig_t.magic` of `nccl.h`.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
@@ -38,8 +39,6 @@ const UNDEFINED: c_int = c_int::MIN;
 const POLL: Duration = Duration::from_micros(50);
 /// For the end of a communicator: others may be gone.
 const GOODBYE: Duration = Duration::from_secs(2);
-/// An abort does not wait longer than this for a call that is being made.
-const CALL: Duration = Duration::from_millis(500);
 
 /// Type of the values in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,11 +79,29 @@ pub struct Nccl {
 #[derive(Debug)]
 struct State {
     name: String,
-    /// Null once it is ended or aborted.
-    comm: AtomicPtr<ncclComm>,
-    /// Held over a call and until NCCL has taken it up.
+    comm: Owner<Comm>,
+    /// Held from a call until NCCL has taken it up: calls of several threads do not mix.
     calls: Mutex<()>,
-    aborted: OnceLock<String>,
+}
+
+/// NCCL's pointer to a communicator.
+#[derive(Debug, Clone, Copy)]
+struct Comm(ncclComm_t);
+
+// SAFETY: NCCL's communicators are not bound to threads.
+unsafe impl Send for Comm {}
+
+impl Handle for Comm {
+    fn abort(self) {
+        // It may take a while to end everything; whoever aborts has other things to end, too.
+        let abort = move || {
+            let Self(comm) = { self };
+            // SAFETY: the owner gave it away for this, once, when no call was being made.
+            unsafe { sys::ncclCommAbort(comm) };
+        };
+        // Without a thread it goes with the process.
+        let _ = std::thread::Builder::new().name("nccl abort".into()).spawn(abort);
+    }
 }
 
 /// Communicators of this process, which is one rank.
@@ -104,7 +121,7 @@ pub fn on_abort(hook: impl Fn() + Send + 'static) {
 pub fn abort_all(reason: &str) {
     HOOKS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|hook| hook());
     let live: Vec<_> = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
-    live.iter().filter_map(Weak::upgrade).for_each(|state| state.abort(reason));
+    live.iter().filter_map(Weak::upgrade).for_each(|state| state.comm.abort(reason));
 }
 
 impl Nccl {
@@ -139,15 +156,11 @@ impl Nccl {
                 &mut config,
             )
         };
-        let state = Arc::new(State {
-            name: name.into(),
-            comm: AtomicPtr::new(comm),
-            calls: Mutex::new(()),
-            aborted: OnceLock::new(),
-        });
         if comm.is_null() {
             return Err(failed(error_text(status, comm)));
         }
+        let state =
+            Arc::new(State { name: name.into(), comm: Owner::new(Comm(comm)), calls: Mutex::new(()) });
         LIVE.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&state));
         let this = Self { rank, world_size, timeout, context, state };
         let stopped = || meeting.stop.load(Ordering::Relaxed);
@@ -205,8 +218,8 @@ impl Nccl {
             Reduction::Mean => sys::ncclRedOp_t::ncclAvg,
         };
         self.call("all_reduce", |comm| {
-            // SAFETY: the caller vouches for the ranges and the stream; `comm` is alive under the lock
-            // that `call` holds.
+            // SAFETY: the caller vouches for the ranges and the stream; `comm` is alive and this thread's
+            // until the call is made.
             unsafe {
                 if let [(ptr, count)] = ranges {
                     let at = *ptr as *mut _;
@@ -285,27 +298,26 @@ impl Nccl {
     /// It has, or the group was aborted.
     pub fn async_error(&self) -> Result<(), CommError> {
         const OPERATION: &str = "NCCL";
-        let comm = self.live(OPERATION)?;
-        match asynchronous(comm) {
+        match self.with(OPERATION, asynchronous)? {
             ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => Ok(()),
-            status => Err(failure(OPERATION, status, comm)),
+            status => Err(self.failure(OPERATION, status)),
         }
     }
 
     /// Ends what is under way, from any thread: [`abort_all`] for this group alone.
     pub fn abort(&self, reason: &str) {
-        self.state.abort(reason);
+        self.state.comm.abort(reason);
     }
 
-    fn live(&self, operation: &'static str) -> Result<ncclComm_t, CommError> {
-        let comm = self.state.comm.load(Ordering::Acquire);
-        match self.state.aborted.get() {
-            Some(reason) => Err(CommError::Aborted { operation, reason: reason.clone() }),
-            None if comm.is_null() => {
-                Err(CommError::Aborted { operation, reason: "the group has ended".into() })
-            }
-            None => Ok(comm),
-        }
+    /// Makes one call with the communicator, which nobody else uses or frees meanwhile.
+    fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
+        let using = self.state.comm.using().map_err(|reason| CommError::Aborted { operation, reason })?;
+        Ok(call(using.handle.0))
+    }
+
+    /// What NCCL says of a status, if it can still be asked.
+    fn failure(&self, operation: &'static str, status: ncclResult_t) -> CommError {
+        self.with(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
     }
 
     /// Makes a call and waits until NCCL has taken it up.
@@ -315,11 +327,10 @@ impl Nccl {
         call: impl FnOnce(ncclComm_t) -> ncclResult_t,
     ) -> Result<(), CommError> {
         let _held = self.state.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let comm = self.live(operation)?;
         self.context
             .bind_to_thread()
             .map_err(|e| CommError::Failed { operation, detail: format!("its GPU: {e}") })?;
-        let status = call(comm);
+        let status = self.with(operation, call)?;
         self.settle(operation, status, &|| false)
     }
 
@@ -332,25 +343,24 @@ impl Nccl {
     ) -> Result<(), CommError> {
         let began = Instant::now();
         loop {
-            let comm = self.live(operation)?;
             match status {
                 ncclResult_t::ncclSuccess => return Ok(()),
                 ncclResult_t::ncclInProgress => {}
                 status => {
-                    let error = failure(operation, status, comm);
-                    self.state.abort(&error.to_string());
+                    let error = self.failure(operation, status);
+                    self.abort(&error.to_string());
                     return Err(error);
                 }
             }
             let waited = began.elapsed();
             if stopped() {
-                self.state.abort("told to stop");
+                self.abort("told to stop");
                 return Err(CommError::Aborted { operation, reason: "told to stop".into() });
             }
             if waited > self.timeout {
                 let secs = waited.as_secs_f64();
                 let detail = format!("group {}: not done after {secs:.0} s", self.state.name);
-                self.state.abort(&detail);
+                self.abort(&detail);
                 return Err(CommError::Failed { operation, detail });
             }
             // Most calls are taken up within microseconds.
@@ -359,25 +369,22 @@ impl Nccl {
             } else {
                 std::thread::yield_now();
             }
-            status = asynchronous(comm);
+            // An abort from elsewhere shows here.
+            status = self.with(operation, asynchronous)?;
         }
     }
 }
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        let comm = self.state.comm.swap(null_mut(), Ordering::AcqRel);
-        if comm.is_null() {
-            return;
-        }
+        let Some(comm) = self.state.comm.take() else { return };
         // With the others if they come, without them else; and never for long, whatever NCCL does.
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
-        let comm = Sent(comm);
         let end = move || {
-            let comm = { comm }.0;
+            let Comm(comm) = { comm };
             if context.bind_to_thread().is_ok() {
-                // SAFETY: nobody else has `comm` any more: it was swapped out above.
+                // SAFETY: nobody else has `comm` any more: it was taken above.
                 unsafe {
                     let mut status = sys::ncclCommFinalize(comm);
                     let began = Instant::now();
@@ -400,41 +407,6 @@ impl Drop for Nccl {
         }
     }
 }
-
-impl State {
-    fn abort(&self, reason: &str) {
-        if self.aborted.set(reason.into()).is_err() {
-            return;
-        }
-        // A call that is being made sees the flag and returns; one that hangs inside NCCL is not waited for.
-        let began = Instant::now();
-        let _held = loop {
-            match self.calls.try_lock() {
-                Ok(held) => break Some(held),
-                Err(TryLockError::Poisoned(held)) => break Some(held.into_inner()),
-                Err(TryLockError::WouldBlock) if began.elapsed() > CALL => break None,
-                Err(TryLockError::WouldBlock) => std::thread::sleep(POLL),
-            }
-        };
-        let comm = self.comm.swap(null_mut(), Ordering::AcqRel);
-        if !comm.is_null() {
-            let comm = Sent(comm);
-            // It may take a while to end everything; whoever aborts has other things to end, too.
-            let abort = move || {
-                let comm = { comm }.0;
-                // SAFETY: swapped out above, so this is the only end of `comm`; NCCL allows it while
-                // another thread is inside a call on it.
-                unsafe { sys::ncclCommAbort(comm) };
-            };
-            let _ = std::thread::Builder::new().name("nccl abort".into()).spawn(abort);
-        }
-    }
-}
-
-/// A communicator on its way to the thread that ends it.
-struct Sent(ncclComm_t);
-// SAFETY: NCCL's communicators are not bound to threads.
-unsafe impl Send for Sent {}
 
 /// Rank 0 makes the group's id, the others take it from the store.
 fn exchange_id(store: &Store, name: &str) -> Result<ncclUniqueId, CommError> {
@@ -498,7 +470,7 @@ fn config() -> ncclConfig_t {
 
 fn asynchronous(comm: ncclComm_t) -> ncclResult_t {
     let mut status = ncclResult_t::ncclSuccess;
-    // SAFETY: `comm` is alive: it was read under the lock or by its only owner.
+    // SAFETY: `comm` is alive: it is used under its owner's rule or by who took it.
     let asked = unsafe { sys::ncclCommGetAsyncError(comm, &mut status) };
     if asked == ncclResult_t::ncclSuccess { status } else { asked }
 }
@@ -543,6 +515,37 @@ mod tests {
         assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
         drop(nccl);
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_an_abort_while_other_threads_ask_for_errors() {
+        for round in 0..5 {
+            let store = Store::join(meeting(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+            let nccl = Nccl::connect(&store, "asked", 0, Duration::from_secs(60)).unwrap();
+            std::thread::scope(|scope| {
+                let asking: Vec<_> = (0..4)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            loop {
+                                if let Err(error) = nccl.async_error() {
+                                    return error;
+                                }
+                            }
+                        })
+                    })
+                    .collect();
+                std::thread::sleep(Duration::from_millis(10 * round));
+                nccl.abort("enough");
+                for thread in asking {
+                    let error = thread.join().unwrap();
+                    assert!(
+                        matches!(&error, CommError::Aborted { reason, .. } if reason == "enough"),
+                        "{error}"
+                    );
+                }
+            });
+        }
     }
 
     #[test]

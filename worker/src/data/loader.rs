@@ -42,6 +42,9 @@ pub struct Batch {
     pub labels: Vec<u32>,
     /// Place of each picture in its split, for tests and for naming mistakes.
     pub indices: Vec<u64>,
+    /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
+    /// not ask each other. Read where there are several ranks; a single one counts `labels`.
+    pub global_samples: usize,
 }
 
 /// What a dataset looks like to a job.
@@ -152,6 +155,23 @@ impl Part {
                 }
                 Ok(then(&picture.pixels))
             }
+        }
+    }
+}
+
+impl Batch {
+    /// How many pictures all ranks together have in this micro-batch.
+    ///
+    /// # Errors
+    /// It cannot be: fewer than this rank has.
+    pub fn of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
+        let (own, all) = (self.labels.len(), self.global_samples);
+        match world_size {
+            1 => Ok(own),
+            _ if all < own => {
+                Err(format!("a batch of {own} pictures is said to be one of {all} on all {world_size} ranks"))
+            }
+            _ => Ok(all),
         }
     }
 }
@@ -357,9 +377,11 @@ impl DataSource {
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
         prepare_ahead(steps as usize * plan.accumulate, plan.threads, move |number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
-            let places = shard::places(samples, &plan, step, number % plan.accumulate);
+            let micro = number % plan.accumulate;
+            let places = shard::places(samples, &plan, step, micro);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            make_batch(&part, &recipe, &chosen, Some(plan.epoch), form)
+            let batch = make_batch(&part, &recipe, &chosen, Some(plan.epoch), form)?;
+            Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
 
@@ -429,6 +451,7 @@ fn make_batch(
         draws: Vec::new(),
         labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
         indices: chosen.iter().map(|c| u64::from(*c)).collect(),
+        global_samples: chosen.len(),
     };
     if form == Form::Draws {
         batch.draws = chosen.iter().map(|place| draw(*place).packed()).collect();

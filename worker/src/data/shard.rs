@@ -37,11 +37,22 @@ pub(super) fn steps_per_epoch(samples: usize, plan: &EpochPlan) -> u64 {
 /// the end stand for the epoch's first pictures again: they fill up a last step that is too small
 /// to give every rank one.
 pub(super) fn places(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
+    let part = micro * plan.world_size as usize + plan.rank as usize;
+    run(samples, plan, step, part..part + 1)
+}
+
+/// Pictures of micro-batch `micro` of step `step` on all ranks together.
+pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> usize {
+    let ranks = plan.world_size as usize;
+    run(samples, plan, step, micro * ranks..(micro + 1) * ranks).len()
+}
+
+/// Places of some of the parts that a step is cut into, which follow each other.
+fn run(samples: usize, plan: &EpochPlan, step: u64, of: Range<usize>) -> Range<usize> {
     let parts = plan.world_size as usize * plan.accumulate;
     let first = step as usize * global_batch(plan);
     let count = samples.saturating_sub(first).min(global_batch(plan)).max(parts);
-    let part = micro * plan.world_size as usize + plan.rank as usize;
-    first + count * part / parts..first + count * (part + 1) / parts
+    first + count * of.start / parts..first + count * of.end / parts
 }
 
 /// The run of `samples` that is `rank`'s: every sample on exactly one rank, sizes differing by one at most.

@@ -160,6 +160,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<
         threads,
     };
     let batch = made_up(batch_size, case.image_size, comm.rank());
+    let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
     let mut engine = build_cpu(network, &initial, config, comm).map_err(|e| e.to_string())?;
     let mut steps = Vec::with_capacity(MEASURED);
     for step in 0..WARM_UP + MEASURED {
@@ -222,6 +223,8 @@ pub fn run_gpu_rank(
     let clock = Instant::now();
     let results = run(GPU_MEASURED)?;
     let secs = clock.elapsed().as_secs_f64() / GPU_MEASURED as f64;
+    // Whoever leaves looks like one that has died to those who still wait for their last step.
+    comm.barrier().map_err(|e| e.to_string())?;
     let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (median, waited) = steps[steps.len() / 2];

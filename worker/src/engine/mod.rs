@@ -118,7 +118,7 @@ pub trait Engine: Send {
     fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
         Ok(Form::Normalised)
     }
-    /// Starts one optimizer step over `micro_batches` (as many as `accumulate`): forward and backward of
+    /// Starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
     /// An engine may run behind its caller: results come in the order of steps, the oldest one that
@@ -169,6 +169,9 @@ pub trait Engine: Send {
     }
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
+    /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
+    /// device goes with the process.
+    fn abandon(self: Box<Self>) {}
     /// Memory of the device that this process holds; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
         0

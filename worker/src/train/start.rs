@@ -20,6 +20,8 @@ pub(super) struct Beginning {
     pub(super) step: u64,
     pub(super) best: Option<Best>,
     pub(super) skipped: SkippedSteps,
+    /// It is that of a checkpoint right after which there was no evaluation.
+    pub(super) unmeasured: bool,
 }
 
 /// The format that the checkpoint went on in, where the job leaves the choice to us: a run that left float16 does not go
@@ -54,7 +56,7 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default() })
+    Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
 }
 
 /// The weights of a file in place of `initial`; a head of another width stays as it is initialised.
@@ -154,7 +156,8 @@ fn resume(
         let place = checkpoint::folder_name(best.epoch, best.step);
         best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
     });
-    Ok(Beginning { step, best, skipped: state.skipped_steps })
+    let unmeasured = step == state.step && state.val_accuracy.is_none();
+    Ok(Beginning { step, best, skipped: state.skipped_steps, unmeasured })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;

@@ -10,6 +10,7 @@ use super::{
     watched::{Watched, stderr_lines},
 };
 use crate::{
+    checkpoint,
     gpu::RankGpu,
     launch::{Exit, RankProcess},
     rank::RankConfig,
@@ -30,6 +31,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// From TERM to KILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
+/// The same when another rank was killed or died: what the others still do is in vain, unless rank 0 is writing a
+/// checkpoint. They end by themselves; what holds one up is its GPU.
+const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
 /// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
 const PAUSE: Duration = Duration::from_secs(120);
 const LEAVE: Duration = Duration::from_secs(20);
@@ -49,6 +53,8 @@ pub(super) struct Supervisor {
     /// Until then they may finish their step and keep a checkpoint.
     patience: Option<Instant>,
     trouble_since: Option<Instant>,
+    /// They end because another one was killed or died.
+    peer_died: bool,
     /// Processes that the kernel's OOM killer had ended when this began.
     oom_kills: Option<u64>,
 }
@@ -64,6 +70,7 @@ impl Supervisor {
             ending: None,
             patience: None,
             trouble_since: None,
+            peer_died: false,
             oom_kills: machine::oom_kills(),
         };
         match beginning {
@@ -159,7 +166,9 @@ impl Supervisor {
             return;
         }
         if let Some((since, killed)) = self.ending {
-            if since.elapsed() >= GRACE + Duration::from_secs(1) * killed {
+            let in_vain = self.peer_died && !self.is_writing();
+            let grace = if in_vain { GRACE_AFTER_DEATH } else { GRACE };
+            if since.elapsed() >= grace + Duration::from_secs(1) * killed {
                 self.ending = Some((since, killed + 1));
                 self.signal(Signal::KILL);
             }
@@ -173,12 +182,22 @@ impl Supervisor {
         let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
         if let Some((_, provisional)) = cause(&ends) {
             let since = *self.trouble_since.get_or_insert_with(Instant::now);
-            if !provisional || since.elapsed() >= SETTLE {
+            // Somebody told a rank to stop, and all of them do: rank 0 may still be writing their checkpoint.
+            let stopping = ends.iter().all(RankEnd::is_stopping);
+            let settle = if stopping { LEAVE } else { SETTLE };
+            if !provisional || since.elapsed() >= settle {
+                self.peer_died = ends.iter().any(RankEnd::is_death);
                 self.end(None, None);
             }
         } else if let Some(reason) = self.stalled() {
             self.end(Some(Ending::Failed { reason, retriable: true }), None);
         }
+    }
+
+    /// Whether rank 0 is there, and a checkpoint is begun.
+    fn is_writing(&self) -> bool {
+        self.ranks.iter().any(|r| r.end.rank == 0 && r.end.exit.is_none())
+            && checkpoint::is_being_written(&self.held.job_dir.join("checkpoints"))
     }
 
     /// Whether ranks were killed again and again and are still there.
@@ -242,6 +261,9 @@ impl Supervisor {
                     format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
                 };
                 texts.extend(untold.iter().map(found));
+            }
+            if rank == 0 && matches!(self.verdict, Some(Ending::Stopped)) {
+                texts.extend(watched.told.lost(watched.end.step, &untold));
             }
             if !texts.is_empty() {
                 let at = jiff::Timestamp::now();

@@ -135,6 +135,23 @@ async fn a_rank_that_ignores_term_is_killed() {
 }
 
 #[tokio::test]
+async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_being_written() {
+    for writing in [false, true] {
+        // Rank 0 hears nothing, as one does that waits for its GPU.
+        let script =
+            "trap '' TERM; echo up; [ $R = 1 ] && sleep 0.5 && kill -9 $$; while :; do sleep 0.05; done";
+        let place = place(2, script);
+        if writing {
+            fs::create_dir_all(place.held.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
+        }
+        let began = Instant::now();
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
+        assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
+    }
+}
+
+#[tokio::test]
 async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
@@ -152,6 +169,52 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
         }
         assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
         assert_eq!(said(0).contains("kept") && said(1).contains("kept"), !urgent);
+    }
+}
+
+#[tokio::test]
+async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
+    // Somebody told them; rank 1 is done at once, rank 0 has something to write.
+    let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
+    place.recorded(1, &[step(41)]);
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let reason = reason(place.end_of(&attempt).await);
+    assert!(
+        reason.contains("was told to stop") && reason.contains("somebody other than its agent"),
+        "{reason}"
+    );
+    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    assert_eq!(said, "kept\n");
+}
+
+#[tokio::test]
+async fn a_stop_without_a_checkpoint_says_what_is_lost() {
+    let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
+        epoch: 1,
+        step: 40,
+        val_accuracy: None,
+        val_loss: None,
+        best: false,
+        size_bytes: 1,
+    });
+    let running = AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0 };
+    for (at, lost) in [(57, true), (40, false)] {
+        let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
+        place.recorded(0, &[running.clone(), step(at), kept.clone()]);
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+        while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        attempt.order(Order::Stop { patient: true });
+        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+        let said: Vec<_> = place.added_lines().into_iter().map(|line| line.text).collect();
+        assert_eq!(
+            said.iter().any(|line| line.contains("of step 40, steps 41 to 57 are lost")),
+            lost,
+            "{said:?}"
+        );
+        assert_eq!(said.is_empty(), !lost, "{said:?}");
     }
 }
 

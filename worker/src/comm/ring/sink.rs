@@ -4,6 +4,7 @@ use super::BLOCK;
 use std::{
     io::{self, Read},
     net::TcpStream,
+    ops::AddAssign,
 };
 
 /// Takes bytes from a connection.
@@ -39,18 +40,18 @@ impl Sink for Fill<'_> {
 }
 
 /// Added to `target` as values, block by block.
-pub(super) struct Add<'a> {
-    pub(super) target: &'a mut [f32],
+pub(super) struct Add<'a, T> {
+    pub(super) target: &'a mut [T],
     /// Values added.
     pub(super) done: usize,
-    pub(super) block: &'a mut [f32],
+    pub(super) block: &'a mut [T],
     /// Bytes of a value that is not whole yet, at the block's start.
     pub(super) held: usize,
 }
 
-impl Sink for Add<'_> {
+impl<T: bytemuck::Pod + AddAssign> Sink for Add<'_, T> {
     fn wanted(&self) -> usize {
-        (self.target.len() - self.done) * 4 - self.held
+        size_of_val(&self.target[self.done..]) - self.held
     }
 
     fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
@@ -59,14 +60,14 @@ impl Sink for Add<'_> {
         let room = (bytes.len() - self.held).min(wanted);
         let taken = from.read(&mut bytes[self.held..self.held + room])?;
         let total = self.held + taken;
-        let whole = total / 4;
+        let whole = total / size_of::<T>();
         for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
-            *target += value;
+            *target += *value;
         }
         self.done += whole;
-        self.held = total % 4;
+        self.held = total % size_of::<T>();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
-        bytes.copy_within(whole * 4..total, 0);
+        bytes.copy_within(whole * size_of::<T>()..total, 0);
         Ok(taken)
     }
 }

@@ -62,6 +62,83 @@ fn sums_are_right_and_bit_equal_at_any_size() {
     }
 }
 
+/// What rank 0 gets, when all others got the same bits.
+fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: impl Fn(T) -> u64) -> Vec<T> {
+    for theirs in of_ranks {
+        assert!(theirs.iter().zip(&of_ranks[0]).all(|(a, b)| bits(*a) == bits(*b)), "ranks differ");
+    }
+    of_ranks[0].clone()
+}
+
+#[test]
+fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
+    // At the last length that is gathered whole, one value more, and where parts are uneven.
+    let limit = SHORT / 8;
+    for world in 1..=5 {
+        for length in [0, 1, 7, limit, limit + 1, 100_003] {
+            let run = || {
+                let of_ranks = on_ranks(world, TIMEOUT, |ring| {
+                    let mut sum: Vec<f64> =
+                        values(ring.rank(), length).into_iter().map(|v| f64::from(v) / 3.0).collect();
+                    ring.all_reduce_f64(&mut sum).unwrap();
+                    sum
+                });
+                same_bits(&of_ranks, f64::to_bits)
+            };
+            let sums = run();
+            let inputs: Vec<_> = (0..world).map(|rank| values(rank, length)).collect();
+            for (i, sum) in sums.iter().enumerate() {
+                let exact: f64 = inputs.iter().map(|v| f64::from(v[i]) / 3.0).sum();
+                assert!((sum - exact).abs() < 1e-13, "{world} ranks, {length} values, {i}: {sum} {exact}");
+            }
+            assert!(sums.iter().zip(&run()).all(|(a, b)| a.to_bits() == b.to_bits()), "every run");
+        }
+    }
+}
+
+#[test]
+fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() {
+    // Whole multiples of a small power of two, as float32 gradients of similar size are: nothing is rounded.
+    let length = 50_001;
+    let input = |rank| values(rank, length).into_iter().map(f64::from).collect::<Vec<f64>>();
+    let of_ranks = on_ranks(4, TIMEOUT, |ring| {
+        let mut sum = input(ring.rank());
+        ring.all_reduce_f64(&mut sum).unwrap();
+        sum
+    });
+    let inputs = [0, 1, 2, 3].map(input);
+    for (i, sum) in same_bits(&of_ranks, f64::to_bits).iter().enumerate() {
+        let in_order: f64 = inputs.iter().map(|of_rank| of_rank[i]).sum();
+        assert_eq!(sum.to_bits(), in_order.to_bits(), "{i}");
+    }
+}
+
+#[test]
+fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
+    let length = 40_000;
+    for world in [2, 3, 5, 8] {
+        let sent = on_ranks(world, TIMEOUT, |ring| {
+            let of = |reduce: &dyn Fn()| {
+                let bytes = || ring.lane.lock().unwrap().sent_bytes;
+                let before = bytes();
+                reduce();
+                bytes() - before
+            };
+            let double = of(&|| ring.all_reduce_f64(&mut vec![1.0; length]).unwrap());
+            let single = of(&|| ring.all_reduce(&mut vec![1.0; length], Reduction::Mean).unwrap());
+            (double, single)
+        });
+        let n = u64::from(world);
+        for (double, single) in sent {
+            for (bytes, vector) in [(double, 8 * length as u64), (single, 4 * length as u64)] {
+                // Parts differ by a value.
+                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER as u64;
+                assert!(bytes <= parts && bytes < 2 * vector, "{world} ranks: {bytes} of {vector}");
+            }
+        }
+    }
+}
+
 #[test]
 fn broadcast_gather_f64_and_barrier() {
     for world in 1..=5 {
@@ -147,6 +224,27 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
     for error in results.iter().flatten() {
         assert!(matches!(error, CommError::Disconnected { .. }), "{error}");
     }
+}
+
+#[test]
+fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() {
+    let waiting = std::sync::Barrier::new(3);
+    on_ranks(3, Duration::from_secs(600), |ring| {
+        ring.check("a step").unwrap();
+        waiting.wait();
+        if ring.rank() == 1 {
+            return;
+        }
+        let began = Instant::now();
+        let error = loop {
+            if let Err(error) = ring.check("a step") {
+                break error;
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "nobody noticed");
+            std::thread::yield_now();
+        };
+        assert!(matches!(error, CommError::Disconnected { operation: "a step", .. }), "{error}");
+    });
 }
 
 #[test]

@@ -1,11 +1,14 @@
 //! A call under way: its header, and bytes that go out while others come in.
 
 use super::{
-    BLOCK, CommError, HEADER, Lane, MAGIC, Reduction, Ring,
+    BLOCK, CommError, HEADER, Lane, MAGIC, Ring, SHORT,
     sink::{Add, Fill, Sink},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    ops::AddAssign,
+};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum Operation {
@@ -107,6 +110,7 @@ impl Wire<'_> {
                 match next.write(&out[sent..out.len().min(sent + BLOCK)]) {
                     Ok(n) => {
                         sent += n;
+                        lane.sent_bytes += n as u64;
                         moved = true;
                     }
                     Err(e) if is_passing(&e) => {}
@@ -164,7 +168,37 @@ impl Wire<'_> {
         Ok(())
     }
 
-    pub(super) fn reduce_long(&mut self, values: &mut [f32], reduction: Reduction) -> Result<(), CommError> {
+    /// Replaces `values` by their sum over all ranks.
+    ///
+    /// Up to [`SHORT`] bytes everybody gets everybody's and adds them in the order of ranks. Longer ones are cut into
+    /// a part a rank: part `r` is added up from rank `r` on round the ring, and then goes round once more. `scale` is
+    /// applied to a part when it is complete, by the one rank that has it.
+    pub(super) fn reduce<T: Number>(
+        &mut self,
+        values: &mut [T],
+        scale: impl Fn(&mut [T]),
+    ) -> Result<(), CommError> {
+        if size_of_val(values) > SHORT {
+            return self.reduce_long(values, scale);
+        }
+        let n = self.ring.world_size as usize;
+        let (length, at) = (values.len(), self.ring.rank as usize * values.len());
+        let mut slots = vec![T::zeroed(); n * length];
+        slots[at..at + length].copy_from_slice(values);
+        self.gather(bytemuck::cast_slice_mut(&mut slots))?;
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = slots[i];
+            (1..n).for_each(|rank| *value += slots[rank * length + i]);
+        }
+        scale(values);
+        Ok(())
+    }
+
+    fn reduce_long<T: Number>(
+        &mut self,
+        values: &mut [T],
+        scale: impl Fn(&mut [T]),
+    ) -> Result<(), CommError> {
         let n = self.ring.world_size as usize;
         let rank = self.ring.rank as usize;
         let length = values.len();
@@ -175,13 +209,12 @@ impl Wire<'_> {
         let mut block = std::mem::take(&mut self.lane.block);
         for hop in 0..n - 1 {
             let (out, target) = two_of(values, chunk(rank + n - hop), chunk(rank + 2 * n - hop - 1));
-            let mut adding = Add { target, done: 0, block: &mut block, held: 0 };
+            let block = bytemuck::cast_slice_mut(&mut block);
+            let mut adding = Add { target, done: 0, block, held: 0 };
             self.exchange(bytemuck::cast_slice(out), &mut adding)?;
         }
         self.lane.block = block;
-        if reduction == Reduction::Mean {
-            values[chunk(rank + 1)].iter_mut().for_each(|v| *v /= n as f32);
-        }
+        scale(&mut values[chunk(rank + 1)]);
         for hop in 0..n - 1 {
             let (out, into) = two_of(values, chunk(rank + 1 + n - hop), chunk(rank + n - hop));
             self.exchange(bytemuck::cast_slice(out), &mut Fill::new(bytemuck::cast_slice_mut(into)))?;
@@ -189,6 +222,11 @@ impl Wire<'_> {
         Ok(())
     }
 }
+
+/// What sums are made of.
+pub(super) trait Number: bytemuck::Pod + AddAssign {}
+impl Number for f32 {}
+impl Number for f64 {}
 
 /// Two parts of a slice that do not overlap.
 pub(super) fn two_of<T>(

@@ -300,6 +300,10 @@ impl Communicator for Arc<Host> {
         self.bell().ring();
     }
 
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        self.ring.stands(operation)
+    }
+
     fn timeout(&self) -> Duration {
         self.ring.timeout()
     }

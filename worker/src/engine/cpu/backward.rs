@@ -36,6 +36,12 @@ impl Machine {
         Ok(())
     }
 
+    /// Numbers of the weight and the bias of `name`.
+    fn slots(&self, name: &str) -> Result<[usize; 2], EngineError> {
+        let slot = |suffix| self.layout.slot(&format!("{name}.{suffix}"));
+        Ok([slot("weight")?, slot("bias")?])
+    }
+
     fn step_backward(
         &mut self,
         index: usize,
@@ -54,7 +60,7 @@ impl Machine {
         let more = parts.next();
 
         if let Step::Norm { name, norm, input, shortcut, relu, output } = &step {
-            let slots = ["weight", "bias"].map(|s| self.layout.slot(&format!("{name}.{s}")));
+            let slots = self.slots(name)?;
             let [gamma, beta] = slots.map(|s| &self.state.weights[self.layout.slots[s].range.clone()]);
             let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
             let x = &self.activations[*input][..len(*input)];
@@ -99,7 +105,7 @@ impl Machine {
             Step::Norm { .. } => {}
             Step::Conv { name, shape, input, output, needs_input_gradient, .. } => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let slot = self.layout.slot(&format!("{name}.weight"));
+                let slot = self.layout.slot(&format!("{name}.weight"))?;
                 if *needs_input_gradient {
                     let mut dx = self.spare.take(len(*input));
                     let weight = &self.state.weights[self.layout.slots[slot].range.clone()];
@@ -130,7 +136,7 @@ impl Machine {
                 self.gradient_parts[*input].push(dx);
             }
             Step::Linear { name, input, output } => {
-                let slots = ["weight", "bias"].map(|s| self.layout.slot(&format!("{name}.{s}")));
+                let slots = self.slots(name)?;
                 let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
                 let mut dx = self.spare.take(len(*input));
                 let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];

@@ -48,9 +48,9 @@ impl Machine {
         let step = &self.steps[index];
         let y = &mut y[..pictures * shapes[step.output()].len()];
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
-        let weight = |name: &str, suffix: &str| {
-            let slot = self.layout.slot(&format!("{name}.{suffix}"));
-            &self.state.weights[self.layout.slots[slot].range.clone()]
+        let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
+            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
         };
         match step {
             // Without pictures there is nothing to compute, but statistics of other ranks' still come.
@@ -58,7 +58,7 @@ impl Machine {
             _ if pictures == 0 => return Ok(()),
             Step::Conv { name, shape, input, output, feeds_norm, .. } => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let weight = weight(name, "weight");
+                let weight = weight(name, "weight")?;
                 if *feeds_norm && statistics_of.is_some() && !self.exact {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
@@ -77,7 +77,7 @@ impl Machine {
                 return Ok(());
             }
             Step::Linear { name, input, .. } => {
-                linear::forward(x(*input), weight(name, "weight"), weight(name, "bias"), y);
+                linear::forward(x(*input), weight(name, "weight")?, weight(name, "bias")?, y);
                 return Ok(());
             }
         }
@@ -107,7 +107,7 @@ impl Machine {
             }
         };
         let affine =
-            Affine { statistics: &statistics, gamma: weight(name, "weight"), beta: weight(name, "bias") };
+            Affine { statistics: &statistics, gamma: weight(name, "weight")?, beta: weight(name, "bias")? };
         batch_norm::forward(x(*input), affine, shortcut.map(x), *relu, y);
         self.norms[*norm].statistics = statistics;
         Ok(())

@@ -114,9 +114,13 @@ impl Layout {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Number of the parameter `name`, which is the network's.
-    pub(super) fn slot(&self, name: &str) -> usize {
-        self.by_name.get(name).copied().unwrap_or_default()
+    /// Number of the parameter `name`.
+    ///
+    /// # Errors
+    /// The network has none of that name.
+    pub(super) fn slot(&self, name: &str) -> Result<usize, EngineError> {
+        let slot = self.by_name.get(name).copied();
+        slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
     /// Adds every parameter of the flat buffer to `tensors`, in torchvision's order.
@@ -171,4 +175,22 @@ pub(in crate::engine) fn check(
     let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
     mistakes.truncate(3);
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine::cpu::plan, net::resnet};
+    use lockstep_protocol::spec::ModelSpec;
+
+    #[test]
+    fn a_parameter_that_is_not_there_is_an_error_and_not_the_first_one() {
+        let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
+        let layout = Layout::new(&network, &plan::compile(&network).unwrap());
+        for (number, slot) in layout.slots.iter().enumerate() {
+            assert_eq!(layout.slot(&slot.name).unwrap(), number);
+        }
+        let error = layout.slot("conv1.weigth").unwrap_err().to_string();
+        assert_eq!(error, "the network has no parameter conv1.weigth");
+    }
 }

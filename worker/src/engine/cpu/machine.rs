@@ -148,23 +148,22 @@ impl Machine {
                 batches.len()
             )));
         }
-        // An epoch's end may leave this rank fewer pictures or none: it still takes part.
-        let nothing = Batch::default();
-        let batches: Vec<&Batch> = (0..slots).map(|slot| batches.get(slot).unwrap_or(&nothing)).collect();
-        let mut counts = batches.iter().map(|b| b.labels.len() as f64).collect();
-        self.reducer.statistics(&mut counts, &mut || false)?;
-        let total: f64 = counts.iter().sum();
-        let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
+        // An epoch's end may leave this rank no pictures: it still takes part.
+        let world_size = self.world_size as u32;
+        let counts = batches.iter().map(|b| b.of_all_ranks(world_size)).collect::<Result<Vec<_>, _>>();
+        let counts = counts.map_err(EngineError::Parameters)?;
+        let total: usize = counts.iter().sum();
+        let Some(last) = counts.iter().rposition(|&n| n > 0) else {
             return Ok(StepResult::default());
         };
-        let scale = if self.config.gradients_mean { 1.0 } else { self.world_size } / total;
+        let scale = if self.config.gradients_mean { 1.0 } else { self.world_size } / total as f64;
 
         self.state.begin(lr);
         let mut measured = loss::Loss::default();
         let mut first = true;
-        for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0.0) {
+        for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0) {
             // Whose pictures a batch norm's statistics are of.
-            let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() as f64 };
+            let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() } as f64;
             self.forward(&batch.images, batch.labels.len(), Some(of))?;
             let part = self.loss_and_gradient(&batch.labels, scale);
             measured.sum += part.sum;

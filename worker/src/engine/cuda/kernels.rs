@@ -246,16 +246,21 @@ impl Drop for Kernels {
     }
 }
 
-/// The machine code for `capability`.
-fn compiled(capability: u32, dtype: DType) -> Result<Vec<u8>, CudaError> {
+/// What NVRTC is told for `capability` (90: 9.0) and `dtype`.
+fn options(capability: u32, dtype: DType) -> Vec<String> {
     let own = if capability == WARPGROUPS { "a" } else { "" };
-    let options = [
+    vec![
         format!("--gpu-architecture=sm_{capability}{own}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--extra-device-vectorization".into(),
         format!("-DDTYPE={}", dtype.number()),
-    ];
+    ]
+}
+
+/// The machine code for `capability`.
+fn compiled(capability: u32, dtype: DType) -> Result<Vec<u8>, CudaError> {
+    let options = options(capability, dtype);
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two places for two numbers.
     let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
@@ -303,3 +308,6 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
         outcome
     }
 }
+
+#[cfg(test)]
+mod tests;

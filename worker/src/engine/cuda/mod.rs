@@ -50,18 +50,12 @@ use rings::{Control, Inputs, Record, Results};
 use state::State;
 use std::{
     collections::{HashMap, VecDeque},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
+    sync::Arc,
+    time::Duration,
 };
 
 /// Steps that the host may be ahead of the GPU.
 const AHEAD: usize = 2;
-
-/// A step that takes this long after a rank was told to stop waits for ranks that are gone.
-const GONE_AFTER: Duration = Duration::from_secs(1);
 
 /// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
@@ -104,7 +98,6 @@ pub(super) fn build(
         free_before,
         failed: false,
         watchdog: gpu.watchdog.clone(),
-        stop: gpu.store.as_ref().map(|store| store.meeting().stop.clone()),
         profiled: None,
         steps: (counted, counted),
         config,
@@ -151,8 +144,6 @@ struct CudaEngine {
     /// Whether an error has left the GPU in the middle of something.
     failed: bool,
     watchdog: Option<Arc<Watchdog>>,
-    /// Set when this rank is told to stop.
-    stop: Option<Arc<AtomicBool>>,
     /// While somebody asks where the time goes.
     profiled: Option<Vec<(String, f64)>>,
     /// Started and done, for the watchdog.
@@ -256,16 +247,13 @@ impl CudaEngine {
         const OPERATION: &str = "a step on the GPU";
         let alone = self.comm.world_size() == 1;
         let patience = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
+        let comm = self.comm.clone();
         let Program { inputs, results, reducer, main, .. } = &mut self.program;
         let main = main.0;
-        let (stop, began) = (self.stop.as_ref(), Instant::now());
         let mut alive = || -> Result<(), EngineError> {
             main.failure()?;
-            // Told to stop, ranks do so after the same step; one that does not come is gone.
-            if stop.is_some_and(|s| s.load(Ordering::Relaxed)) && began.elapsed() > GONE_AFTER {
-                let reason = "told to stop, and other ranks did not answer".into();
-                return Err(CommError::Aborted { operation: OPERATION, reason }.into());
-            }
+            // NCCL does not notice on one machine that a rank has died; its end of the ring does, at once.
+            comm.check(OPERATION)?;
             reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
         };
         wait(inputs, results, patience, &mut alive).map_err(|error| {
@@ -296,12 +284,14 @@ impl Engine for CudaEngine {
             let text = format!("{} micro-batches in a step of {slots}", micro_batches.len());
             return Err(EngineError::Parameters(text));
         }
-        // An epoch's end may leave this rank fewer pictures or none: it still takes part.
+        // An epoch's end may leave this rank no pictures: it still takes part.
         let nothing = Batch::default();
         let batches: Vec<&Batch> =
             (0..slots).map(|slot| micro_batches.get(slot).unwrap_or(&nothing)).collect();
-        let mut counts: Vec<f64> = batches.iter().map(|b| b.labels.len() as f64).collect();
-        self.comm.all_reduce_f64(&mut counts)?;
+        let world_size = self.comm.world_size();
+        let counts = batches.iter().map(|b| b.of_all_ranks(world_size)).collect::<Result<Vec<_>, _>>();
+        let counts: Vec<f64> =
+            counts.map_err(EngineError::Parameters)?.into_iter().map(|count| count as f64).collect();
         let total: f64 = counts.iter().sum();
         let Some(last) = counts.iter().rposition(|&n| n > 0.0) else {
             self.under_way.push_back(UnderWay::Empty);
@@ -444,6 +434,15 @@ impl Engine for CudaEngine {
         Ok(())
     }
 
+    fn abandon(self: Box<Self>) {
+        if let Some(reducer) = &self.program.reducer {
+            reducer.abort("this rank has failed");
+        }
+        // An orderly end waits for the GPU, for NCCL and for each piece of memory; the driver takes all of it back at
+        // once when the process ends.
+        std::mem::forget(self);
+    }
+
     fn memory_bytes(&self) -> u64 {
         if self.device.bind().is_err() {
             return 0;
@@ -492,6 +491,7 @@ fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
             draws: batch.draws[cut(batch.draws.len(), 1)].to_vec(),
             labels: batch.labels[from..to].to_vec(),
             indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
+            global_samples: to - from,
         }
     };
     (0..batch.labels.len()).step_by(room).map(part).collect()

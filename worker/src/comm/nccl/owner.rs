@@ -1,0 +1,232 @@
+//! Who may use a communicator, and who frees it.
+//!
+//! NCCL allows one thread at a time on a communicator, and `ncclCommAbort` frees it. An abort may come from any
+//! thread at any time, also while another one is inside a call, and must not wait for that: the call may be what hangs.
+//! So nobody frees what somebody uses. An abort forbids new calls at once; the communicator is ended by the abort
+//! itself when no call is being made, else by the thread that makes the call, when it comes back. A call that never
+//! comes back keeps the communicator: its process is about to be ended by force anyway.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What is owned: a handle that can be ended once.
+pub(super) trait Handle: Copy + Send {
+    /// Ends what is under way and frees it. Does not block.
+    fn abort(self);
+}
+
+/// The one place where a handle is kept.
+#[derive(Debug)]
+pub(super) struct Owner<H: Handle> {
+    state: Mutex<State<H>>,
+    free: Condvar,
+}
+
+#[derive(Debug)]
+struct State<H> {
+    /// Absent once somebody has taken it to end it.
+    handle: Option<H>,
+    /// A thread is inside a call.
+    busy: bool,
+    /// Why it was aborted.
+    aborted: Option<String>,
+}
+
+/// The right to make a call, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Using<'a, H: Handle> {
+    owner: &'a Owner<H>,
+    pub(super) handle: H,
+}
+
+impl<H: Handle> Owner<H> {
+    pub(super) fn new(handle: H) -> Self {
+        Self {
+            state: Mutex::new(State { handle: Some(handle), busy: false, aborted: None }),
+            free: Condvar::new(),
+        }
+    }
+
+    /// Never held over a call, so never waited for.
+    fn state(&self) -> MutexGuard<'_, State<H>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for its turn to make a call.
+    ///
+    /// # Errors
+    /// The reason of an abort, also one that comes meanwhile.
+    pub(super) fn using(&self) -> Result<Using<'_, H>, String> {
+        let mut state = self.state();
+        loop {
+            match (&state.aborted, state.handle) {
+                (Some(reason), _) => return Err(reason.clone()),
+                (None, None) => return Err("the group has ended".into()),
+                (None, Some(handle)) if !state.busy => {
+                    state.busy = true;
+                    return Ok(Using { owner: self, handle });
+                }
+                _ => state = self.free.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Forbids further calls, and ends the handle now or when the call that is being made comes back. Only the first
+    /// reason counts. Never waits.
+    pub(super) fn abort(&self, reason: &str) {
+        let mut state = self.state();
+        if state.aborted.is_some() {
+            return;
+        }
+        state.aborted = Some(reason.into());
+        let handle = if state.busy { None } else { state.handle.take() };
+        drop(state);
+        self.free.notify_all();
+        if let Some(handle) = handle {
+            handle.abort();
+        }
+    }
+
+    /// The handle, for its orderly end by the caller; nothing if it was aborted or is in use.
+    pub(super) fn take(&self) -> Option<H> {
+        let mut state = self.state();
+        if state.busy || state.aborted.is_some() { None } else { state.handle.take() }
+    }
+}
+
+impl<H: Handle> Drop for Using<'_, H> {
+    fn drop(&mut self) {
+        let mut state = self.owner.state();
+        state.busy = false;
+        // An abort that came meanwhile has left it to this thread.
+        let handle = if state.aborted.is_some() { state.handle.take() } else { None };
+        drop(state);
+        self.owner.free.notify_one();
+        if let Some(handle) = handle {
+            handle.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        sync::{
+            atomic::{AtomicBool, AtomicUsize, Ordering},
+            mpsc,
+        },
+        time::{Duration, Instant},
+    };
+
+    /// A communicator that notices what NCCL would crash of.
+    #[derive(Debug, Default)]
+    struct Fake {
+        inside: AtomicUsize,
+        calls: AtomicUsize,
+        freed: AtomicUsize,
+        misused: AtomicBool,
+    }
+
+    impl Handle for &Fake {
+        fn abort(self) {
+            if self.freed.fetch_add(1, Ordering::SeqCst) > 0 || self.inside.load(Ordering::SeqCst) > 0 {
+                self.misused.store(true, Ordering::SeqCst);
+            }
+        }
+    }
+
+    impl Fake {
+        /// As `ncclCommGetAsyncError`: reads memory that an abort frees.
+        fn call(&self) {
+            let others = self.inside.fetch_add(1, Ordering::SeqCst);
+            for _ in 0..20 {
+                if others > 0 || self.freed.load(Ordering::SeqCst) > 0 {
+                    self.misused.store(true, Ordering::SeqCst);
+                }
+                std::hint::spin_loop();
+            }
+            self.calls.fetch_add(1, Ordering::SeqCst);
+            self.inside.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn calls_of_many_threads_and_an_abort_never_meet() {
+        for round in 0..300 {
+            let fake = Fake::default();
+            let owner = Owner::new(&fake);
+            let reasons: Vec<String> = std::thread::scope(|scope| {
+                let callers: Vec<_> = (0..4)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            loop {
+                                match owner.using() {
+                                    Ok(using) => using.handle.call(),
+                                    Err(reason) => return reason,
+                                }
+                            }
+                        })
+                    })
+                    .collect();
+                for who in ["first", "second"] {
+                    let (owner, fake) = (&owner, &fake);
+                    scope.spawn(move || {
+                        while fake.calls.load(Ordering::SeqCst) < round % 7 {
+                            std::thread::yield_now();
+                        }
+                        owner.abort(who);
+                    });
+                }
+                callers.into_iter().map(|caller| caller.join().unwrap()).collect()
+            });
+            assert!(
+                !fake.misused.load(Ordering::SeqCst),
+                "round {round}: used after it was freed, or by two"
+            );
+            assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "round {round}: freed once");
+            assert!(reasons.iter().all(|r| *r == reasons[0]), "{reasons:?}");
+            assert!(owner.take().is_none(), "what was aborted has no orderly end");
+        }
+    }
+
+    #[test]
+    fn an_abort_does_not_wait_for_a_call_that_hangs_and_waiting_callers_come_free() {
+        let fake = Fake::default();
+        let owner = Owner::new(&fake);
+        let (come_back, hang) = mpsc::channel::<()>();
+        let (inside, is_inside) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let owner = &owner;
+            let hanging = scope.spawn(move || {
+                let using = owner.using().unwrap();
+                inside.send(()).unwrap();
+                let _ = hang.recv_timeout(Duration::from_secs(60));
+                using.handle.call();
+            });
+            is_inside.recv_timeout(Duration::from_secs(20)).unwrap();
+            let waiting = scope.spawn(move || owner.using().map(drop));
+            let began = Instant::now();
+            owner.abort("enough");
+            assert!(began.elapsed() < Duration::from_secs(5));
+            assert_eq!(waiting.join().unwrap().unwrap_err(), "enough");
+            assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "somebody is inside");
+            come_back.send(()).unwrap();
+            hanging.join().unwrap();
+        });
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 1, "by the call that came back");
+        assert!(!fake.misused.load(Ordering::SeqCst));
+    }
+
+    #[test]
+    fn an_orderly_end_comes_before_an_abort_or_not_at_all() {
+        let fake = Fake::default();
+        let owner = Owner::new(&fake);
+        let using = owner.using().unwrap();
+        assert!(owner.take().is_none(), "it is in use");
+        drop(using);
+        assert!(owner.take().is_some());
+        owner.abort("too late");
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "whoever took it ends it");
+        assert_eq!(owner.using().unwrap_err(), "too late");
+    }
+}

@@ -1,0 +1,95 @@
+//! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
+
+use super::*;
+use crate::gpu::libraries::{self, Libraries, SETTING, Which};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Ampere, its smaller sisters, Ada, Hopper (with its own instructions, as the engine compiles it), Blackwell.
+const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+/// Where `tests/run` puts NVRTC.
+fn installed() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13")
+}
+
+/// Has cudarc find NVRTC: what is loaded already goes by its own name.
+fn load_nvrtc() {
+    let named = std::env::var_os(SETTING).is_some();
+    let found = Libraries::find().get(Which::Nvrtc).map(|library| library.path.clone());
+    let path = if installed().is_file() && !named { Some(installed()) } else { found };
+    let path = path.unwrap_or_else(|| {
+        panic!(
+            "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
+             repository: python3 -m pip install --no-deps --target target/nvrtc 'nvidia-cuda-nvrtc==13.*'; or name \
+             its folder in {SETTING}"
+        )
+    });
+    let load = |path: &Path| {
+        // SAFETY: NVRTC's initialisers have no preconditions. It stays loaded.
+        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        std::mem::forget(loaded.unwrap_or_else(|e| panic!("{}: {e}", path.display())));
+    };
+    // It opens the other half of itself by a bare name, too.
+    for file in path.parent().into_iter().flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten()) {
+        let file = file.unwrap();
+        if file.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so.") {
+            load(&file.path());
+        }
+    }
+    load(&path);
+    libraries::ready(&[Which::Nvrtc]).unwrap();
+}
+
+/// Compiles everything, on all cores, with `more` options beside the engine's.
+fn compile_all(more: &[&str]) {
+    load_nvrtc();
+    let cases: Vec<_> = CAPABILITIES.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let mut options = options(capability, dtype);
+                    options.extend(more.iter().map(|option| (*option).to_owned()));
+                    if let Err(error) = compile(&options) {
+                        failures.lock().unwrap().push(format!("{capability} {}: {error}", dtype.name()));
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Down to machine code, since only the assembler knows which GPU has which instruction; but with little
+/// optimisation, which takes a tenth of the time.
+#[test]
+fn every_kernel_compiles_for_every_number_format_and_capability() {
+    compile_all(&["--Ofast-compile=max"]);
+}
+
+#[test]
+#[ignore = "minutes: the same, optimised as the engine has it"]
+fn slow_every_kernel_compiles_as_the_engine_compiles_it() {
+    compile_all(&[]);
+}
+
+#[test]
+fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
+    load_nvrtc();
+    let mut options = options(90, DType::F16);
+    // In the place of a function's name.
+    options.push("-Dlarger=no such thing".into());
+    let error = compile(&options).unwrap_err().to_string();
+    assert!(error.contains("sm_90a") && error.contains("lockstep.cu"), "{error}");
+}

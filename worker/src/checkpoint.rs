@@ -6,9 +6,11 @@
 //! to last too. Equal jobs give equal `model.safetensors`, byte for byte: nothing in it comes from a
 //! clock, a name or an id.
 
+mod finite;
 mod keeper;
 mod tensors;
 
+pub use finite::{all_finite, first_not_finite};
 pub use keeper::{Keeper, Kept};
 pub use tensors::read as read_tensors;
 
@@ -94,6 +96,14 @@ pub struct Snapshot {
     pub metadata: BTreeMap<String, String>,
 }
 
+impl Snapshot {
+    /// The first value in it that no model can go on from, in words.
+    pub fn first_not_finite(&self) -> Option<String> {
+        first_not_finite(&self.parameters)
+            .or_else(|| first_not_finite(&self.optimizer).map(|found| format!("momentum of {found}")))
+    }
+}
+
 /// Sizes and checksums of a checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -120,6 +130,9 @@ pub enum CheckpointError {
     /// Not what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },
+    /// Training had diverged: nothing can go on from it or be answered from it.
+    #[error("checkpoint {name} is of a training that has diverged: {detail}")]
+    NotFinite { name: String, detail: String },
 }
 
 fn at(path: &Path) -> impl Fn(io::Error) -> CheckpointError + '_ {
@@ -323,7 +336,7 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
 /// Reads a checkpoint after checking it.
 ///
 /// # Errors
-/// It is damaged.
+/// It is damaged, or holds values that are not finite.
 pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -333,6 +346,11 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let state = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
     let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
     let optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
+        if let Some(found) = first_not_finite(tensors) {
+            return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });
+        }
+    }
     Ok((state, parameters, optimizer))
 }
 

@@ -101,3 +101,25 @@ fn a_directory_that_cannot_be_written_is_named() {
     let error = write(&file, &snapshot(1, 1, None), None).unwrap_err().to_string();
     assert!(error.contains("checkpoints"), "{error}");
 }
+
+#[test]
+fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    for (step, file, tensor, value) in [
+        (1, MODEL, "fc.weight", f32::NAN),
+        (2, MODEL, "bn1.running_mean", f32::INFINITY),
+        (3, OPTIMIZER, "conv1.weight", f32::NEG_INFINITY),
+    ] {
+        let mut saved = snapshot(1, step, None);
+        let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
+        tensors.get_mut(tensor).unwrap().values[1] = value;
+        // As an older program wrote it: whole, with the right checksums.
+        write(dir.path(), &saved, None).unwrap();
+        let folder = dir.path().join(folder_name(1, step));
+        validate(&folder).unwrap();
+        let words = load(&folder).unwrap_err().to_string();
+        for word in [&format!("checkpoint 1-{step}"), file, tensor, &format!("{value}"), "place 1"] {
+            assert!(words.contains(word), "{word} in {words}");
+        }
+    }
+}

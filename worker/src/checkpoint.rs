@@ -12,7 +12,7 @@ mod tensors;
 
 pub use finite::{all_finite, first_not_finite};
 pub use keeper::{Keeper, Kept};
-pub use tensors::read as read_tensors;
+pub use tensors::{metadata, read as read_tensors};
 
 use crate::engine::NamedTensors;
 use lockstep_protocol::{agent::CheckpointInfo, fault};

@@ -162,7 +162,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let form = engine.take_data(&data)?;
     data.set_form(form);
     pulse.device(engine.device_name());
-    let beginning = start::begin(training, &plan, engine.as_mut())?;
+    let beginning = start::begin(training, &plan, &data.shape.classes, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.goes_on_from(beginning.step);

@@ -4,7 +4,11 @@
 use super::home::Held;
 use crate::{data::fingerprint::Fingerprint, launch::write_whole, net};
 use lockstep_protocol::spec::{Device, JobSpec};
-use std::{fs, path::Path, sync::atomic::{AtomicBool, Ordering}};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// Room that everything but checkpoints needs: records and logs.
 const BESIDES: u64 = 16 << 20;

@@ -60,7 +60,9 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         }
         let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         for file in paths {
-            match files::read(file, MAX_BYTES).and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels)) {
+            match files::read(file, MAX_BYTES)
+                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
+            {
                 Ok(()) => {}
                 Err(detail) => broken.push(BrokenFile { file: file.display().to_string(), detail }),
             }

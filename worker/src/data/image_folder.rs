@@ -121,7 +121,9 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
                     let inside = entries(&path).map_or(0, |all| all.len());
                     found.broken.push(named(
                         &path,
-                        format!("is a class folder whose name is not UTF-8 ({inside} files in it); rename it"),
+                        format!(
+                            "is a class folder whose name is not UTF-8 ({inside} files in it); rename it"
+                        ),
                     ));
                 }
             },

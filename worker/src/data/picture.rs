@@ -23,8 +23,8 @@ const MAX_BYTES: u64 = MAX_PIXELS * 8;
 /// a thumbnail.
 const READ: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
 const NOT_READ: [&str; 21] = [
-    "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm", "exr",
-    "dng", "cr2", "cr3", "nef", "arw", "raw",
+    "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm",
+    "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
 ];
 
 /// Pixels as they lie in a file: height, width, channels; one byte each.

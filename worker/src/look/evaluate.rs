@@ -25,8 +25,8 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
         std: Some(model.std.clone()),
         ..spec.data.clone()
     };
-    let data = DataSource::open(Path::new(&question.dataset), &seen, spec.train.seed)
-        .map_err(|e| e.to_string())?;
+    let data =
+        DataSource::open(Path::new(&question.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
             "the model was trained on pictures of {} channels, those of {} have {}",
@@ -53,10 +53,7 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
             // Of equals the first, as PyTorch's argmax has it.
-            let predicted = (0..classes)
-                .rev()
-                .max_by(|a, b| logits[*a].total_cmp(&logits[*b]))
-                .unwrap_or(0);
+            let predicted = (0..classes).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0);
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
             loss += cross_entropy(&logits, truth);

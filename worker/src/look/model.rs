@@ -52,14 +52,18 @@ impl Model {
         let naming = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
         if !SIDES.contains(&image_size) || !matches!(channels, 1 | 3) {
-            return Err(naming(format!("no model has inputs of {image_size} pixels and {channels} channels")));
+            return Err(naming(format!(
+                "no model has inputs of {image_size} pixels and {channels} channels"
+            )));
         }
         let classes: Vec<String> = value(text("classes")?).map_err(naming)?;
         let (mean, std): (Vec<f32>, Vec<f32>) =
             (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
         let sound = |values: &[f32]| values.len() == channels && checkpoint::all_finite(values);
         if !sound(&mean) || !sound(&std) || std.contains(&0.0) {
-            return Err(naming(format!("its mean {mean:?} and std {std:?} are no normalisation of {channels} channels")));
+            return Err(naming(format!(
+                "its mean {mean:?} and std {std:?} are no normalisation of {channels} channels"
+            )));
         }
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
@@ -67,7 +71,9 @@ impl Model {
         let network = net::resnet::build(&model, image_size, channels, classes.len()).map_err(naming)?;
         let weights = checkpoint::read_tensors(&path)?;
         if let Some(found) = checkpoint::first_not_finite(&weights) {
-            return Err(naming(format!("{found}; its training has diverged, so it has no answers: choose another checkpoint")));
+            return Err(naming(format!(
+                "{found}; its training has diverged, so it has no answers: choose another checkpoint"
+            )));
         }
         let config = EngineConfig {
             batch_size: BATCH,

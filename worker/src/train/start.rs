@@ -52,7 +52,10 @@ fn pretrained_weights(
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
     let mut given = checkpoint::read_tensors(&path).map_err(wrong)?;
     if let Some(found) = checkpoint::first_not_finite(&given) {
-        return Err(wrong(format!("{}: {found}; its training has diverged, give another file", path.display())));
+        return Err(wrong(format!(
+            "{}: {found}; its training has diverged, give another file",
+            path.display()
+        )));
     }
     let mut problems = Vec::new();
     let mut weights = NamedTensors::new();

@@ -72,7 +72,8 @@ mod tests {
     use std::io::Cursor;
 
     fn encoded(format: ImageFormat) -> Vec<u8> {
-        let picture = image::RgbImage::from_fn(40, 30, |x, y| image::Rgb([(x * y) as u8, x as u8 * 3, 255 - y as u8]));
+        let picture =
+            image::RgbImage::from_fn(40, 30, |x, y| image::Rgb([(x * y) as u8, x as u8 * 3, 255 - y as u8]));
         let mut bytes = Cursor::new(Vec::new());
         picture.write_to(&mut bytes, format).unwrap();
         bytes.into_inner()
@@ -84,11 +85,17 @@ mod tests {
             let whole = encoded(format);
             assert!(is_whole(format, &whole), "{format:?}");
             // A film, another picture, one that is itself cut off, markers that mean nothing here.
-            for behind in [&b"\0\0\0\x18ftypmp42\xff\xda\0\x0c"[..], &whole, &whole[..whole.len() / 2], b"\xff\xda"] {
+            for behind in
+                [&b"\0\0\0\x18ftypmp42\xff\xda\0\x0c"[..], &whole, &whole[..whole.len() / 2], b"\xff\xda"]
+            {
                 assert!(is_whole(format, &[&whole, behind].concat()), "{format:?}");
             }
             for length in 0..whole.len() {
-                assert!(!is_whole(format, &whole[..length]), "{format:?} of {length} of {} bytes", whole.len());
+                assert!(
+                    !is_whole(format, &whole[..length]),
+                    "{format:?} of {length} of {} bytes",
+                    whole.len()
+                );
             }
         }
     }

@@ -262,6 +262,32 @@ async fn weights_that_diverged_are_refused_by_file_and_tensor() {
 }
 
 #[tokio::test]
+async fn a_run_whose_weights_are_no_numbers_any_more_keeps_no_checkpoint_of_them_and_fails() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // The loss stays finite: the CPU's ReLU makes 0 of NaN.
+    let sets = [
+        "model.arch=resnet18",
+        "parallel.ranks=1",
+        "data.image_size=28",
+        "train.epochs=",
+        "train.steps=40",
+        "train.global_batch_size=8",
+        "train.lr=100",
+        "train.momentum=0.95",
+        "train.schedule=constant",
+        "checkpoint.every_steps=40",
+    ];
+    let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let output = bench.train("out", &more).output().expect("it runs");
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{words}");
+    assert!(words.contains("diverged"), "{words}");
+    let left = fs::read_dir(bench.out("out").join("checkpoints")).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "nothing to be answered from");
+}
+
+#[tokio::test]
 async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_not_called_damaged() {
     let _turn = turn().await;
     let bench = Bench::new();

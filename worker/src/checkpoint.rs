@@ -239,6 +239,37 @@ fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// # Errors
 /// What is missing or differs.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let (name, manifest) = manifest(folder)?;
+    for (file, wanted) in &manifest.files {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            let detail = format!("{MANIFEST} names {file:?}, which is no plain file name");
+            return Err(CheckpointError::Damaged { name, detail });
+        }
+        same(folder, file, wanted)
+            .map_err(|detail| CheckpointError::Damaged { name: name.clone(), detail })?;
+    }
+    Ok(manifest)
+}
+
+/// The file with the weights of a checkpoint's folder, which is checked against its manifest where there is one, or of
+/// somebody's own.
+///
+/// # Errors
+/// It is damaged.
+pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
+    if !path.is_dir() {
+        return Ok(path.into());
+    }
+    if path.join(MANIFEST).exists() {
+        let (name, manifest) = manifest(path)?;
+        same(path, MODEL, &manifest.files[MODEL])
+            .map_err(|detail| CheckpointError::Damaged { name, detail })?;
+    }
+    Ok(path.join(MODEL))
+}
+
+/// A checkpoint's name and manifest, which names all that a checkpoint has.
+fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let text = fs::read(folder.join(MANIFEST)).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
@@ -252,20 +283,19 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
             return Err(damaged(format!("{MANIFEST} does not name {required}")));
         }
     }
-    for (file, wanted) in &manifest.files {
-        if Path::new(file).file_name() != Some(file.as_ref()) {
-            return Err(damaged(format!("{MANIFEST} names {file:?}, which is no plain file name")));
-        }
-        let found = checksum(&folder.join(file)).map_err(|e| damaged(format!("{file}: {e}")))?;
-        if found.size_bytes != wanted.size_bytes {
-            let (is, was) = (found.size_bytes, wanted.size_bytes);
-            return Err(damaged(format!("{file} has {is} bytes, {was} were written")));
-        }
-        if found.sha256 != wanted.sha256 {
-            return Err(damaged(format!("{file}: its checksum does not match")));
-        }
+    Ok((name, manifest))
+}
+
+/// How a file differs from what was written.
+fn same(folder: &Path, file: &str, wanted: &ManifestFile) -> Result<(), String> {
+    let found = checksum(&folder.join(file)).map_err(|e| format!("{file}: {e}"))?;
+    if found.size_bytes != wanted.size_bytes {
+        return Err(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
     }
-    Ok(manifest)
+    if found.sha256 != wanted.sha256 {
+        return Err(format!("{file}: its checksum does not match"));
+    }
+    Ok(())
 }
 
 fn checksum(path: &Path) -> io::Result<ManifestFile> {

@@ -84,6 +84,26 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
 }
 
 #[test]
+fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &snapshot(1, 9, None), None).unwrap();
+    let folder = dir.path().join("1-9");
+    let file = model_file(&folder).unwrap();
+    assert_eq!((file.as_path(), model_file(&file).unwrap()), (folder.join(MODEL).as_path(), file.clone()));
+    // The optimizer's file is not what is asked.
+    fs::write(folder.join(OPTIMIZER), "").unwrap();
+    model_file(&folder).unwrap();
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let words = model_file(&folder).unwrap_err().to_string();
+    assert_eq!(words, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
+    fs::remove_file(folder.join(MANIFEST)).unwrap();
+    assert_eq!(model_file(&folder).unwrap(), file, "somebody's own folder");
+}
+
+#[test]
 fn only_our_folder_names_are_taken() {
     for name in ["1-2", "10-4000"] {
         assert!(parse_folder_name(name).is_some(), "{name}");

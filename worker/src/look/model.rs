@@ -9,10 +9,7 @@ use crate::{
 };
 use lockstep_protocol::spec::{ModelSpec, OptimizerKind};
 use serde::de::DeserializeOwned;
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{path::Path, sync::Arc};
 
 /// Pictures computed together.
 pub(super) const BATCH: usize = 32;
@@ -36,7 +33,7 @@ impl Model {
     /// # Errors
     /// What is wrong with the file, in a sentence.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        let path: PathBuf = if path.is_dir() { path.join(checkpoint::MODEL) } else { path.to_path_buf() };
+        let path = checkpoint::model_file(path).map_err(|e| e.to_string())?;
         let about = checkpoint::metadata(&path)?;
         let text = |key: &str| {
             about.get(key).ok_or_else(|| {

@@ -48,8 +48,8 @@ fn pretrained_weights(
     path: &Path,
     initial: NamedTensors,
 ) -> Result<NamedTensors, TrainError> {
-    let path = if path.is_dir() { path.join(checkpoint::MODEL) } else { path.to_path_buf() };
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
+    let path = checkpoint::model_file(path).map_err(|e| wrong(e.to_string()))?;
     let mut given = checkpoint::read_tensors(&path).map_err(wrong)?;
     if let Some(found) = checkpoint::first_not_finite(&given) {
         return Err(wrong(format!(

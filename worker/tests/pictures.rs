@@ -18,8 +18,9 @@ use tempfile::TempDir;
 
 /// A picture that no other number gives.
 fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
+    // Smooth, so that a JPEG file keeps nearly all of it.
     image::RgbImage::from_fn(width, height, |x, y| {
-        image::Rgb([(x * 7 + number * 31) as u8, (y * 5) as u8, (x * y / 4 + number) as u8])
+        image::Rgb([(x * 2 + number % 100) as u8, (y * 3) as u8, (x + y + number % 50) as u8])
     })
 }
 

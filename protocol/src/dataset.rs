@@ -1,6 +1,7 @@
 //! What is known of a dataset.
 
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use utoipa::ToSchema;
 
 /// What looking at a dataset's files found.
@@ -48,4 +49,67 @@ pub struct Dataset {
     pub info: DatasetInfo,
     #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
+}
+
+/// Class names of a kind that are named in a sentence.
+const NAMED: usize = 5;
+
+/// How the classes that a model was trained on differ from a dataset's, in words; `None` when they are the same ones in
+/// the same order. A model tells classes by their numbers, so another order is other classes.
+pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> {
+    if trained == dataset {
+        return None;
+    }
+    let lacking = |all: &[String], of: &[String]| -> Option<String> {
+        let there: HashSet<&String> = of.iter().collect();
+        let missing: Vec<_> = all.iter().filter(|name| !there.contains(name)).collect();
+        let named: Vec<_> = missing.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
+        let more = missing.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        (!missing.is_empty()).then(|| format!("{}{more}", named.join(", ")))
+    };
+    let mut parts = Vec::new();
+    if trained.len() != dataset.len() {
+        parts.push(format!("the model has {} classes, the dataset {}", trained.len(), dataset.len()));
+    }
+    parts.extend(lacking(trained, dataset).map(|names| format!("the dataset lacks the model's {names}")));
+    parts.extend(lacking(dataset, trained).map(|names| format!("the model does not know {names}")));
+    if parts.is_empty() {
+        let place = trained.iter().zip(dataset).position(|(a, b)| a != b).unwrap_or(0);
+        parts.push(format!(
+            "the classes are in another order: class {place} is {:?} for the model and {:?} in the dataset",
+            trained[place], dataset[place]
+        ));
+    }
+    Some(parts.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn classes_that_differ_are_named() {
+        let differ = |a: &str, b: &str| classes_differ(&names(a), &names(b));
+        assert_eq!(differ("cat dog", "cat dog"), None);
+        assert_eq!(
+            differ("cat dog", "dog cat").unwrap(),
+            "the classes are in another order: class 0 is \"cat\" for the model and \"dog\" in the dataset"
+        );
+        assert_eq!(
+            differ("cat dog", "cat fox").unwrap(),
+            "the dataset lacks the model's \"dog\"; the model does not know \"fox\""
+        );
+        let fewer = differ("a b c d e f g h", "a").unwrap();
+        assert_eq!(
+            fewer,
+            "the model has 8 classes, the dataset 1; the dataset lacks the model's \"b\", \"c\", \"d\", \"e\", \"f\" and \
+             2 more"
+        );
+        assert!(differ("a a", "a").unwrap().contains("has 2 classes"), "a name that occurs twice");
+    }
 }

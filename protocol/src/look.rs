@@ -98,7 +98,7 @@ pub struct Mistake {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct NamedPicture {
     pub name: String,
-    /// JPEG or PNG, base64.
+    /// A picture's file, base64.
     pub content: String,
 }
 
@@ -107,9 +107,9 @@ pub struct NamedPicture {
 pub struct Prediction {
     /// As it was sent.
     pub name: String,
-    /// Every class, most probable first; empty when the picture cannot be read.
+    /// Every class, most probable first; empty when there is an `error`.
     pub classes: Vec<Probability>,
-    /// Why it cannot be read.
+    /// Why it cannot be read, or the model has no answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

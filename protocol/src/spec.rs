@@ -45,6 +45,20 @@ pub struct ModelSpec {
     pub pretrained: Option<String>,
 }
 
+/// From this image size on, `auto` is the imagenet stem.
+const IMAGENET_STEM_FROM: usize = 96;
+
+impl ModelSpec {
+    /// The stem for pictures of `image_size` pixels; never [`Stem::Auto`].
+    pub fn stem_for(&self, image_size: usize) -> Stem {
+        match self.stem {
+            Stem::Auto if self.arch.is_cifar_family() || image_size < IMAGENET_STEM_FROM => Stem::Cifar,
+            Stem::Auto => Stem::Imagenet,
+            given => given,
+        }
+    }
+}
+
 /// Networks known by name. `resnet20` to `resnet110` are the CIFAR family of He et al. 2015, section 4.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -108,6 +122,17 @@ pub enum Stem {
     Imagenet,
     /// 3x3 convolution of stride 1, no pooling.
     Cifar,
+}
+
+impl Stem {
+    /// As in a specification.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stem::Auto => "auto",
+            Stem::Imagenet => "imagenet",
+            Stem::Cifar => "cifar",
+        }
+    }
 }
 
 /// What to train on and how a picture becomes an input.

@@ -341,11 +341,18 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
+        // Of a network whose numbers are not: nothing was measured, and JSON could not hold it.
+        AttemptEvent::Evaluation(evaluation)
+            if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
+        {
+            (row.job.last.val_loss, row.job.last.val_accuracy) = (None, None);
+            Vec::new()
+        }
         AttemptEvent::Evaluation(evaluation) => {
             let job = &mut row.job;
-            job.last.val_loss = Some(evaluation.loss).filter(|v| v.is_finite());
-            job.last.val_accuracy = Some(evaluation.accuracy).filter(|v| v.is_finite());
-            if evaluation.accuracy.is_finite() && job.best.is_none_or(|b| evaluation.accuracy > b.value) {
+            job.last.val_loss = Some(evaluation.loss);
+            job.last.val_accuracy = Some(evaluation.accuracy);
+            if job.best.is_none_or(|b| evaluation.accuracy > b.value) {
                 let (value, step, epoch) = (evaluation.accuracy, evaluation.step, evaluation.epoch);
                 job.best = Some(Measured { value, step, epoch });
             }

@@ -21,7 +21,7 @@ enum Action {
     Add {
         /// The name that jobs give
         name: String,
-        /// A folder: CIFAR binary files, IDX files, or train/<class>/*.{jpg,png}
+        /// A folder: CIFAR binary files, IDX files, or train/<class>/* with pictures
         path: PathBuf,
         #[command(flatten)]
         server: ServerArgs,
@@ -54,7 +54,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&dataset);
             }
-            output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
+            output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
+            broken_files(&dataset.info)
         }
         Action::List { server } => {
             let api = Api::new(&server.server)?;
@@ -104,6 +105,11 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
             .collect();
         output::line(format_args!("  {index:>4}  {class:<24}{}", counts.join(", ")))?;
     }
+    broken_files(&info)
+}
+
+/// What is left out, each with the reason.
+fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     for broken in &info.broken {
         output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
     }

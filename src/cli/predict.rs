@@ -9,7 +9,7 @@ use super::{
 use lockstep_protocol::look::Prediction;
 use std::path::PathBuf;
 
-/// Classify pictures (JPEG or PNG) with a job's checkpoint, or with a model file
+/// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The pictures

@@ -64,7 +64,7 @@ describe("a model", () => {
     }, dropped);
     await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
     const cards = page.locator("#classify-results > li");
-    assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG or PNG/);
+    assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     const binary = process.env.LOCKSTEP_BIN ?? new URL("../../target/release/lockstep", import.meta.url).pathname;
     const said = JSON.parse(execFileSync(binary, ["predict", "--server", house.url, "--job", job.id, "--json", ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {

@@ -118,3 +118,52 @@ async fn a_text_named_jpg_is_fatal_or_skipped_as_the_job_says() {
     assert!(logs["lines"].as_array().expect("lines").iter().any(named), "{logs:#}");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_the_job_says() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let images = pictures::image_folder(server.folder().path(), 20);
+    let boot = images.join("train/boot");
+    let mode = rustix::fs::Mode::RUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, boot.join("pipe.jpg"), rustix::fs::FileType::Fifo, mode, 0)
+        .expect("a pipe");
+    std::os::unix::fs::symlink("looping.png", boot.join("looping.png")).expect("a link");
+    std::os::unix::fs::symlink("nowhere.png", boot.join("dangling.png")).expect("a link");
+    std::os::unix::fs::symlink("..", boot.join("up")).expect("a link");
+    // A regular file that even root cannot read.
+    std::os::unix::fs::symlink("/proc/self/mem", boot.join("unreadable.png")).expect("a link");
+    let odd = [
+        ("pipe.jpg", "named pipe"),
+        ("looping.png", "leads back to itself"),
+        ("dangling.png", "nowhere.png, which is not there"),
+        ("boot/up", "a folder that it lies in"),
+        ("unreadable.png", "cannot be read"),
+    ];
+    let path = images.to_str().expect("UTF-8");
+    let added = server.cli(&["dataset", "add", "folder", path]);
+    assert!(added.ok().contains("40 train, 40 val, 5 broken files"), "{}", added.stdout);
+    let inspected = server.cli(&["dataset", "inspect", "folder"]);
+    for (name, why) in odd {
+        for said in [added.ok(), inspected.ok()] {
+            assert!(said.lines().any(|l| l.contains(name) && l.contains(why)), "{name} {why}: {said}");
+        }
+    }
+    let spec = |policy: &str| {
+        specs::with(
+            specs::short(policy, "folder", 2, 6),
+            json!({"data": {"validation": "val", "broken_files": policy}}),
+        )
+    };
+    let fatal = server.submit(&spec("fail")).await;
+    let job = server.ended(&fatal).await;
+    assert_eq!((&job["state"], &job["attempt"]), (&json!("failed"), &json!(1)), "{job:#}");
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(reason.contains("5 broken files"), "{reason}");
+    for (name, why) in odd {
+        assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
+    }
+    let skipping = server.submit(&spec("skip")).await;
+    server.succeeded(&skipping).await;
+    server.stop().await;
+}

@@ -161,7 +161,7 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
     );
     fork(json!({"checkpoint": 75, "set": {"model.arch": "resnet32"}}))
         .await
-        .mistakes(&[("/model/arch", &["another network"])]);
+        .mistakes(&[("/model/arch", &["resnet20", "another network"])]);
     fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
     fork(json!({})).await.mistakes(&[("/train/steps", &["nothing is left to do"])]);
     let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;

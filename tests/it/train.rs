@@ -384,6 +384,104 @@ async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
     assert!(said.contains("does not hold a resnet32") && said.contains("is missing"), "{said}");
 }
 
+/// Puts `value` in place of a tensor's first one.
+fn spoil(model: &Path, tensor: &str, value: f32) {
+    let mut bytes = fs::read(model).expect("a model");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let data = file.tensor(tensor).expect("the tensor").data();
+    let offset = data.as_ptr().addr() - bytes.as_ptr().addr();
+    bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
+    fs::write(model, bytes).expect("a model");
+}
+
+#[tokio::test]
+async fn weights_that_diverged_are_refused_by_file_and_tensor() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    for (tensor, value, said) in [
+        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight holds NaN at place 0"),
+        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var holds -1 at place 0"),
+        ("fc.bias", f32::INFINITY, "fc.bias holds inf at place 0"),
+    ] {
+        let file = bench.folder.path().join(format!("{tensor}.safetensors"));
+        fs::write(&file, bench.model("out", "2-24")).expect("a copy");
+        spoil(&file, tensor, value);
+        let weights = format!("model.pretrained={}", file.display());
+        let output = bench.train(tensor, &["--set", &weights]).output().expect("it runs");
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{words}");
+        assert!(words.contains(&format!("{}: {said}", file.display())), "{words}");
+        // And it is asked nothing.
+        let picture = bench.folder.path().join("picture.png");
+        image::GrayImage::from_pixel(28, 28, image::Luma([99])).save(&picture).expect("a picture");
+        let ask = Command::new(env!("CARGO_BIN_EXE_lockstep"))
+            .args(["predict", "--model"])
+            .args([&file, &picture])
+            .output()
+            .expect("it runs");
+        let words = String::from_utf8_lossy(&ask.stderr).into_owned();
+        assert_eq!((ask.status.code(), ask.stdout.len()), (Some(2), 0), "{words}");
+        assert!(words.contains(said), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn a_run_whose_weights_are_no_numbers_any_more_keeps_no_checkpoint_of_them_and_fails() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // The loss stays finite: the CPU's ReLU makes 0 of NaN.
+    let sets = [
+        "model.arch=resnet18",
+        "parallel.ranks=1",
+        "data.image_size=28",
+        "train.epochs=",
+        "train.steps=40",
+        "train.global_batch_size=8",
+        "train.lr=100",
+        "train.momentum=0.95",
+        "train.schedule=constant",
+        "checkpoint.every_steps=40",
+    ];
+    let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let output = bench.train("out", &more).output().expect("it runs");
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{words}");
+    assert!(words.contains("diverged"), "{words}");
+    let left = fs::read_dir(bench.out("out").join("checkpoints")).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "nothing to be answered from");
+}
+
+#[tokio::test]
+async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_not_called_damaged() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    let checkpoint = bench.out("out").join("checkpoints/1-7");
+    let names = bench.folder.path().join("fashion-400-100/classes.txt");
+    let resume = |out: &str, sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        let more: Vec<_> =
+            ["--resume", checkpoint.to_str().expect("a path")].into_iter().chain(sets).collect();
+        let output = bench.train(out, &more).output().expect("it runs");
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{words}");
+        assert!(
+            words.contains("checkpoints/1-7 does not fit this job") && !words.contains("damaged"),
+            "{words}"
+        );
+        words
+    };
+    let words = resume("deeper", &["model.arch=resnet32"]);
+    assert!(words.contains("layer1.3.bn1.bias is missing"), "{words}");
+    let words = resume("stem", &["model.arch=resnet20", "model.stem=imagenet"]);
+    assert!(words.contains("conv1.weight is [16, 1, 3, 3], wanted [16, 1, 7, 7]"), "{words}");
+    let classes: String = (0..10).map(|c| format!("{}\n", 9 - c)).collect();
+    fs::write(&names, classes).expect("names");
+    let words = resume("turned", &[]);
+    assert!(words.contains("class 0 is \"0\" for the model and \"9\" in the dataset"), "{words}");
+}
+
 /// Two processes with torchrun's variables, as torchrun starts them.
 #[tokio::test]
 async fn under_torchrun_each_process_is_a_rank() {

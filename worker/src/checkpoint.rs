@@ -10,10 +10,10 @@ mod keeper;
 mod tensors;
 
 pub use keeper::{Keeper, Kept};
-pub use tensors::read as read_tensors;
+pub use tensors::{metadata, read as read_tensors};
 
 use crate::{
-    engine::{LossScaling, NamedTensors},
+    engine::{LossScaling, NamedTensors, first_not_finite},
     precision::SkippedSteps,
 };
 use lockstep_protocol::{agent::CheckpointInfo, fault, spec::Precision};
@@ -105,6 +105,14 @@ pub struct Snapshot {
     pub metadata: BTreeMap<String, String>,
 }
 
+impl Snapshot {
+    /// The first value in it that no model can go on from, in words.
+    pub fn first_not_finite(&self) -> Option<String> {
+        first_not_finite(&self.parameters)
+            .or_else(|| first_not_finite(&self.optimizer).map(|found| format!("momentum of {found}")))
+    }
+}
+
 /// Sizes and checksums of a checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -131,6 +139,9 @@ pub enum CheckpointError {
     /// Not what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },
+    /// Training had diverged: nothing can go on from it or be answered from it.
+    #[error("checkpoint {name} is of a training that has diverged: {detail}")]
+    NotFinite { name: String, detail: String },
 }
 
 fn at(path: &Path) -> impl Fn(io::Error) -> CheckpointError + '_ {
@@ -269,6 +280,37 @@ fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// # Errors
 /// What is missing or differs.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let (name, manifest) = manifest(folder)?;
+    for (file, wanted) in &manifest.files {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            let detail = format!("{MANIFEST} names {file:?}, which is no plain file name");
+            return Err(CheckpointError::Damaged { name, detail });
+        }
+        same(folder, file, wanted)
+            .map_err(|detail| CheckpointError::Damaged { name: name.clone(), detail })?;
+    }
+    Ok(manifest)
+}
+
+/// The file with the weights of a checkpoint's folder, which is checked against its manifest where there is one, or of
+/// somebody's own.
+///
+/// # Errors
+/// It is damaged.
+pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
+    if !path.is_dir() {
+        return Ok(path.into());
+    }
+    if path.join(MANIFEST).exists() {
+        let (name, manifest) = manifest(path)?;
+        same(path, MODEL, &manifest.files[MODEL])
+            .map_err(|detail| CheckpointError::Damaged { name, detail })?;
+    }
+    Ok(path.join(MODEL))
+}
+
+/// A checkpoint's name and manifest, which names all that a checkpoint has.
+fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let text = fs::read(folder.join(MANIFEST)).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
@@ -282,20 +324,19 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
             return Err(damaged(format!("{MANIFEST} does not name {required}")));
         }
     }
-    for (file, wanted) in &manifest.files {
-        if Path::new(file).file_name() != Some(file.as_ref()) {
-            return Err(damaged(format!("{MANIFEST} names {file:?}, which is no plain file name")));
-        }
-        let found = checksum(&folder.join(file)).map_err(|e| damaged(format!("{file}: {e}")))?;
-        if found.size_bytes != wanted.size_bytes {
-            let (is, was) = (found.size_bytes, wanted.size_bytes);
-            return Err(damaged(format!("{file} has {is} bytes, {was} were written")));
-        }
-        if found.sha256 != wanted.sha256 {
-            return Err(damaged(format!("{file}: its checksum does not match")));
-        }
+    Ok((name, manifest))
+}
+
+/// How a file differs from what was written.
+fn same(folder: &Path, file: &str, wanted: &ManifestFile) -> Result<(), String> {
+    let found = checksum(&folder.join(file)).map_err(|e| format!("{file}: {e}"))?;
+    if found.size_bytes != wanted.size_bytes {
+        return Err(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
     }
-    Ok(manifest)
+    if found.sha256 != wanted.sha256 {
+        return Err(format!("{file}: its checksum does not match"));
+    }
+    Ok(())
 }
 
 fn checksum(path: &Path) -> io::Result<ManifestFile> {
@@ -366,7 +407,7 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
 /// Reads a checkpoint after checking it.
 ///
 /// # Errors
-/// It is damaged.
+/// It is damaged, or holds values that are not finite.
 pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -376,6 +417,11 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let state = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
     let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
     let optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
+        if let Some(found) = first_not_finite(tensors) {
+            return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });
+        }
+    }
     Ok((state, parameters, optimizer))
 }
 

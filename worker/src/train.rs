@@ -175,7 +175,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let form = engine.take_data(&data)?;
     data.set_form(form);
     pulse.device(engine.device_name());
-    let beginning = start::begin(training, &plan, engine.as_mut())?;
+    let beginning = start::begin(training, &plan, &data.shape.classes, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
@@ -453,8 +453,8 @@ impl Run<'_> {
         if votes == [0.0] {
             return Ok(());
         }
-        let name = own.unwrap_or_else(|| "a tensor of another rank".into());
-        Err(self.diverged(format!("{name} is not finite")))
+        let found = own.unwrap_or_else(|| "a tensor of another rank".into());
+        Err(self.diverged(found))
     }
 
     /// With the newest step.
@@ -585,13 +585,17 @@ impl Run<'_> {
             loss_scaling: self.engine.loss_scaling()?,
             skipped_steps: self.skipped.clone(),
         };
-        keeper.keep(Snapshot {
+        let kept = keeper.keep(Snapshot {
             state,
             parameters: self.engine.parameters()?,
             optimizer: self.engine.optimizer_state()?,
             batches: self.step * plan.accumulate as u64,
             metadata: self.metadata.clone(),
-        })?;
+        });
+        if let Err(CheckpointError::NotFinite { detail, .. }) = kept {
+            return Err(self.diverged(detail));
+        }
+        kept?;
         self.pulse.report("training");
         self.announce_checkpoints();
         Ok(())

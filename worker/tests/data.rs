@@ -294,7 +294,12 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
         DataSpec { validation: Validation::Fraction(0.25), image_size: Some(32), ..DataSpec::default() };
     says(
         &error(dir.path(), &spec),
-        &["4 broken files", "text.jpg is text, not a JPEG or PNG", "empty.png is empty", "skip"],
+        &[
+            "4 broken files",
+            "text.jpg is text, not a JPEG, PNG, WebP, GIF, BMP or TIFF picture",
+            "empty.png is empty",
+            "skip",
+        ],
     );
     let skip = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
     let shape = DataSource::open(dir.path(), &skip, 0).expect("opens").shape;

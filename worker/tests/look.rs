@@ -3,7 +3,7 @@
 
 use lockstep_protocol::{
     agent::{Answer, Question},
-    look::{EvaluateModel, NamedPicture, Pick, Samples},
+    look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
 use lockstep_worker::{look, made_up, net::resnet};
@@ -46,18 +46,27 @@ fn spec(of: &Expected) -> JobSpec {
 
 /// `fill` and `looking` of `make_fixtures.py`, written as a checkpoint's model is.
 fn write_model(folder: &Path, of: &Expected) {
+    write_changed(folder, of, |_| {}, |_, _| {});
+}
+
+/// The same with another metadata or other values.
+fn write_changed(
+    folder: &Path,
+    of: &Expected,
+    about: impl Fn(&mut serde_json::Value),
+    change: impl Fn(&str, &mut Vec<f32>),
+) {
     let spec = spec(of);
     let network = resnet::build(&spec.model, of.side, 1, 10).unwrap();
     let mut header = serde_json::Map::new();
     let names: Vec<String> = (0..10).map(|c| c.to_string()).collect();
-    header.insert(
-        "__metadata__".into(),
-        json!({
-            "classes": json!(names).to_string(), "image_size": of.side.to_string(), "channels": "1",
-            "mean": json!([of.mean]).to_string(), "std": json!([of.std]).to_string(),
-            "spec": serde_json::to_string(&spec).unwrap(),
-        }),
-    );
+    let mut metadata = json!({
+        "classes": json!(names).to_string(), "image_size": of.side.to_string(), "channels": "1",
+        "mean": json!([of.mean]).to_string(), "std": json!([of.std]).to_string(),
+        "spec": serde_json::to_string(&spec).unwrap(),
+    });
+    about(&mut metadata);
+    header.insert("__metadata__".into(), metadata);
     let mut data: Vec<u8> = Vec::new();
     for p in network.parameters() {
         let mut values = made_up::values(&format!("resnet20.{}", p.name), p.len());
@@ -74,6 +83,7 @@ fn write_model(folder: &Path, of: &Expected) {
         if p.name == "fc.bias" {
             values.clone_from(&of.bias);
         }
+        change(&p.name, &mut values);
         let start = data.len();
         data.extend(values.iter().flat_map(|v| v.to_le_bytes()));
         header.insert(p.name, json!({"dtype": "F32", "shape": p.shape, "data_offsets": [start, data.len()]}));
@@ -127,7 +137,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
     let mut found = look::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
     assert!(
-        broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG or PNG"),
+        broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
         "one bad file alone"
     );
     assert_eq!(found.len(), of.probabilities.len());
@@ -165,6 +175,168 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
     assert!(found.mistakes.is_sorted_by(|a, b| a.confidence >= b.confidence));
     let labels = made_up::labels("looking.labels", of.count, 10);
     assert!(found.mistakes.iter().all(|m| m.label != m.predicted && labels[m.index as usize] == m.label));
+}
+
+fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
+    let here = folder.to_string_lossy().into_owned();
+    let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec) };
+    match look::answer(Question::Evaluate(question)) {
+        Ok(Answer::Evaluation(found)) => Ok(*found),
+        Ok(other) => panic!("{other:?}"),
+        Err(words) => Err(words),
+    }
+}
+
+#[test]
+fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_dataset(dir.path(), &of);
+    // The CPU's ReLU makes 0 of NaN, so that the network would answer.
+    for (tensor, value, said) in [
+        ("conv1.weight", f32::NAN, "conv1.weight holds NaN at place 3"),
+        ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean holds inf at place 3"),
+        ("bn1.running_var", -0.5, "bn1.running_var holds -0.5 at place 3: a variance is never below zero"),
+    ] {
+        write_changed(
+            dir.path(),
+            &of,
+            |_| {},
+            |name, values| {
+                if name == tensor {
+                    values[3] = value;
+                }
+            },
+        );
+        let picture = || vec![("0.png".to_owned(), png(&of, 0))];
+        for words in
+            [look::predict(dir.path(), picture()).unwrap_err(), evaluate(dir.path(), spec(&of)).unwrap_err()]
+        {
+            assert!(words.contains("model.safetensors") && words.contains(said), "{words}");
+        }
+    }
+    // Finite weights whose sums are not: no class is the answer, least of all with certainty.
+    write_changed(
+        dir.path(),
+        &of,
+        |_| {},
+        |name, values| {
+            if name == "fc.weight" {
+                values.iter_mut().for_each(|v| *v = 3e38);
+            }
+        },
+    );
+    let found = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
+    let words = found[0].error.clone().unwrap();
+    assert!(found[0].classes.is_empty() && words.contains("inf for class \"0\""), "{words}");
+    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(words.contains("validation picture 0") && words.contains("inf"), "{words}");
+}
+
+#[test]
+fn the_loss_of_a_certain_and_wrong_model_is_as_large_as_it_is() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_dataset(dir.path(), &of);
+    // Everything is of class 0, by 1000: of what is not, the probability is too small for a number.
+    write_changed(
+        dir.path(),
+        &of,
+        |_| {},
+        |name, values| match name {
+            "fc.weight" => values.fill(0.0),
+            "fc.bias" => {
+                values.fill(0.0);
+                values[0] = 1000.0;
+            }
+            _ => {}
+        },
+    );
+    let found = evaluate(dir.path(), spec(&of)).unwrap();
+    assert!((found.loss - 1000.0 * (1.0 - found.accuracy)).abs() < 1e-6, "{}", found.loss);
+}
+
+#[test]
+fn an_evaluation_sees_pictures_as_its_model_was_trained_on_and_only_its_own_classes() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path(), &of);
+    write_dataset(dir.path(), &of);
+    let reference = evaluate(dir.path(), spec(&of)).unwrap();
+    // The job was forked to another size, and its own normalisation is no longer the dataset's.
+    let mut other = spec(&of);
+    other.data.image_size = Some(64);
+    (other.data.mean, other.data.std) = (None, None);
+    let found = evaluate(dir.path(), other).unwrap();
+    assert_eq!((found.confusion, found.loss), (reference.confusion, reference.loss));
+
+    let names = |order: &[usize]| {
+        let all: Vec<String> = order.iter().map(|c| format!("{c}\n")).collect();
+        fs::write(dir.path().join("classes.txt"), all.concat()).unwrap();
+    };
+    names(&[0, 1, 2, 3, 4, 5, 6, 7, 9, 8]);
+    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(words.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{words}");
+    names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
+    let words = evaluate(dir.path(), spec(&of)).unwrap_err();
+    assert!(words.contains("the dataset lacks the model's \"9\""), "{words}");
+    names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    assert!(evaluate(dir.path(), spec(&of)).is_ok());
+}
+
+#[test]
+fn metadata_that_no_model_has_is_refused_by_file() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    for (key, value, said) in [
+        ("image_size", "4097", "inputs of 4097 pixels"),
+        ("image_size", "7", "inputs of 7 pixels"),
+        ("channels", "2", "2 channels"),
+        ("mean", "[]", "no normalisation of 1 channels"),
+        ("std", "[0.0]", "no normalisation of 1 channels"),
+        ("classes", "[]", "one class"),
+        ("classes", "no JSON", "metadata"),
+    ] {
+        write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
+        let words = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
+        assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
+    }
+}
+
+#[test]
+fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    // A packed set of pictures half as high as wide, which jobs scale to a square as a whole.
+    let (height, width, count) = (of.side / 2, of.side, 40);
+    let size = height * width;
+    let pictures = &pixels(&of)[..count * size];
+    let word = |n: usize| (n as u32).to_be_bytes();
+    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
+    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
+    for split in ["train", "t10k"] {
+        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+    }
+    let mut job = spec(&of);
+    job.data.image_size = Some(of.side as u32);
+    let evaluated = evaluate(dir.path(), job).unwrap();
+    let files: Vec<_> = pictures
+        .chunks(size)
+        .map(|pixels| {
+            let mut png = std::io::Cursor::new(Vec::new());
+            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
+            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
+            (String::new(), png.into_inner())
+        })
+        .collect();
+    let mut confusion = vec![vec![0; 10]; 10];
+    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
+        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
+    }
+    assert_eq!(confusion, evaluated.confusion);
 }
 
 fn samples(path: &Path, pick: Pick) -> Samples {

@@ -2,6 +2,7 @@
 
 use super::{
     extract::{Body, Path, job_id},
+    fit::{self, Trained},
     jobs,
 };
 use crate::{
@@ -63,16 +64,8 @@ pub(crate) async fn fork(
         merge(&mut document, &path, value)?;
     }
     let (spec, dataset) = jobs::check(&app, &document).await?;
-    let mut mistakes = Vec::new();
-    for (pointer, same) in [
-        ("/model/arch", spec.model.arch == source.spec.model.arch),
-        ("/model/stem", spec.model.stem == source.spec.model.stem),
-    ] {
-        if !same {
-            let detail = "the checkpoint's tensors are of the job it comes from; submit a new job to train another network";
-            mistakes.push(SpecError { pointer: pointer.into(), detail: detail.into() });
-        }
-    }
+    let trained = Trained::of(&app.checkpoint_dir(&from)).await;
+    let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
     let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
     if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };

@@ -9,6 +9,7 @@ pub(crate) mod checkpoints;
 pub(crate) mod datasets;
 pub(crate) mod evaluation;
 pub(crate) mod extract;
+mod fit;
 pub(crate) mod fork;
 pub(crate) mod health;
 pub(crate) mod jobs;

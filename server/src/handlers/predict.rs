@@ -33,7 +33,7 @@ pub(crate) struct Predictions {
 
 /// Classify pictures
 ///
-/// One JPEG or PNG as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
+/// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path)),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
@@ -67,7 +67,9 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     if !kind.starts_with("multipart/form-data") {
         let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
         if bytes.is_empty() {
-            return Err(Error::BadRequest("the body must be a JPEG or PNG picture".into()));
+            return Err(Error::BadRequest(
+                "the body must be a picture: JPEG, PNG, WebP, GIF, BMP or TIFF".into(),
+            ));
         }
         return Ok(vec![named(String::new(), &bytes)]);
     }

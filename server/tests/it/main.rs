@@ -8,6 +8,7 @@ mod postgres;
 
 mod databases;
 mod dispatching;
+mod fits;
 mod ingest;
 mod life;
 mod metrics;

@@ -12,7 +12,7 @@ use std::{
     },
 };
 use supervisor::Supervisor;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, oneshot};
 
 mod supervisor;
 mod watched;
@@ -26,6 +26,16 @@ pub(super) enum Order {
     Leave,
     /// There is no room for what they say any more: they are to keep a checkpoint and end.
     Full(String),
+}
+
+impl Order {
+    /// How the attempt ends by it.
+    fn ending(self) -> Ending {
+        match self {
+            Order::Stop { .. } | Order::Leave => Ending::Stopped,
+            Order::Full(reason) => Ending::Failed { reason, retriable: true },
+        }
+    }
 }
 
 /// The agent's hold on an attempt, whose watching is a task of its own.
@@ -43,8 +53,8 @@ pub(super) struct Surroundings {
     pub(super) lease: Arc<Lease>,
     /// Where ranks find until when they may go on without an agent.
     pub(super) fence: PathBuf,
-    /// What must be so before ranks are started.
-    pub(super) check: fn(&Held) -> Result<(), String>,
+    /// What must be so before ranks are started; it may give up when it is cancelled.
+    pub(super) check: fn(&Held, &AtomicBool) -> Result<(), String>,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
     /// The UUIDs of this machine's GPUs, by slot.
@@ -63,7 +73,7 @@ impl Attempt {
     }
 
     fn watched(held: Held, around: Surroundings, beginning: Beginning) -> Self {
-        let (orders, received) = mpsc::unbounded_channel();
+        let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         if matches!(beginning, Beginning::Adopt) && ending(&held.attempt_dir()).is_some() {
             over.store(true, Ordering::Release);
@@ -71,7 +81,7 @@ impl Attempt {
             let over = over.clone();
             let held = held.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &held, around.check).await;
+                let beginning = checked(beginning, &held, around.check, &mut received).await;
                 Supervisor::new(held, &around, beginning).run(received, &around).await;
                 over.store(true, Ordering::Release);
                 around.bell.notify_one();
@@ -104,14 +114,36 @@ impl Attempt {
     }
 }
 
-/// A beginning whose preflight is done: looking at a large dataset takes its time.
-async fn checked(beginning: Beginning, held: &Held, check: fn(&Held) -> Result<(), String>) -> Beginning {
+/// A beginning whose preflight is done: looking at a large dataset takes its time. An order ends the wait at once,
+/// also where a file system does not answer: nothing has been started yet.
+async fn checked(
+    beginning: Beginning,
+    held: &Held,
+    check: fn(&Held, &AtomicBool) -> Result<(), String>,
+    orders: &mut mpsc::UnboundedReceiver<Order>,
+) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
-    let held = held.clone();
-    let found = tokio::task::spawn_blocking(move || check(&held)).await;
-    Beginning::Launch {
-        refusal: found.unwrap_or_else(|e| Err(format!("looking at what they need failed: {e}"))).err(),
-    }
+    let cancelled = Arc::new(AtomicBool::new(false));
+    let (tell, told) = oneshot::channel();
+    let look = {
+        let (held, cancelled) = (held.clone(), cancelled.clone());
+        // When nobody listens any more, nobody needs to know.
+        move || drop(tell.send(check(&held, &cancelled)))
+    };
+    // Not one of the runtime's threads, for which it would wait at its end.
+    let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
+    let failed = |why: String| Err(format!("looking at what they need failed: {why}"));
+    let found = match started {
+        Err(error) => failed(error.to_string()),
+        Ok(_) => tokio::select! {
+            found = told => found.unwrap_or_else(|e| failed(e.to_string())),
+            Some(order) = orders.recv() => {
+                cancelled.store(true, Ordering::Relaxed);
+                return Beginning::Over(order.ending());
+            }
+        },
+    };
+    Beginning::Launch { refusal: found.err() }
 }
 
 /// The file of the agent's own records of an attempt.
@@ -136,8 +168,12 @@ fn ending(attempt_dir: &Path) -> Option<Ending> {
 }
 
 enum Beginning {
-    Launch { refusal: Option<String> },
+    Launch {
+        refusal: Option<String>,
+    },
     Adopt,
+    /// Before anything was started.
+    Over(Ending),
 }
 
 #[cfg(test)]

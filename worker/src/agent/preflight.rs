@@ -4,20 +4,25 @@
 use super::home::Held;
 use crate::{data::fingerprint::Fingerprint, launch::write_whole, net};
 use lockstep_protocol::spec::{Device, JobSpec};
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// Room that everything but checkpoints needs: records and logs.
 const BESIDES: u64 = 16 << 20;
 /// Shared memory that NCCL takes for each rank on a machine.
 const SHARED_MEMORY: u64 = 32 << 20;
 
-/// Looks at the dataset, the disk and shared memory.
+/// Looks at the dataset, the disk and shared memory. Files that cannot be read are left to the ranks, which know
+/// whether the job can do without (`data.broken_files`).
 ///
 /// # Errors
 /// For a person: what is wrong, and what to change.
-pub(super) fn check(held: &Held) -> Result<(), String> {
+pub(super) fn check(held: &Held, cancelled: &AtomicBool) -> Result<(), String> {
     let start = &held.start;
-    dataset(held, Path::new(&start.dataset_path))?;
+    dataset(held, Path::new(&start.dataset_path), cancelled)?;
     disk(held, &start.spec)?;
     if start.spec.parallel.device == Device::Cuda && start.ranks.len() > 1 {
         let needed = SHARED_MEMORY * start.ranks.len() as u64;
@@ -35,10 +40,9 @@ pub(super) fn check(held: &Held) -> Result<(), String> {
 }
 
 /// The dataset can be read, and is the one that the job began with.
-fn dataset(held: &Held, path: &Path) -> Result<(), String> {
-    let found = Fingerprint::of(path).map_err(|e| {
-        format!("the dataset {} cannot be read: {e}; bring it back and retry the job", path.display())
-    })?;
+fn dataset(held: &Held, path: &Path, cancelled: &AtomicBool) -> Result<(), String> {
+    let found = Fingerprint::of(path, cancelled)
+        .map_err(|e| format!("the dataset {e}; bring it back and retry the job"))?;
     let note = held.job_dir.join("dataset.json");
     match fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Fingerprint>(&text).ok()) {
         Some(before) if before != found => Err(format!(
@@ -51,6 +55,8 @@ fn dataset(held: &Held, path: &Path) -> Result<(), String> {
             megabytes(before.bytes)
         )),
         Some(_) => Ok(()),
+        // Nobody waits for this look any more, and another may have begun.
+        None if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         None => {
             let text = serde_json::to_vec(&found).map_err(|e| e.to_string())?;
             write_whole(&note, &text).map_err(|e| e.to_string())

@@ -1,6 +1,6 @@
 //! Writes checkpoints beside training and deletes those that are no longer kept.
 
-use super::{Best, CheckpointError, Snapshot, list, remove, write};
+use super::{Best, CheckpointError, Snapshot, folder_name, list, remove, write};
 use lockstep_protocol::{agent::CheckpointInfo, spec::CheckpointSpec};
 use std::{
     path::{Path, PathBuf},
@@ -44,6 +44,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// A thread that takes snapshots and keeps the newest and the best.
 #[derive(Debug)]
 pub struct Keeper {
+    directory: PathBuf,
     snapshots: Option<SyncSender<Snapshot>>,
     news: Receiver<Kept>,
     thread: Option<JoinHandle<()>>,
@@ -83,16 +84,32 @@ impl Keeper {
             }
         };
         let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(keep)?;
-        Ok(Self { snapshots: Some(snapshots), news, thread: Some(thread), give_up })
+        Ok(Self {
+            directory: directory.into(),
+            snapshots: Some(snapshots),
+            news,
+            thread: Some(thread),
+            give_up,
+        })
     }
 
     /// Hands over a snapshot; its `state.best` is filled in here. Waits while two are not written yet.
     ///
     /// # Errors
-    /// The thread is gone.
-    pub fn keep(&self, snapshot: Snapshot) -> std::io::Result<()> {
+    /// Its values are not finite ([`CheckpointError::NotFinite`]): nothing of it is written, and what was written
+    /// before stands. The thread is gone.
+    pub fn keep(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
+        // Looked at here, not by the thread: training must end before it says or does anything on top of it.
+        let name = folder_name(snapshot.state.epoch, snapshot.state.step);
+        if let Some(detail) = snapshot.first_not_finite() {
+            return Err(CheckpointError::NotFinite { name, detail });
+        }
         let gone = self.snapshots.as_ref().is_none_or(|to| to.send(snapshot).is_err());
-        if gone { Err(std::io::Error::other("the thread that writes checkpoints ended")) } else { Ok(()) }
+        if !gone {
+            return Ok(());
+        }
+        let error = std::io::Error::other("the thread that writes checkpoints ended");
+        Err(CheckpointError::Io { path: self.directory.join(name), error })
     }
 
     /// What has become of snapshots since the last call.
@@ -162,6 +179,9 @@ impl Shelf {
             "val_loss" => snapshot.state.val_loss,
             _ => None,
         };
+        // Where the loss is not finite, the accuracy is that of guessing.
+        let loss_is_finite = snapshot.state.val_loss.is_none_or(f64::is_finite);
+        let measured = measured.filter(|value| value.is_finite() && loss_is_finite);
         let better = |value: f64| {
             self.best.as_ref().is_none_or(|best| match self.metric.as_str() {
                 "val_loss" => value < best.value,
@@ -242,6 +262,51 @@ mod tests {
         let spec = CheckpointSpec { keep: 0, keep_best: "val_loss".into(), ..CheckpointSpec::default() };
         keep_all(dir.path(), &spec, &[(1, Some(0.9)), (2, Some(0.1)), (3, Some(0.2)), (4, Some(0.3))]);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1), (1, 3), (1, 4)]);
+    }
+
+    #[test]
+    fn an_evaluation_that_is_not_finite_is_never_the_best() {
+        for (metric, accuracy, loss) in [
+            ("val_accuracy", Some(0.9), Some(f64::NAN)),
+            ("val_accuracy", Some(f64::NAN), Some(0.1)),
+            ("val_loss", Some(0.9), Some(f64::NEG_INFINITY)),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let spec = CheckpointSpec { keep_best: metric.into(), ..CheckpointSpec::default() };
+            let keeper = Keeper::start(dir.path(), &spec, None).unwrap();
+            let mut wrong = snapshot(1, 1, accuracy);
+            wrong.state.val_loss = loss;
+            keeper.keep(wrong).unwrap();
+            keeper.keep(snapshot(1, 2, Some(0.5))).unwrap();
+            let best = |kept: Kept| match kept {
+                Kept::Written(info) => Some((info.step, info.best)),
+                _ => None,
+            };
+            let told: Vec<_> = to_the_end(keeper).into_iter().filter_map(best).collect();
+            assert_eq!(told, [(1, false), (2, true)], "{metric} {accuracy:?} {loss:?}");
+        }
+    }
+
+    #[test]
+    fn what_has_diverged_is_not_written_and_what_was_before_stands() {
+        let dir = tempfile::tempdir().unwrap();
+        let keeper = Keeper::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
+        keeper.keep(snapshot(1, 1, Some(0.5))).unwrap();
+        let mut spoilt = snapshot(1, 2, Some(0.9));
+        spoilt.parameters.get_mut("fc.weight").unwrap().values[7] = f32::NAN;
+        let error = keeper.keep(spoilt).unwrap_err();
+        assert!(matches!(error, CheckpointError::NotFinite { .. }));
+        let words = error.to_string();
+        assert!(
+            words.contains("checkpoint 1-2") && words.contains("fc.weight holds NaN at place 7"),
+            "{words}"
+        );
+        let mut spoilt = snapshot(1, 2, None);
+        spoilt.optimizer.get_mut("conv1.weight").unwrap().values[0] = f32::INFINITY;
+        let words = keeper.keep(spoilt).unwrap_err().to_string();
+        assert!(words.contains("momentum of conv1.weight holds inf"), "{words}");
+        to_the_end(keeper);
+        assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }
 
     #[test]

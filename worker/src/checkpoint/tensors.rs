@@ -2,19 +2,28 @@
 //! crate's; writing is ours, because its header comes out in another order at every run and equal
 //! jobs must give equal bytes.
 
-use crate::engine::{HostTensor, NamedTensors};
+use crate::{
+    engine::{HostTensor, NamedTensors},
+    files,
+};
 use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs::File,
-    io::{self, BufWriter, Write},
+    io::{self, BufWriter, Read, Write},
     path::Path,
 };
 
 /// Counts the batches that batch norm has seen; PyTorch keeps it and `strict=True` asks for it.
 const TRACKED: &str = "num_batches_tracked";
+
+/// A network's weights in float64 have half a gigabyte; a file that is larger than this is none of ours.
+const MAX_BYTES: u64 = 8 << 30;
+/// Headers are a few kilobytes.
+const HEADER_BYTES: u64 = 16 << 20;
 
 /// A tensor on its way into a file.
 enum Data<'a> {
@@ -117,7 +126,7 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
 /// The file cannot be read, is no safetensors file, or holds other types; a sentence.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let bytes = std::fs::read(path).map_err(|e| naming(e.to_string()))?;
+    let bytes = files::read(path, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
     let file =
         SafeTensors::deserialize(&bytes).map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
     let mut tensors = NamedTensors::new();
@@ -141,4 +150,31 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
         tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
     }
     Ok(tensors)
+}
+
+/// Of a safetensors file's header (JSON), what the file says of itself.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__", default)]
+    metadata: HashMap<String, String>,
+}
+
+/// A file's own words about itself, read from its header alone.
+///
+/// # Errors
+/// The file cannot be read, or is no safetensors file; a sentence.
+pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
+    let naming = |e: String| format!("{}: {e}", path.display());
+    let (mut file, _) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
+    let mut size = [0; 8];
+    file.read_exact(&mut size).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
+    let header = u64::from_le_bytes(size);
+    if header > HEADER_BYTES {
+        return Err(naming("is no safetensors file".into()));
+    }
+    let mut bytes = Vec::new();
+    file.take(header).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
+    let header: Header =
+        serde_json::from_slice(&bytes).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
+    Ok(header.metadata)
 }

@@ -87,6 +87,26 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
 }
 
 #[test]
+fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &snapshot(1, 9, None), None).unwrap();
+    let folder = dir.path().join("1-9");
+    let file = model_file(&folder).unwrap();
+    assert_eq!((file.as_path(), model_file(&file).unwrap()), (folder.join(MODEL).as_path(), file.clone()));
+    // The optimizer's file is not what is asked.
+    fs::write(folder.join(OPTIMIZER), "").unwrap();
+    model_file(&folder).unwrap();
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let words = model_file(&folder).unwrap_err().to_string();
+    assert_eq!(words, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
+    fs::remove_file(folder.join(MANIFEST)).unwrap();
+    assert_eq!(model_file(&folder).unwrap(), file, "somebody's own folder");
+}
+
+#[test]
 fn only_our_folder_names_are_taken() {
     for name in ["1-2", "10-4000"] {
         assert!(parse_folder_name(name).is_some(), "{name}");
@@ -119,5 +139,27 @@ fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_othe
         assert_eq!(size, size_of(&folder, &validate(&folder).unwrap()));
         assert_eq!(model(), before);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing temporary is left");
+    }
+}
+
+#[test]
+fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    for (step, file, tensor, value) in [
+        (1, MODEL, "fc.weight", f32::NAN),
+        (2, MODEL, "bn1.running_mean", f32::INFINITY),
+        (3, OPTIMIZER, "conv1.weight", f32::NEG_INFINITY),
+    ] {
+        let mut saved = snapshot(1, step, None);
+        let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
+        tensors.get_mut(tensor).unwrap().values[1] = value;
+        // As an older program wrote it: whole, with the right checksums.
+        write(dir.path(), &saved, None).unwrap();
+        let folder = dir.path().join(folder_name(1, step));
+        validate(&folder).unwrap();
+        let words = load(&folder).unwrap_err().to_string();
+        for word in [&format!("checkpoint 1-{step}"), file, tensor, &format!("{value}"), "place 1"] {
+            assert!(words.contains(word), "{word} in {words}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! 3,072 bytes of red, green and blue planes.
 
 use super::{Catalog, DataError, Format, Samples, Split, names_from};
+use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
@@ -10,6 +11,8 @@ use std::{
 
 const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
+/// Larger files are none of CIFAR's, whose largest has 154 MB.
+const MAX_BYTES: u64 = 8 << 30;
 
 struct Layout {
     format: Format,
@@ -24,7 +27,8 @@ struct Layout {
 /// Finds the files in `dir`; `None` when there are none.
 pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     let existing = |names: &[String]| -> Vec<PathBuf> {
-        names.iter().map(|n| dir.join(n)).filter(|p| p.is_file()).collect()
+        // Also what cannot be read: it is named then, not left out.
+        names.iter().map(|n| dir.join(n)).filter(|p| fs::symlink_metadata(p).is_ok()).collect()
     };
     let batches: Vec<String> = (1..=99).map(|i| format!("data_batch_{i}.bin")).collect();
     let ten = Layout {
@@ -49,16 +53,16 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
 
 fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
     let classes = names_from(&dir.join(layout.names), layout.classes)?;
-    let mut broken = Vec::new();
     let mut splits = Vec::new();
-    for (name, files) in [("train", &layout.train), ("test", &layout.test)] {
-        if files.is_empty() {
+    for (name, paths) in [("train", &layout.train), ("test", &layout.test)] {
+        if paths.is_empty() {
             continue;
         }
-        let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-        for file in files {
-            let read = fs::read(file).map_err(|e| format!("cannot be read: {e}"));
-            match read.and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels)) {
+        let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
+        for file in paths {
+            match files::read(file, MAX_BYTES)
+                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
+            {
                 Ok(()) => {}
                 Err(detail) => broken.push(BrokenFile { file: file.display().to_string(), detail }),
             }
@@ -67,9 +71,10 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             name: name.into(),
             labels,
             samples: Samples::Memory { pixels, height: SIDE as u32, width: SIDE as u32, channels: 3 },
+            broken,
         });
     }
-    Ok(Catalog { format: layout.format, classes, splits, broken })
+    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new() })
 }
 
 /// Checks a whole file before it takes anything of it.

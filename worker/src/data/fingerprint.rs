@@ -1,16 +1,21 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 
+use crate::files::{self, Found};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
-    fs::{self, File},
+    fs,
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 /// Up to this much is read whole; of more, the beginning and the end of every file.
 const WHOLE: u64 = 1 << 30;
 const EDGE: u64 = 64 << 10;
+/// Folders within folders. Links may make a few folders look like many.
+const DEPTH: usize = 32;
+const FILES: usize = 100_000_000;
 
 /// Of a file, or of all files in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,64 +26,110 @@ pub struct Fingerprint {
     pub sha256: String,
 }
 
+/// What there is at a path; what cannot be read is part of it, in words: whether a job can do without is not decided here.
+struct Entry {
+    path: PathBuf,
+    size_bytes: Result<u64, String>,
+}
+
 impl Fingerprint {
-    /// Looks at every file below `path`.
+    /// Looks at every file below `path`, until `cancelled`.
     ///
     /// # Errors
-    /// Something cannot be read, or there is no file at all; the sentence names it.
-    pub fn of(path: &Path) -> io::Result<Self> {
-        let mut files = Vec::new();
-        collect(path, &mut files)?;
-        files.sort();
-        let bytes = files.iter().map(|(_, size)| size).sum();
-        if files.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::NotFound, "there is no file in it"));
+    /// There is no file at all, more than can be looked at, or `path` itself cannot be read; the sentence names it.
+    pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
+        let mut entries = Vec::new();
+        collect(path, 0, &mut entries, cancelled)?;
+        entries.sort_by(|a, b| a.path.cmp(&b.path));
+        let bytes = entries.iter().map(|e| e.size_bytes.as_ref().unwrap_or(&0)).sum();
+        if entries.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("{} holds no file", path.display())));
         }
         let mut hash = Sha256::new();
-        for (file, size) in &files {
+        for Entry { path: file, size_bytes } in &entries {
             let name = file.strip_prefix(path).unwrap_or(file);
             hash.update(name.as_os_str().as_encoded_bytes());
             hash.update([0]);
-            hash.update(size.to_le_bytes());
-            content(file, *size, bytes <= WHOLE, &mut hash).map_err(|e| named(file, &e))?;
+            let unread = match size_bytes {
+                Ok(size) => {
+                    hash.update(size.to_le_bytes());
+                    content(file, *size, bytes <= WHOLE, &mut hash, cancelled)
+                }
+                Err(detail) => Err(detail.clone()),
+            };
+            if let Err(detail) = unread {
+                hash.update(detail.as_bytes());
+            }
+            go_on(cancelled)?;
         }
         let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Self { files: files.len() as u64, bytes, sha256 })
+        Ok(Self { files: entries.len() as u64, bytes, sha256 })
     }
 }
 
-fn named(path: &Path, error: &io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+fn go_on(cancelled: &AtomicBool) -> io::Result<()> {
+    if cancelled.load(Ordering::Relaxed) { Err(io::Error::other("cancelled")) } else { Ok(()) }
 }
 
-fn collect(path: &Path, files: &mut Vec<(PathBuf, u64)>) -> io::Result<()> {
-    let found = fs::metadata(path).map_err(|e| named(path, &e))?;
-    if !found.is_dir() {
-        files.push((path.into(), found.len()));
-        return Ok(());
+fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &AtomicBool) -> io::Result<()> {
+    go_on(cancelled)?;
+    let wrong = |what: String| io::Error::other(format!("{} {what}", path.display()));
+    if depth > DEPTH {
+        return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
     }
-    for entry in fs::read_dir(path).map_err(|e| named(path, &e))? {
-        collect(&entry?.path(), files)?;
+    let listed = match files::look(path) {
+        Ok(Found::Folder) => fs::read_dir(path)
+            .and_then(Iterator::collect::<io::Result<Vec<_>>>)
+            .map_err(files::cannot_be_read),
+        Ok(Found::File { size_bytes }) => {
+            found.push(Entry { path: path.into(), size_bytes: Ok(size_bytes) });
+            return Ok(());
+        }
+        Err(detail) => Err(detail),
+    };
+    match listed {
+        Ok(inside) => {
+            for entry in inside {
+                if found.len() >= FILES {
+                    return Err(wrong(format!("is one of more than {FILES} files")));
+                }
+                collect(&entry.path(), depth + 1, found, cancelled)?;
+            }
+        }
+        // Nothing can be said of the dataset itself.
+        Err(detail) if depth == 0 => return Err(wrong(detail)),
+        Err(detail) => found.push(Entry { path: path.into(), size_bytes: Err(detail) }),
     }
     Ok(())
 }
 
-fn content(path: &Path, size: u64, whole: bool, hash: &mut Sha256) -> io::Result<()> {
-    let mut file = File::open(path)?;
+/// Adds what a file holds to `hash`; what cannot be read is said in words.
+fn content(
+    path: &Path,
+    size: u64,
+    whole: bool,
+    hash: &mut Sha256,
+    cancelled: &AtomicBool,
+) -> Result<(), String> {
+    let (mut file, _) = files::open(path)?;
     if whole || size <= 2 * EDGE {
         let mut block = vec![0; 1 << 18];
         loop {
-            match file.read(&mut block)? {
+            match file.read(&mut block).map_err(files::cannot_be_read)? {
                 0 => return Ok(()),
                 n => hash.update(&block[..n]),
+            }
+            // The caller looks again.
+            if cancelled.load(Ordering::Relaxed) {
+                return Ok(());
             }
         }
     }
     let mut edge = vec![0; EDGE as usize];
-    file.read_exact(&mut edge)?;
+    file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
     hash.update(&edge);
-    file.seek(SeekFrom::End(-(EDGE as i64)))?;
-    file.read_exact(&mut edge)?;
+    file.seek(SeekFrom::End(-(EDGE as i64))).map_err(files::cannot_be_read)?;
+    file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
     hash.update(&edge);
     Ok(())
 }
@@ -87,25 +138,67 @@ fn content(path: &Path, size: u64, whole: bool, hash: &mut Sha256) -> io::Result
 mod tests {
     use super::*;
 
+    fn of(path: &Path) -> io::Result<Fingerprint> {
+        Fingerprint::of(path, &AtomicBool::new(false))
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_part_of_it_and_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("x"), "one").unwrap();
+        let without = of(dir.path()).unwrap();
+        let odd = dir.path().join("odd");
+        let mode = rustix::fs::Mode::RUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &odd, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let pipe = of(dir.path()).unwrap();
+        assert_eq!((pipe.files, pipe.bytes), (2, 3));
+        let mut seen = vec![without.sha256, pipe.sha256];
+        for target in ["odd", "gone", "/proc/self/mem", ".."] {
+            fs::remove_file(&odd).unwrap();
+            std::os::unix::fs::symlink(target, &odd).unwrap();
+            let found = of(dir.path()).unwrap();
+            assert!(!seen.contains(&found.sha256), "{target}");
+            seen.push(found.sha256);
+        }
+        assert!(Fingerprint::of(dir.path(), &AtomicBool::new(true)).is_err(), "cancelled");
+    }
+
+    #[test]
+    fn folders_lie_in_folders_up_to_a_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut inner = dir.path().to_path_buf();
+        for _ in 0..DEPTH - 1 {
+            inner.push("d");
+        }
+        fs::create_dir_all(&inner).unwrap();
+        fs::write(inner.join("x"), "one").unwrap();
+        assert_eq!(of(dir.path()).unwrap().files, 1);
+        inner.push("d");
+        fs::create_dir(&inner).unwrap();
+        fs::write(inner.join("x"), "two").unwrap();
+        let words = of(dir.path()).unwrap_err().to_string();
+        assert!(words.contains("deeper than 32 folders"), "{words}");
+    }
+
     #[test]
     fn names_sizes_and_content_count_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(Fingerprint::of(dir.path()).is_err(), "an empty folder");
-        assert!(Fingerprint::of(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));
+        assert!(of(dir.path()).is_err(), "an empty folder");
+        assert!(of(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));
         fs::create_dir(dir.path().join("a")).unwrap();
         fs::write(dir.path().join("a/x"), "one").unwrap();
         fs::write(dir.path().join("y"), "two").unwrap();
-        let first = Fingerprint::of(dir.path()).unwrap();
+        let first = of(dir.path()).unwrap();
         assert_eq!((first.files, first.bytes), (2, 6));
         // Written again, at another time, elsewhere.
         let other = tempfile::tempdir().unwrap();
         fs::write(other.path().join("y"), "two").unwrap();
         fs::create_dir(other.path().join("a")).unwrap();
         fs::write(other.path().join("a/x"), "one").unwrap();
-        assert_eq!(Fingerprint::of(other.path()).unwrap(), first);
+        assert_eq!(of(other.path()).unwrap(), first);
         fs::write(other.path().join("a/x"), "onE").unwrap();
-        assert_ne!(Fingerprint::of(other.path()).unwrap(), first);
+        assert_ne!(of(other.path()).unwrap(), first);
         fs::rename(dir.path().join("y"), dir.path().join("z")).unwrap();
-        assert_ne!(Fingerprint::of(dir.path()).unwrap(), first);
+        assert_ne!(of(dir.path()).unwrap(), first);
     }
 }

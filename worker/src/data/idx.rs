@@ -1,6 +1,7 @@
 //! IDX files, as MNIST and its kin have them (LeCun, Cortes, Burges): gzip or not, one channel.
 
 use super::{Catalog, DataError, Format, Samples, Split, names_from};
+use crate::files;
 use flate2::read::MultiGzDecoder;
 use std::{
     fs,
@@ -11,7 +12,7 @@ use std::{
 /// Type 8 (unsigned byte) with three dimensions, and with one.
 const PICTURES: u32 = 0x0803;
 const LABELS: u32 = 0x0801;
-/// Nothing larger is unpacked, whatever a header says.
+/// Nothing larger is read or unpacked, whatever a header says.
 const MAX_BYTES: u64 = 8 << 30;
 
 /// Finds the files in `dir`; `None` when there are none.
@@ -67,6 +68,7 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
             name: name.into(),
             labels: label_bytes.into_iter().map(u32::from).collect(),
             samples: Samples::Memory { pixels, height: size.0, width: size.1, channels: 1 },
+            broken: Vec::new(),
         });
     }
     let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
@@ -76,7 +78,7 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
 
 fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {
     let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
-    let packed = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
+    let packed = files::read(path, MAX_BYTES).map_err(broken)?;
     let mut reader: Box<dyn Read + '_> = if packed.starts_with(&[0x1f, 0x8b]) {
         Box::new(MultiGzDecoder::new(&packed[..]).take(MAX_BYTES))
     } else {

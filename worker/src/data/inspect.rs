@@ -18,18 +18,16 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::open(path)?;
     let mut broken = std::mem::take(&mut catalog.broken);
     let mut sizes = Vec::new();
-    let mut statistics = Statistics::default();
+    let (mut mean, mut std) = (Vec::new(), Vec::new());
     for split in &mut catalog.splits {
+        broken.append(&mut split.broken);
         let train = split.name == "train";
         match &split.samples {
             Samples::Memory { pixels, height, width, channels } => {
                 sizes.push((*height, *width, *channels));
                 if train {
-                    statistics = Statistics::of_packed(
-                        pixels,
-                        (height * width * channels) as usize,
-                        *channels as usize,
-                    );
+                    let (size, channels) = ((height * width * channels) as usize, *channels as usize);
+                    (mean, std) = Statistics::of_packed(pixels, size, channels).mean_std();
                 }
             }
             Samples::Files(files) => {
@@ -38,20 +36,24 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     .par_iter()
                     .enumerate()
                     .map(|(i, file)| {
-                        Picture::read(file).map(|p| {
-                            let counted = (train && i % every == 0).then(|| Statistics::of(&p.pixels, 3));
-                            ((p.height, p.width, p.channels), counted)
+                        Picture::read(file).map(|picture| {
+                            let size = (picture.height, picture.width, picture.channels);
+                            let counted = train && i % every == 0;
+                            // What a job sees of it; the job's size is not known, and changes little.
+                            let side = picture.width.min(picture.height);
+                            (size, counted.then(|| Moments::of(&picture.centre_square(side).pixels, 3)))
                         })
                     })
                     .collect();
                 let mut kept = Vec::with_capacity(files.len());
+                let mut moments = Moments::default();
                 for (i, result) in looked.into_iter().enumerate() {
                     match result {
                         Ok((size, counted)) => {
                             sizes.push(size);
                             kept.push(split.labels[i]);
                             if let Some(counted) = counted {
-                                statistics.add(&counted);
+                                moments.add(&counted);
                             }
                         }
                         Err(DataError::File { path, detail }) => {
@@ -61,6 +63,9 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     }
                 }
                 split.labels = kept;
+                if train {
+                    (mean, std) = moments.mean_std();
+                }
             }
         }
     }
@@ -68,7 +73,6 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),
     };
-    let (mean, std) = statistics.mean_std();
     Ok(DatasetInfo {
         format: catalog.format.name().into(),
         splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
@@ -91,12 +95,12 @@ fn count(split: &Split, classes: usize) -> SplitInfo {
     SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
-/// How often each byte value occurs in each channel: exact, and the same in any order.
+/// How often each byte value occurs in each channel of pictures of one size: exact, and the same in any order.
 #[derive(Debug, Default)]
 pub(super) struct Statistics(Vec<[u64; 256]>);
 
 impl Statistics {
-    pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
+    fn of(pixels: &[u8], channels: usize) -> Self {
         let mut counts = vec![[0u64; 256]; channels];
         for pixel in pixels.chunks_exact(channels) {
             for (count, value) in counts.iter_mut().zip(pixel) {
@@ -117,7 +121,7 @@ impl Statistics {
         all
     }
 
-    pub(super) fn add(&mut self, other: &Self) {
+    fn add(&mut self, other: &Self) {
         self.0.resize(self.0.len().max(other.0.len()), [0; 256]);
         for (a, b) in self.0.iter_mut().zip(&other.0) {
             for (a, b) in a.iter_mut().zip(b) {
@@ -126,8 +130,7 @@ impl Statistics {
         }
     }
 
-    /// Of pixels scaled to 0..1. A channel that never changes gets a standard deviation of 1, so
-    /// that dividing by it is harmless.
+    /// Of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -139,8 +142,57 @@ impl Statistics {
                 .map(|(v, c)| (v as f64 / 255.0 - mean).powi(2) * *c as f64)
                 .sum::<f64>()
                 / total;
-            (mean as f32, if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 })
+            (mean as f32, standard_deviation(variance))
         };
         self.0.iter().map(one).unzip()
     }
+}
+
+/// Mean and mean square of each channel over pictures of any size. A large picture weighs as much as a small one,
+/// since the network sees all of them at one size.
+#[derive(Debug, Default)]
+pub(super) struct Moments {
+    pictures: u64,
+    /// Sums over pictures.
+    channels: Vec<(f64, f64)>,
+}
+
+impl Moments {
+    /// Of one picture.
+    pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
+        let one = |counts: &[u64; 256]| {
+            let total = counts.iter().sum::<u64>().max(1) as f64;
+            let (mut sum, mut squares) = (0.0, 0.0);
+            for (value, count) in counts.iter().enumerate() {
+                let value = value as f64 / 255.0;
+                sum += value * *count as f64;
+                squares += value * value * *count as f64;
+            }
+            (sum / total, squares / total)
+        };
+        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(one).collect() }
+    }
+
+    pub(super) fn add(&mut self, other: &Self) {
+        self.pictures += other.pictures;
+        self.channels.resize(self.channels.len().max(other.channels.len()), (0.0, 0.0));
+        for (a, b) in self.channels.iter_mut().zip(&other.channels) {
+            *a = (a.0 + b.0, a.1 + b.1);
+        }
+    }
+
+    /// Of pixels scaled to 0..1.
+    pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
+        let pictures = self.pictures.max(1) as f64;
+        let one = |(sum, squares): &(f64, f64)| {
+            let mean = sum / pictures;
+            (mean as f32, standard_deviation(squares / pictures - mean * mean))
+        };
+        self.channels.iter().map(one).unzip()
+    }
+}
+
+/// A channel that never changes gets 1, so that dividing by it is harmless.
+fn standard_deviation(variance: f64) -> f32 {
+    if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 }
 }

@@ -66,6 +66,8 @@ pub struct Shape {
     pub std: Vec<f32>,
     /// Broken files left out (`broken_files = "skip"`), each with what is wrong.
     pub skipped: Vec<String>,
+    /// Pictures are not square and come packed into one file: they are scaled as a whole to the network's square.
+    pub whole_pictures: bool,
 }
 
 /// A dataset opened for a job. Every rank reads the same files; which pictures a rank gets follows
@@ -187,8 +189,6 @@ impl DataSource {
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
         let mut catalog = Catalog::open(path)?;
-        let mut skipped: Vec<String> =
-            catalog.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect();
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
             _ => None,
@@ -204,6 +204,9 @@ impl DataSource {
         }
         let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
         catalog.splits.retain(|s| needed(&s.name));
+        let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
+        let mut skipped: Vec<String> =
+            catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
         let sizes = sizes(&mut catalog, &mut skipped)?;
         let opened = open_splits(&mut catalog, sizes, spec, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
@@ -293,6 +296,7 @@ impl DataSource {
             mean,
             std,
             skipped,
+            whole_pictures: height != width,
         };
         Ok(Self {
             shape,
@@ -335,6 +339,7 @@ impl DataSource {
             mean,
             std,
             skipped: Vec::new(),
+            whole_pictures: false,
         };
         let train = part((0..count as u32).collect());
         let validation = part(Vec::new());

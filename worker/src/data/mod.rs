@@ -17,6 +17,7 @@ pub use picture::Picture;
 pub use random::Random;
 pub use stored::{Stored, stored};
 
+use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
@@ -66,7 +67,7 @@ pub(crate) struct Catalog {
     classes: Vec<String>,
     /// `train` first.
     splits: Vec<Split>,
-    /// Files left out, in a fixed order.
+    /// What should be a split and is none.
     broken: Vec<BrokenFile>,
 }
 
@@ -76,6 +77,8 @@ pub(crate) struct Split {
     name: String,
     labels: Vec<u32>,
     samples: Samples,
+    /// Files and folders left out, in a fixed order.
+    broken: Vec<BrokenFile>,
 }
 
 /// Where a split's pictures are.
@@ -88,7 +91,7 @@ pub(crate) enum Samples {
 }
 
 impl Catalog {
-    /// Looks at `path`. Broken CIFAR files are in `broken`; files of a folder are not opened yet.
+    /// Looks at `path`. CIFAR files are read, pictures in folders are not opened yet.
     fn open(path: &Path) -> Result<Self, DataError> {
         if !path.is_dir() {
             let what =
@@ -126,18 +129,21 @@ impl Catalog {
     }
 }
 
+/// Class names are a few kilobytes.
+const MAX_NAMES_BYTES: u64 = 16 << 20;
+
 /// Class names from a text file with one a line; numbers when there is no such file.
 fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
-    let Ok(text) = fs::read_to_string(path) else {
+    if fs::symlink_metadata(path).is_err() {
         return Ok((0..classes).map(|c| c.to_string()).collect());
-    };
+    }
+    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let text = files::read(path, MAX_NAMES_BYTES).map_err(wrong)?;
+    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
     let names: Vec<String> =
         text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
     if names.len() != classes {
-        return Err(DataError::File {
-            path: path.display().to_string(),
-            detail: format!("names {} classes, but the data has {classes}", names.len()),
-        });
+        return Err(wrong(format!("names {} classes, but the data has {classes}", names.len())));
     }
     Ok(names)
 }

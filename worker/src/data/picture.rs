@@ -1,14 +1,31 @@
 //! A decoded picture and the ways to make one.
 
 use super::DataError;
+use crate::files;
 use fast_image_resize::{
     FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
 };
 use image::{ImageDecoder, ImageFormat, ImageReader, Limits};
-use std::{fs, io::Cursor, path::Path};
+use std::{io::Cursor, path::Path};
 
+mod whole;
+
+/// The formats that are read, for sentences.
+pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
+/// So many of a file's first bytes tell its format.
+pub(super) const HEAD_BYTES: u64 = 32;
 /// Larger pictures are refused before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
+/// Decoded, and in the file: eight bytes a pixel are 16 bits in each of four channels.
+const MAX_BYTES: u64 = MAX_PIXELS * 8;
+
+/// What pictures are called, those that are read first. A camera's raw format is often a TIFF whose first picture is
+/// a thumbnail.
+const READ: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
+const NOT_READ: [&str; 21] = [
+    "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm",
+    "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
+];
 
 /// Pixels as they lie in a file: height, width, channels; one byte each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,80 +36,119 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// Whether these first bytes of a file are a JPEG's or PNG's.
+/// What these first bytes of a file are.
 pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
     match head {
         [0xff, 0xd8, 0xff, ..] => Some(ImageFormat::Jpeg),
         [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a, ..] => Some(ImageFormat::Png),
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Some(ImageFormat::WebP),
+        [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Some(ImageFormat::Gif),
+        // Two letters are little: the size of the header that follows.
+        [b'B', b'M', _, _, _, _, _, _, _, _, _, _, _, _, 12 | 40 | 52 | 56 | 64 | 108 | 124, 0, 0, 0, ..] => {
+            Some(ImageFormat::Bmp)
+        }
+        [b'I', b'I', 42, 0, ..] | [b'M', b'M', 0, 42, ..] => Some(ImageFormat::Tiff),
         _ => None,
     }
 }
 
-/// Whether the picture's data has no end. The JPEG decoder fills what is missing with grey, and files
-/// too many to keep in memory are only looked at by their headers when a job starts, so it is told
-/// from the markers. Both formats may have other data behind the picture.
-fn is_cut_off(format: ImageFormat, bytes: &[u8]) -> bool {
-    match format {
-        // Neither "start of scan" nor "end of image" occurs inside a scan's data.
-        ImageFormat::Jpeg => {
-            bytes.windows(2).rfind(|w| matches!(w, [0xff, 0xda | 0xd9])).is_none_or(|w| w[1] == 0xda)
+/// Whether a file is named as pictures are, of whatever kind.
+pub(super) fn is_named_like_one(path: &Path) -> bool {
+    let extension = extension(path);
+    READ.contains(&extension.as_str()) || NOT_READ.contains(&extension.as_str())
+}
+
+fn extension(path: &Path) -> String {
+    path.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default()
+}
+
+fn no_picture(bytes: &[u8]) -> String {
+    let text =
+        !bytes.is_empty() && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
+    match (bytes.is_empty(), text, bytes) {
+        (true, ..) => "is empty".into(),
+        (_, _, [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..]) => {
+            format!("is a HEIF or AVIF picture, which is not read; convert it to {FORMATS}")
         }
-        _ => !bytes.windows(4).rev().any(|w| w == b"IEND"),
+        (_, true, _) => format!("is text, not a {FORMATS} picture"),
+        _ => format!("is not a {FORMATS} picture"),
     }
 }
 
-fn decoder(bytes: &[u8]) -> Result<impl ImageDecoder + '_, String> {
-    let Some(format) = format_of(bytes) else {
-        let text = !bytes.is_empty()
-            && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
-        return Err(match (bytes.is_empty(), text) {
-            (true, _) => "is empty".into(),
-            (_, true) => "is text, not a JPEG or PNG picture".into(),
-            _ => "is not a JPEG or PNG picture".into(),
-        });
-    };
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
-    let mut limits = Limits::default();
-    limits.max_alloc = Some(MAX_PIXELS * 8);
-    reader.limits(limits);
-    let decoder = reader.into_decoder().map_err(|e| format!("cannot be decoded: {e}"))?;
-    let (width, height) = decoder.dimensions();
-    if is_cut_off(format, bytes) {
+fn decoder(bytes: &[u8]) -> Result<(ImageFormat, impl ImageDecoder + '_), String> {
+    let format = format_of(bytes).ok_or_else(|| no_picture(bytes))?;
+    if !whole::is_whole(format, bytes) {
         return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
     }
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+    let mut limits = Limits::default();
+    limits.max_alloc = Some(MAX_BYTES);
+    reader.limits(limits);
+    let decoder = reader.into_decoder().map_err(cannot_be_decoded)?;
+    let (width, height) = decoder.dimensions();
     if width == 0 || height == 0 || u64::from(width) * u64::from(height) > MAX_PIXELS {
         return Err(format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20));
     }
-    Ok(decoder)
+    if decoder.total_bytes() > MAX_BYTES {
+        return Err(format!(
+            "is {width} x {height} pixels of {:?}, {} MiB; up to {} MiB are read",
+            decoder.color_type(),
+            decoder.total_bytes() >> 20,
+            MAX_BYTES >> 20
+        ));
+    }
+    Ok((format, decoder))
 }
 
-/// Width and height of a picture file that looks whole, without decoding it.
+fn cannot_be_decoded(error: image::ImageError) -> String {
+    format!("cannot be decoded: {error}")
+}
+
+fn rgb(decoder: impl ImageDecoder) -> Result<Picture, String> {
+    let picture = image::DynamicImage::from_decoder(decoder).map_err(cannot_be_decoded)?.into_rgb8();
+    Ok(Picture { width: picture.width(), height: picture.height(), channels: 3, pixels: picture.into_raw() })
+}
+
+fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
+    let extension = extension(path);
+    if NOT_READ.contains(&extension.as_str()) {
+        return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
+    }
+    files::read(path, MAX_BYTES)
+}
+
+/// Width and height of a picture file that looks whole. It is decoded only where its format does not tell where it ends.
 pub(super) fn dimensions(path: &Path) -> Result<(u32, u32), DataError> {
-    let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
-    let bytes = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
-    decoder(&bytes).map(|d| d.dimensions()).map_err(broken)
+    let look = || {
+        let bytes = bytes_of(path)?;
+        let (format, decoder) = decoder(&bytes)?;
+        let size = decoder.dimensions();
+        if !whole::is_told(format) {
+            rgb(decoder)?;
+        }
+        Ok(size)
+    };
+    look().map_err(|detail| DataError::File { path: path.display().to_string(), detail })
 }
 
 impl Picture {
-    /// Reads a JPEG or PNG file of any size and colour type as RGB.
+    /// Reads a picture file of any size and colour type as RGB; of a film, its first picture.
     ///
     /// # Errors
     /// [`DataError::File`] with what is wrong with it.
     pub fn read(path: &Path) -> Result<Self, DataError> {
-        let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
-        let bytes = fs::read(path).map_err(|e| broken(format!("cannot be read: {e}")))?;
-        Self::decode(&bytes).map_err(broken)
+        bytes_of(path)
+            .and_then(|bytes| Self::decode(&bytes))
+            .map_err(|detail| DataError::File { path: path.display().to_string(), detail })
     }
 
-    /// Decodes a JPEG or PNG of any size and colour type as RGB.
+    /// Decodes a picture of any size and colour type as RGB.
     ///
     /// # Errors
     /// What is wrong with it, to stand after its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let picture = image::DynamicImage::from_decoder(decoder(bytes)?)
-            .map_err(|e| format!("cannot be decoded: {e}"))?
-            .into_rgb8();
-        Ok(Self { width: picture.width(), height: picture.height(), channels: 3, pixels: picture.into_raw() })
+        let (_, decoder) = decoder(bytes)?;
+        rgb(decoder)
     }
 
     /// The largest centred square, scaled to `side` pixels.
@@ -101,11 +157,19 @@ impl Picture {
             return self;
         }
         let cut = self.width.min(self.height);
-        let mut scaler = Scaler::new(side, self.channels);
-        let mut pixels = vec![0; (side * side * self.channels) as usize];
         let left = f64::from((self.width - cut) / 2);
         let top = f64::from((self.height - cut) / 2);
-        scaler.scale(&self.pixels, self.width, self.height, Some((left, top, f64::from(cut))), &mut pixels);
+        self.scaled(side, Some((left, top, f64::from(cut))))
+    }
+
+    /// All of it, scaled to a square of `side` pixels.
+    pub(crate) fn stretched(self, side: u32) -> Self {
+        self.scaled(side, None)
+    }
+
+    fn scaled(self, side: u32, crop: Option<(f64, f64, f64)>) -> Self {
+        let mut pixels = vec![0; (side * side * self.channels) as usize];
+        Scaler::new(side, self.channels).scale(&self.pixels, self.width, self.height, crop, &mut pixels);
         Self { width: side, height: side, channels: self.channels, pixels }
     }
 }

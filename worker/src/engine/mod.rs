@@ -4,6 +4,9 @@
 pub mod bench;
 pub mod cpu;
 pub mod cuda;
+mod finite;
+
+pub use finite::{all_finite, first_not_finite};
 
 use crate::{
     comm::{CommError, Communicator},
@@ -82,12 +85,6 @@ pub struct LossScaling {
     pub growth_tracker: u32,
 }
 
-/// The first tensor with a value that is not finite.
-pub fn first_not_finite(tensors: &NamedTensors) -> Option<&str> {
-    let spoilt = |tensor: &HostTensor| tensor.values.iter().any(|v| !v.is_finite());
-    tensors.iter().find(|(_, tensor)| spoilt(tensor)).map(|(name, _)| name.as_str())
-}
-
 /// What an evaluation batch measured on this rank. Sums, so that ranks can be added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EvalResult {
@@ -163,9 +160,9 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// The name of a weight, bias or running statistic of this rank with a value that is not finite, if there is one.
+    /// As [`first_not_finite`] of this rank's weights, biases and running statistics.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        Ok(first_not_finite(&self.parameters()?).map(str::to_owned))
+        Ok(first_not_finite(&self.parameters()?))
     }
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;

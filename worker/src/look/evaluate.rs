@@ -1,8 +1,12 @@
 //! A checkpoint on its job's validation pictures: who is taken for whom.
 
-use super::model::{BATCH, Model};
+use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::data::loader::DataSource;
-use lockstep_protocol::look::{ClassScore, EvaluateModel, Mistake, ModelEvaluation};
+use lockstep_protocol::{
+    dataset::classes_differ,
+    look::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
+    spec::DataSpec,
+};
 use std::{path::Path, time::Instant};
 
 /// Mistakes that are named; all are counted.
@@ -13,12 +17,25 @@ const RIGHT: usize = 24;
 pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
     let spec = &question.spec;
-    let data = DataSource::open(Path::new(&question.dataset), &spec.data, spec.train.seed)
-        .map_err(|e| e.to_string())?;
     let mut model = Model::open(Path::new(&question.model))?;
-    if model.classes != data.shape.classes {
+    // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
+    let seen = DataSpec {
+        image_size: Some(model.image_size as u32),
+        mean: Some(model.mean.clone()),
+        std: Some(model.std.clone()),
+        ..spec.data.clone()
+    };
+    let data =
+        DataSource::open(Path::new(&question.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
+    if data.shape.channels != model.channels {
         return Err(format!(
-            "the model knows other classes than {}: the dataset has changed since it was trained",
+            "the model was trained on pictures of {} channels, those of {} have {}",
+            model.channels, spec.data.dataset, data.shape.channels
+        ));
+    }
+    if let Some(difference) = classes_differ(&model.classes, &data.shape.classes) {
+        return Err(format!(
+            "the model was trained on other classes than {} has: {difference}",
             spec.data.dataset
         ));
     }
@@ -31,16 +48,15 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
     let mut loss = 0.0f64;
     for batch in data.validation(0, 1, BATCH, 1) {
         let batch = batch.map_err(|e| e.to_string())?;
-        let all = model.probabilities(&batch)?;
-        for ((probabilities, label), index) in all.iter().zip(&batch.labels).zip(&batch.indices) {
+        let all = model.logits(&batch)?;
+        for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
+            let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
+            let probabilities = softmax(&logits);
             // Of equals the first, as PyTorch's argmax has it.
-            let predicted = (0..classes)
-                .rev()
-                .max_by(|a, b| probabilities[*a].total_cmp(&probabilities[*b]))
-                .unwrap_or(0);
+            let predicted = (0..classes).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0);
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
-            loss -= f64::from(probabilities[truth]).max(1e-45).ln();
+            loss += cross_entropy(&logits, truth);
             let one = Mistake {
                 index: *index,
                 label: *label,

@@ -78,7 +78,10 @@ pub fn answer(question: Question) -> Result<Answer, String> {
         Question::InspectDataset { path } => {
             let resolved = Path::new(&path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
             let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
-            Ok(Answer::Dataset { path: resolved.to_string_lossy().into_owned(), info })
+            let Some(resolved) = resolved.to_str() else {
+                return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
+            };
+            Ok(Answer::Dataset { path: resolved.into(), info })
         }
         Question::Samples { path, pick } => {
             samples::pick(Path::new(&path), pick).map(Answer::Samples).map_err(|e| e.to_string())

@@ -8,19 +8,13 @@ use crate::{
     net,
 };
 use lockstep_protocol::spec::{ModelSpec, OptimizerKind};
-use serde::{Deserialize, de::DeserializeOwned};
-use std::{
-    collections::HashMap,
-    fs::File,
-    io::Read,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use serde::de::DeserializeOwned;
+use std::{path::Path, sync::Arc};
 
 /// Pictures computed together.
 pub(super) const BATCH: usize = 32;
-/// Headers are a few kilobytes; a file that asks for more is none of ours.
-const HEADER_BYTES: u64 = 16 << 20;
+/// As job files allow.
+const SIDES: std::ops::RangeInclusive<usize> = 8..=4096;
 
 pub(super) struct Model {
     engine: Box<dyn Engine>,
@@ -29,6 +23,8 @@ pub(super) struct Model {
     pub(super) channels: usize,
     pub(super) mean: Vec<f32>,
     pub(super) std: Vec<f32>,
+    /// Pictures were scaled as a whole, not their largest centred square.
+    pub(super) whole_pictures: bool,
 }
 
 impl Model {
@@ -37,8 +33,8 @@ impl Model {
     /// # Errors
     /// What is wrong with the file, in a sentence.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        let path: PathBuf = if path.is_dir() { path.join(checkpoint::MODEL) } else { path.to_path_buf() };
-        let about = metadata(&path)?;
+        let path = checkpoint::model_file(path).map_err(|e| e.to_string())?;
+        let about = checkpoint::metadata(&path)?;
         let text = |key: &str| {
             about.get(key).ok_or_else(|| {
                 format!(
@@ -50,13 +46,32 @@ impl Model {
         let number = |key: &str| {
             text(key)?.parse::<usize>().map_err(|_| format!("{}: its {key} is no number", path.display()))
         };
+        let naming = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
-        let classes: Vec<String> = value(text("classes")?)?;
-        let spec: serde_json::Value = value(text("spec")?)?;
+        if !SIDES.contains(&image_size) || !matches!(channels, 1 | 3) {
+            return Err(naming(format!(
+                "no model has inputs of {image_size} pixels and {channels} channels"
+            )));
+        }
+        let classes: Vec<String> = value(text("classes")?).map_err(naming)?;
+        let (mean, std): (Vec<f32>, Vec<f32>) =
+            (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
+        let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
+        if !sound(&mean) || !sound(&std) || std.contains(&0.0) {
+            return Err(naming(format!(
+                "its mean {mean:?} and std {std:?} are no normalisation of {channels} channels"
+            )));
+        }
+        let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
-            .map_err(|e| e.to_string())?;
-        let network = net::resnet::build(&model, image_size, channels, classes.len())?;
+            .map_err(|e| naming(e.to_string()))?;
+        let network = net::resnet::build(&model, image_size, channels, classes.len()).map_err(naming)?;
         let weights = checkpoint::read_tensors(&path)?;
+        if let Some(found) = engine::first_not_finite(&weights) {
+            return Err(naming(format!(
+                "{found}; its training has diverged, so it has no answers: choose another checkpoint"
+            )));
+        }
         let config = EngineConfig {
             batch_size: BATCH,
             // Of no matter: it is never trained.
@@ -70,53 +85,42 @@ impl Model {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
         let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(Alone))
-            .map_err(|e| format!("{}: {e}", path.display()))?;
-        let (mean, std) = (value(text("mean")?)?, value(text("std")?)?);
-        Ok(Self { engine, classes, image_size, channels, mean, std })
+            .map_err(|e| naming(e.to_string()))?;
+        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
+        Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures })
     }
 
-    /// Probabilities of each picture's classes.
-    pub(super) fn probabilities(&mut self, batch: &Batch) -> Result<Vec<Vec<f32>>, String> {
+    /// What the model says of each picture: a value of each class, before they become probabilities. Where weights are
+    /// so large that the sums are not finite, there is no answer, and why is said in its place.
+    pub(super) fn logits(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
         let logits = self.engine.predict(batch).map_err(|e| e.to_string())?;
-        Ok(logits.chunks_exact(self.classes.len()).map(softmax).collect())
+        let one = |values: &[f32]| match values.iter().zip(&self.classes).find(|(v, _)| !v.is_finite()) {
+            None => Ok(values.to_vec()),
+            Some((value, class)) => Err(format!(
+                "has no answer: the model computes {value} for class {class:?}; its training has diverged, choose another \
+                 checkpoint"
+            )),
+        };
+        Ok(logits.chunks_exact(self.classes.len()).map(one).collect())
     }
 }
 
 fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {
-    serde_json::from_str(text).map_err(|e| format!("the model's metadata: {e}"))
+    serde_json::from_str(text).map_err(|e| format!("its metadata: {e}"))
 }
 
-/// In float64, so that they sum to 1; what is not finite becomes even.
-fn softmax(logits: &[f32]) -> Vec<f32> {
-    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let powers: Vec<f64> = logits.iter().map(|v| f64::from(v - highest).exp()).collect();
-    let sum: f64 = powers.iter().sum();
-    if !sum.is_finite() {
-        return vec![1.0 / logits.len() as f32; logits.len()];
-    }
-    powers.iter().map(|p| (p / sum) as f32).collect()
+/// In float64, so that they sum to 1. `logits` are finite.
+pub(super) fn softmax(logits: &[f32]) -> Vec<f32> {
+    let log_sum = log_sum_exp(logits);
+    logits.iter().map(|v| (f64::from(*v) - log_sum).exp() as f32).collect()
 }
 
-/// Of a safetensors file's header (JSON), what the file says of itself; its tensors are read elsewhere.
-#[derive(Deserialize)]
-struct Header {
-    #[serde(rename = "__metadata__", default)]
-    metadata: HashMap<String, String>,
+/// Cross-entropy of logits, which are finite, with the class that is right.
+pub(super) fn cross_entropy(logits: &[f32], label: usize) -> f64 {
+    log_sum_exp(logits) - f64::from(logits[label])
 }
 
-/// The file's own words about itself, read from its header alone.
-fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
-    let naming = |e: String| format!("{}: {e}", path.display());
-    let mut file = File::open(path).map_err(|e| naming(e.to_string()))?;
-    let mut size = [0; 8];
-    file.read_exact(&mut size).map_err(|e| naming(e.to_string()))?;
-    let header = u64::from_le_bytes(size);
-    if header > HEADER_BYTES {
-        return Err(naming("is no safetensors file".into()));
-    }
-    let mut bytes = Vec::new();
-    file.take(header).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
-    let header: Header =
-        serde_json::from_slice(&bytes).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
-    Ok(header.metadata)
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let highest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    highest + logits.iter().map(|v| (f64::from(*v) - highest).exp()).sum::<f64>().ln()
 }

@@ -1,16 +1,16 @@
 //! Pictures that somebody brings: what a model says of them.
 
-use super::model::{BATCH, Model};
+use super::model::{BATCH, Model, softmax};
 use crate::data::{Picture, loader::Batch};
 use base64::Engine as _;
 use lockstep_protocol::look::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 
-/// What the model at `path` (a checkpoint's folder, or a safetensors file) says of JPEG or PNG pictures, prepared as
-/// for its validation: the largest centred square, scaled, normalised.
+/// What the model at `path` (a checkpoint's folder, or a safetensors file) says of pictures, prepared as for its
+/// validation: the largest centred square, scaled, normalised.
 ///
 /// # Errors
-/// A model that cannot be read. A picture that cannot says so in its own answer.
+/// A model that cannot be read or was never trained to an end. A picture that cannot be read says so in its own answer.
 pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
     let mut model = Model::open(path)?;
     let mut predictions = Vec::with_capacity(pictures.len());
@@ -23,12 +23,13 @@ pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Pred
             indices: (0..readable.len() as u64).collect(),
             ..Batch::default()
         };
-        let found = if readable.is_empty() { Vec::new() } else { model.probabilities(&batch)? };
+        let found = if readable.is_empty() { Vec::new() } else { model.logits(&batch)? };
         let mut found = found.into_iter();
-        for ((name, _), input) in part.iter().zip(&inputs) {
-            let (classes, error) = match input {
-                Ok(_) => (ranked(&model.classes, &found.next().unwrap_or_default()), None),
-                Err(detail) => (Vec::new(), Some(detail.clone())),
+        for ((name, _), input) in part.iter().zip(inputs) {
+            let logits = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no answer".into())));
+            let (classes, error) = match logits {
+                Ok(logits) => (ranked(&model.classes, &softmax(&logits)), None),
+                Err(detail) => (Vec::new(), Some(detail)),
             };
             predictions.push(Prediction { name: name.clone(), classes, error });
         }
@@ -63,7 +64,8 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     if model.channels == 1 {
         picture = grey(picture);
     }
-    let picture = picture.centre_square(model.image_size as u32);
+    let side = model.image_size as u32;
+    let picture = if model.whole_pictures { picture.stretched(side) } else { picture.centre_square(side) };
     let normal = |(i, v): (usize, &u8)| {
         let channel = i % model.channels;
         (f32::from(*v) / 255.0 - model.mean[channel]) / model.std[channel]

@@ -8,9 +8,6 @@
 use super::{Network, TensorId};
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 
-/// From this image size on, `auto` is the imagenet stem.
-const IMAGENET_STEM_FROM: usize = 96;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Block {
     /// Two 3x3 convolutions.
@@ -35,15 +32,6 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
     }
 }
 
-/// The stem that `model` gets for pictures of `image_size` pixels; never [`Stem::Auto`].
-pub fn resolve_stem(model: &ModelSpec, image_size: usize) -> Stem {
-    match model.stem {
-        Stem::Auto if model.arch.is_cifar_family() || image_size < IMAGENET_STEM_FROM => Stem::Cifar,
-        Stem::Auto => Stem::Imagenet,
-        given => given,
-    }
-}
-
 /// The network that `model` names for square inputs of `image_size` pixels and `channels` channels.
 ///
 /// # Errors
@@ -59,10 +47,10 @@ pub fn build(
             "a network needs at least one input channel and one class, not {channels} and {classes}"
         ));
     }
-    let stem = resolve_stem(model, image_size);
+    let stem = model.stem_for(image_size);
     let smallest = (1..).find(|&size| halvings_fit(model.arch, stem, size)).unwrap_or(1);
     if !halvings_fit(model.arch, stem, image_size) {
-        let stem = if stem == Stem::Imagenet { "imagenet" } else { "cifar" };
+        let stem = stem.name();
         return Err(format!(
             "an image size of {image_size} is too small for {} with the {stem} stem, whose last stage would \
              halve a single pixel; the smallest is {smallest}",
@@ -164,9 +152,9 @@ mod tests {
 
     #[test]
     fn the_stem_follows_the_image() {
-        assert_eq!(resolve_stem(&model(Arch::ResNet50, Stem::Auto), 95), Stem::Cifar);
-        assert_eq!(resolve_stem(&model(Arch::ResNet50, Stem::Auto), 96), Stem::Imagenet);
-        assert_eq!(resolve_stem(&model(Arch::ResNet56, Stem::Auto), 224), Stem::Cifar);
+        assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(95), Stem::Cifar);
+        assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(96), Stem::Imagenet);
+        assert_eq!(model(Arch::ResNet56, Stem::Auto).stem_for(224), Stem::Cifar);
         let at_224 = build(&model(Arch::ResNet50, Stem::Auto), 224, 3, 1000).unwrap();
         let last_map = at_224.tensors[at_224.logits() - 2];
         assert_eq!((last_map.height, last_map.channels), (7, 2048));

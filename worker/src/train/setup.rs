@@ -161,7 +161,7 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
         object.remove("name");
         object.remove("priority");
     }
-    BTreeMap::from([
+    let mut about = BTreeMap::from([
         ("format".into(), "pt".into()),
         ("arch".into(), spec.model.arch.name().into()),
         ("classes".into(), json(serde_json::to_string(&shape.classes))),
@@ -170,7 +170,11 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
         ("mean".into(), json(serde_json::to_string(&shape.mean))),
         ("std".into(), json(serde_json::to_string(&shape.std))),
         ("spec".into(), shared.to_string()),
-    ])
+    ]);
+    if shape.whole_pictures {
+        about.insert("whole_pictures".into(), "true".into());
+    }
+    about
 }
 
 pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {

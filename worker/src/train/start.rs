@@ -3,14 +3,14 @@
 
 use super::{TrainError, Training, setup::Plan};
 use crate::{
-    checkpoint::{self, Best, CheckpointError, State},
+    checkpoint::{self, Best, State},
     comm::Communicator,
-    engine::{Engine, NamedTensors},
+    engine::{Engine, NamedTensors, first_not_finite},
     gpu::DeviceChoice,
     precision::SkippedSteps,
 };
-use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
-use std::path::Path;
+use lockstep_protocol::{agent::AttemptEvent, dataset::classes_differ, spec::Precision};
+use std::path::{Path, PathBuf};
 
 /// Differences between a file and the network that are named.
 const NAMED: usize = 5;
@@ -41,10 +41,11 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
 pub(super) fn begin(
     training: &Training<'_>,
     plan: &Plan,
+    classes: &[String],
     engine: &mut dyn Engine,
 ) -> Result<Beginning, TrainError> {
     if let Some(folder) = training.resume {
-        return resume(training, plan, engine, folder);
+        return resume(training, plan, classes, engine, folder);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     if let Some(path) = pretrained
@@ -65,9 +66,15 @@ fn pretrained_weights(
     path: &Path,
     initial: NamedTensors,
 ) -> Result<NamedTensors, TrainError> {
-    let path = if path.is_dir() { path.join(checkpoint::MODEL) } else { path.to_path_buf() };
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
+    let path = checkpoint::model_file(path).map_err(|e| wrong(e.to_string()))?;
     let mut given = checkpoint::read_tensors(&path).map_err(wrong)?;
+    if let Some(found) = first_not_finite(&given) {
+        return Err(wrong(format!(
+            "{}: {found}; its training has diverged, give another file",
+            path.display()
+        )));
+    }
     let mut problems = Vec::new();
     let mut weights = NamedTensors::new();
     for (name, own) in initial {
@@ -95,29 +102,39 @@ fn pretrained_weights(
     if problems.is_empty() {
         return Ok(weights);
     }
+    let arch = training.spec.model.arch.name();
+    let text = some_of(&problems);
+    Err(wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display())))
+}
+
+/// The first of them, and how many more there are.
+fn some_of(problems: &[String]) -> String {
     let more = problems.len().saturating_sub(NAMED);
     let mut text = problems[..problems.len().min(NAMED)].join("; ");
     if more > 0 {
         text.push_str(&format!("; and {more} more"));
     }
-    let arch = training.spec.model.arch.name();
-    Err(wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display())))
+    text
 }
 
 fn resume(
     training: &Training<'_>,
     plan: &Plan,
+    classes: &[String],
     engine: &mut dyn Engine,
     folder: &Path,
 ) -> Result<Beginning, TrainError> {
     let comm = training.comm.as_ref();
     let loaded = if comm.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
     let (state, parameters, optimizer) = match loaded {
-        Some((state, parameters, optimizer)) => (Some(state), Some(parameters), Some(optimizer)),
+        Some((place, (state, parameters, optimizer))) => {
+            fits(training, &place, classes, &parameters, &engine.parameters()?)?;
+            (Some(state), Some(parameters), Some(optimizer))
+        }
         None => (None, None, None),
     };
-    let parameters = shared(comm, engine.parameters()?, parameters, folder)?;
-    let optimizer = shared(comm, engine.optimizer_state()?, optimizer, folder)?;
+    let parameters = shared(comm, engine.parameters()?, parameters)?;
+    let optimizer = shared(comm, engine.optimizer_state()?, optimizer)?;
     // Ranks may share them: all have looked at the old ones before they change.
     comm.barrier()?;
     engine.set_parameters(&parameters)?;
@@ -165,11 +182,11 @@ fn resume(
 fn newest_whole(
     training: &Training<'_>,
     folder: &Path,
-) -> Result<(State, NamedTensors, NamedTensors), TrainError> {
+) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
     let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
         // Somebody's own folder, named on the command line.
-        return Ok(checkpoint::load(folder)?);
+        return Ok((folder.into(), checkpoint::load(folder)?));
     };
     let mut candidates = vec![(epoch, step)];
     let older = checkpoint::list(training.checkpoints)?;
@@ -178,7 +195,7 @@ fn newest_whole(
     for (epoch, step) in candidates {
         let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
         match checkpoint::load(&place) {
-            Ok(loaded) => return Ok(loaded),
+            Ok(loaded) => return Ok((place, loaded)),
             Err(error) => {
                 let observer = training.observer;
                 observer.log(&format!("{error}; it is set aside and the one before it is used"));
@@ -196,24 +213,59 @@ fn newest_whole(
     )))
 }
 
+/// Whether a checkpoint, which is whole, is one of this job's network and of the classes that its dataset has.
+fn fits(
+    training: &Training<'_>,
+    folder: &Path,
+    classes: &[String],
+    given: &NamedTensors,
+    own: &NamedTensors,
+) -> Result<(), TrainError> {
+    let refuse = |text: String| {
+        let arch = training.spec.model.arch.name();
+        Err(TrainError::Impossible(format!(
+            "checkpoint {} does not fit this job ({arch}, dataset {}): {text}. To train another network or dataset from \
+             its weights, begin a new job with model.pretrained",
+            folder.display(),
+            training.spec.data.dataset
+        )))
+    };
+    // Tensors alone do not tell: another dataset may have as many classes. Not every file tells.
+    if let Ok(about) = checkpoint::metadata(&folder.join(checkpoint::MODEL))
+        && let Some(text) = about.get("classes")
+        && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
+        && let Some(difference) = classes_differ(&trained, classes)
+    {
+        return refuse(difference);
+    }
+    let mut problems = Vec::new();
+    for (name, tensor) in own {
+        match given.get(name) {
+            None => problems.push(format!("{name} is missing")),
+            Some(there) if there.shape != tensor.shape => {
+                problems.push(format!("{name} is {:?}, wanted {:?}", there.shape, tensor.shape));
+            }
+            Some(_) => {}
+        }
+    }
+    let unknown = given.keys().filter(|name| !own.contains_key(*name));
+    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
+    if problems.is_empty() { Ok(()) } else { refuse(some_of(&problems)) }
+}
+
 /// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.
 fn shared(
     comm: &dyn Communicator,
     template: NamedTensors,
     loaded: Option<NamedTensors>,
-    folder: &Path,
 ) -> Result<NamedTensors, TrainError> {
     if let Some(loaded) = &loaded {
         let shapes = |tensors: &NamedTensors| -> Vec<_> {
             tensors.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
         };
         if shapes(loaded) != shapes(&template) {
-            return Err(CheckpointError::Damaged {
-                name: folder.display().to_string(),
-                detail: "its tensors are not those of this job's network (another arch, stem or dataset?)"
-                    .into(),
-            }
-            .into());
+            let text = "the checkpoint's momentum is not of the weights that lie beside it";
+            return Err(TrainError::Impossible(text.into()));
         }
     }
     let mut tensors = loaded.unwrap_or(template);

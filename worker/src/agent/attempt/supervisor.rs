@@ -81,6 +81,7 @@ impl Supervisor {
                     this.end(Some(Ending::Failed { reason, retriable: false }), None);
                 }
             }
+            Beginning::Over(ending) => this.end(Some(ending), None),
             Beginning::Adopt => {
                 let adopted =
                     |(rank, _): &(u32, u32)| Watched::new(RankProcess::adopt(&this.dir, *rank), &this.dir);
@@ -137,11 +138,10 @@ impl Supervisor {
     }
 
     fn obey(&mut self, order: Order) {
-        let (verdict, patience) = match order {
-            Order::Stop { patient: false } => (Ending::Stopped, None),
-            Order::Stop { patient: true } => (Ending::Stopped, Some(PAUSE)),
-            Order::Leave => (Ending::Stopped, Some(LEAVE)),
-            Order::Full(reason) => (Ending::Failed { reason, retriable: true }, Some(LEAVE)),
+        let patience = match &order {
+            Order::Stop { patient: false } => None,
+            Order::Stop { patient: true } => Some(PAUSE),
+            Order::Leave | Order::Full(_) => Some(LEAVE),
         };
         if self.ending.is_some() && patience.is_none() && self.patience.take().is_some() {
             // Asked nicely before; now it is urgent.
@@ -149,7 +149,7 @@ impl Supervisor {
             return self.signal(Signal::TERM);
         }
         // What was decided first stays.
-        self.end(self.ending.is_none().then_some(verdict), patience);
+        self.end(self.ending.is_none().then(|| order.ending()), patience);
     }
 
     /// Ends the ranks when there is a reason to, and sees to it that they do end.

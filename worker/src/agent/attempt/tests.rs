@@ -46,7 +46,7 @@ fn place(ranks: u32, script: &str) -> Place {
         program,
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
-        check: |_| Ok(()),
+        check: |_, _| Ok(()),
         bell: Arc::new(Notify::new()),
         gpus: Arc::default(),
     };
@@ -236,10 +236,52 @@ async fn what_is_missing_is_said_before_anything_starts() {
     let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
-            assert!(reason.contains("dataset /none cannot be read"), "{reason}");
+            assert!(reason.contains("dataset /none cannot be read: No such file"), "{reason}");
         }
         other => panic!("{other:?}"),
     }
+    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+}
+
+#[tokio::test]
+async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
+    for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
+        let mut place = place(2, "exit 0");
+        // As a look at a file on a dead server: it never comes back, cancelled or not.
+        place.around.check = |_, _| loop {
+            std::thread::park();
+        };
+        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        attempt.order(order);
+        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+        assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+    }
+}
+
+#[tokio::test]
+async fn a_look_that_is_cancelled_is_told_so() {
+    let mut place = place(1, "exit 0");
+    place.around.check = |held, cancelled| {
+        let begun = held.job_dir.join("begun");
+        fs::write(begun, "").unwrap();
+        while !cancelled.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        fs::write(held.job_dir.join("given up"), "").unwrap();
+        Ok(())
+    };
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let until = Instant::now() + Duration::from_secs(30);
+    let reached = async |name: &str| {
+        while !place.held.job_dir.join(name).exists() {
+            assert!(Instant::now() < until, "never {name}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    reached("begun").await;
+    attempt.order(Order::Stop { patient: false });
+    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+    reached("given up").await;
     assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
 }
 

@@ -3,7 +3,7 @@
 use super::Pixels;
 use crate::data::{
     Catalog, DataError, Picture, Samples,
-    inspect::{STATISTICS_SAMPLES, Statistics},
+    inspect::{Moments, STATISTICS_SAMPLES, Statistics},
     picture,
 };
 use lockstep_protocol::spec::DataSpec;
@@ -32,18 +32,24 @@ pub(super) fn normalisation(
         (Vec::new(), Vec::new())
     } else {
         match &train.pixels {
-            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels),
-            Pixels::Files { files, .. } => {
+            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
+            Pixels::Files { files, square } => {
                 // Enough for three digits; decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
-                let counted: Vec<_> =
-                    files.par_iter().step_by(every).filter_map(|f| Picture::read(f).ok()).collect();
-                let mut all = Statistics::default();
-                counted.iter().for_each(|p| all.add(&Statistics::of(&p.pixels, channels)));
-                all
+                let look = |file: &PathBuf| {
+                    let picture = Picture::read(file).ok()?;
+                    let picture = match square {
+                        Some(side) => picture.centre_square(*side),
+                        None => picture,
+                    };
+                    Some(Moments::of(&picture.pixels, channels))
+                };
+                let counted: Vec<_> = files.par_iter().step_by(every).filter_map(look).collect();
+                let mut all = Moments::default();
+                counted.iter().for_each(|one| all.add(one));
+                all.mean_std()
             }
         }
-        .mean_std()
     };
     let fit = |name: &str, given: &Option<Vec<f32>>, found: Vec<f32>| match given {
         Some(values) if values.len() == channels => Ok(values.clone()),

@@ -417,7 +417,7 @@ impl Engine for CudaEngine {
         if self.program.is_finite()? {
             return Ok(None);
         }
-        Ok(first_not_finite(&self.parameters()?).map(str::to_owned))
+        Ok(first_not_finite(&self.parameters()?))
     }
 
     fn exchange(&self) -> String {

@@ -83,7 +83,8 @@ fn gpu_what_is_not_finite_shows_and_changes_nothing() {
             let name = "layer2.0.conv1.weight";
             spoilt.get_mut(name).unwrap().values[7] = value;
             let mut engine = cuda_as(&spoilt, &network, &config, GpuConfig { precision, ..dynamic() });
-            assert_eq!(engine.first_not_finite().unwrap().as_deref(), Some(name));
+            let found = engine.first_not_finite().unwrap().unwrap();
+            assert!(found.starts_with(name), "{found}");
             let before = engine.parameters().unwrap();
             let batch = pictures(&network, 16, 0);
             let result = engine.train_step(std::slice::from_ref(&batch), 0.1).unwrap();

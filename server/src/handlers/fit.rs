@@ -1,0 +1,130 @@
+//! Whether a checkpoint fits what is to be trained from it, told when that is asked for. What it was trained on stands in
+//! the header of its file; what a dataset has is stored since it was registered. No dataset is opened here.
+
+use crate::{
+    app::App,
+    error::{Error, Result},
+};
+use lockstep_protocol::{
+    Job, JobSpec,
+    dataset::{Dataset, classes_differ},
+    spec::SpecError,
+};
+use serde::Deserialize;
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+/// Headers are a few kilobytes.
+const HEADER_BYTES: u64 = 16 << 20;
+
+/// What a checkpoint was trained on.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Trained {
+    classes: Vec<String>,
+    channels: u32,
+    image_size: u32,
+}
+
+/// The beginning of a safetensors file (<https://github.com/huggingface/safetensors#format>).
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__", default)]
+    metadata: HashMap<String, String>,
+}
+
+impl Trained {
+    /// What a checkpoint's folder says; none where it does not, and then its ranks find out.
+    pub(super) async fn of(folder: &Path) -> Option<Self> {
+        let path = folder.join("model.safetensors");
+        let about = tokio::task::spawn_blocking(move || metadata(&path)).await.ok()?.ok()?;
+        let number = |key: &str| about.get(key)?.parse().ok();
+        Some(Self {
+            classes: serde_json::from_str(about.get("classes")?).ok()?,
+            channels: number("channels")?,
+            image_size: number("image_size")?,
+        })
+    }
+}
+
+/// What of `spec` on `dataset` does not fit a checkpoint of a job that was specified as `source`. Of a checkpoint that
+/// does not say what it was `trained` on, only the specifications are compared.
+pub(super) fn mistakes(
+    trained: Option<&Trained>,
+    source: &JobSpec,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Vec<SpecError> {
+    let mut mistakes = Vec::new();
+    let mut mistake = |pointer: &str, detail: String| {
+        let detail = format!(
+            "does not fit the checkpoint: {detail}; a new job with model.pretrained takes over the weights that fit"
+        );
+        mistakes.push(SpecError { pointer: pointer.into(), detail });
+    };
+    if spec.model.arch != source.model.arch {
+        let (is, was) = (spec.model.arch.name(), source.model.arch.name());
+        mistake("/model/arch", format!("its network is a {was}, {is} is another network"));
+    }
+    let Some(trained) = trained else {
+        if spec.model.stem != source.model.stem {
+            let (is, was) = (spec.model.stem.name(), source.model.stem.name());
+            mistake("/model/stem", format!("its network has the {was} stem, not the {is} one"));
+        }
+        return mistakes;
+    };
+    let (name, info) = (&dataset.name, &dataset.info);
+    if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
+        mistake("/data/dataset", format!("{name} has other classes than it was trained on ({difference})"));
+    }
+    if trained.channels != info.channels {
+        let (was, is) = (trained.channels, info.channels);
+        let detail = format!("it was trained on pictures of {was} channels, those of {name} have {is}");
+        mistake("/data/dataset", detail);
+    }
+    let (was, is) = (trained.image_size, spec.data.image_size.unwrap_or(info.height));
+    let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
+    if had != has && spec.model.stem == source.model.stem {
+        let detail = format!(
+            "at {is} pixels model.stem = \"auto\" means {:?}, at the {was} that it was trained on {:?}: set model.stem too",
+            has.name(),
+            had.name()
+        );
+        mistake("/data/image_size", detail);
+    } else if had != has {
+        mistake(
+            "/model/stem",
+            format!("its network has the {} stem, not the {} one", had.name(), has.name()),
+        );
+    }
+    mistakes
+}
+
+/// Refuses to go on from the newest checkpoint with a dataset that was registered anew under the same name.
+///
+/// # Errors
+/// What of the dataset does not fit.
+pub(super) async fn check_newest(app: &App, job: &Job) -> Result<()> {
+    let Some(newest) = app.store.checkpoints(&job.id).await?.into_iter().next() else { return Ok(()) };
+    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else { return Ok(()) };
+    let trained = Trained::of(&app.checkpoint_dir(&newest)).await;
+    let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
+    if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+}
+
+fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
+    let mut file = File::open(path)?;
+    let mut size = [0; 8];
+    file.read_exact(&mut size)?;
+    let size = u64::from_le_bytes(size);
+    if size > HEADER_BYTES {
+        return Err(io::Error::other("no safetensors file"));
+    }
+    let mut header = Vec::new();
+    file.take(size).read_to_end(&mut header)?;
+    let header: Header = serde_json::from_slice(&header)?;
+    Ok(header.metadata)
+}

@@ -1,0 +1,179 @@
+//! Whether a checkpoint fits what it is to be trained on: told when that is asked for, not by ranks that fail.
+
+use crate::{
+    agent::{Agent, info, running},
+    house::House,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
+    dataset::DatasetInfo,
+    job::JobState,
+};
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn words(names: &[&str]) -> Vec<String> {
+    names.iter().map(ToString::to_string).collect()
+}
+
+async fn register(house: &House, agent: &mut Agent, name: &str, info: DatasetInfo) {
+    let new = json!({"name": name, "path": format!("/some/{name}")});
+    let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info)));
+    assert_eq!(status, 201, "{body}");
+}
+
+/// A checkpoint as ranks leave it, without tensors: of pictures of 28 x 28 in grey, cats and dogs.
+fn write_checkpoint(job_dir: &Path) {
+    let folder = job_dir.join("checkpoints/1-50");
+    std::fs::create_dir_all(&folder).unwrap();
+    let about = json!({"classes": json!(["cat", "dog"]).to_string(), "channels": "1", "image_size": "28"});
+    let header = json!({ "__metadata__": about }).to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    std::fs::write(folder.join("model.safetensors"), file).unwrap();
+    std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
+}
+
+/// A job that failed after its checkpoint of step 50.
+async fn failed_job(house: &House, agent: &mut Agent) -> String {
+    let job = house.submit(|_| {}).await;
+    let start = agent.started().await;
+    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
+    let written =
+        CheckpointInfo { epoch: 1, step: 50, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+    house.until(job.id.as_str(), JobState::Failed).await;
+    job.id.to_string()
+}
+
+#[tokio::test]
+async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_asked_for() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = failed_job(&house, &mut agent).await;
+    let like = |classes: &[&str]| DatasetInfo { classes: words(classes), ..info() };
+    register(&house, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
+    register(&house, &mut agent, "others", like(&["cat", "fox"])).await;
+    register(&house, &mut agent, "turned", like(&["dog", "cat"])).await;
+    register(&house, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
+    register(&house, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..info() }).await;
+    register(&house, &mut agent, "again", info()).await;
+
+    let path = format!("/jobs/{id}/fork");
+    let fork = async |set: Value| house.post(&path, &json!({ "set": set })).await;
+    for (set, pointer, detail) in [
+        (
+            json!({"data.dataset": "more"}),
+            "/data/dataset",
+            "the model has 2 classes, the dataset 3; the model does not know \"fox\"",
+        ),
+        (json!({"data.dataset": "others"}), "/data/dataset", "the dataset lacks the model's \"dog\""),
+        (
+            json!({"data.dataset": "turned"}),
+            "/data/dataset",
+            "class 0 is \"cat\" for the model and \"dog\" in the dataset",
+        ),
+        (
+            json!({"data.dataset": "colour"}),
+            "/data/dataset",
+            "trained on pictures of 1 channels, those of colour have 3",
+        ),
+        (
+            json!({"model.arch": "resnet32"}),
+            "/model/arch",
+            "its network is a resnet20, resnet32 is another network",
+        ),
+        (json!({"model.stem": "imagenet"}), "/model/stem", "has the cifar stem, not the imagenet one"),
+    ] {
+        let (status, body) = fork(set.clone()).await;
+        assert_eq!(status, 422, "{set}: {body}");
+        let errors = body["errors"].as_array().unwrap();
+        assert_eq!((errors.len(), &errors[0]["pointer"]), (1, &json!(pointer)), "{set}: {body}");
+        let text = errors[0]["detail"].as_str().unwrap();
+        assert!(text.contains("does not fit the checkpoint") && text.contains(detail), "{set}: {text}");
+        assert!(text.contains("model.pretrained"), "what to do instead: {text}");
+    }
+    let (_, jobs) = house.get("/jobs").await;
+    assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "none of these made a job");
+
+    // The same classes at another size, or under another name of the same stem, fit.
+    for set in [
+        json!({"data.dataset": "again"}),
+        json!({"data.dataset": "larger"}),
+        json!({"data.image_size": 64, "model.stem": "cifar"}),
+    ] {
+        let (status, body) = fork(set.clone()).await;
+        assert_eq!(status, 202, "{set}: {body}");
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let job = house.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
+    let start = agent.started().await;
+    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
+    let written =
+        CheckpointInfo { epoch: 1, step: 50, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    let path = format!("/jobs/{}/fork", job.id);
+    let fork = async |set: Value| house.post(&path, &json!({ "set": set })).await;
+    let (status, body) = fork(json!({"data.image_size": 96})).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
+    let text = body["errors"][0]["detail"].as_str().unwrap();
+    assert!(text.contains("at 96 pixels") && text.contains("set model.stem too"), "{text}");
+    assert_eq!(fork(json!({"data.image_size": 95})).await.0, 202);
+    assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 202);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_retry_onto_a_dataset_that_was_registered_anew_is_refused_until_it_fits() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = failed_job(&house, &mut agent).await;
+    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
+    let other = DatasetInfo { classes: words(&["cat", "fox"]), ..info() };
+    register(&house, &mut agent, "pictures", other).await;
+    let (status, body) = house.post(&format!("/jobs/{id}/retry"), &json!({})).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
+    assert_eq!(house.job(&id).await.state, JobState::Failed);
+    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
+    register(&house, &mut agent, "pictures", info()).await;
+    assert_eq!(house.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
+    assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_readable() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let evaluation = |step, accuracy, loss| {
+        AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
+    };
+    let events = vec![
+        running(100, 0),
+        evaluation(10, 0.5, 1.0),
+        evaluation(20, 0.9, f64::NAN),
+        evaluation(30, 0.9, f64::INFINITY),
+        evaluation(40, f64::NAN, 0.1),
+    ];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    let job = house.job(&id).await;
+    assert_eq!((job.best.unwrap().value, job.best.unwrap().step), (0.5, 10));
+    assert_eq!((job.last.val_loss, job.last.val_accuracy), (None, None));
+    agent.report(&attempt, Source::Rank(0), 5, vec![evaluation(50, 0.6, 0.9)]).await;
+    assert_eq!(house.job(&id).await.best.unwrap().step, 50);
+    let stored = house.stored(&id).await;
+    let losses: Vec<_> =
+        stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
+    assert_eq!(losses, [json!(1.0), json!(0.9)], "{stored:#?}");
+    house.stop().await;
+}

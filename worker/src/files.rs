@@ -1,0 +1,162 @@
+//! Files that somebody brings, datasets and weights: which can be opened, and what is wrong with the others.
+//!
+//! One place decides it, for whoever looks: registering a dataset, a job's ranks, the check before they start. Only
+//! regular files are opened: a pipe or a device may keep its reader waiting for ever.
+
+use rustix::{fs::OFlags, io::Errno};
+use std::{
+    fs::{self, File, Metadata, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    path::Path,
+};
+
+/// What a path leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    Folder,
+    /// A regular file.
+    File {
+        size_bytes: u64,
+    },
+}
+
+/// What `path` leads to, through links; nothing is opened.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn look(path: &Path) -> Result<Found, String> {
+    let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
+    if found.is_dir() {
+        return if leads_back(path) {
+            Err("is a link to a folder that it lies in; remove it".into())
+        } else {
+            Ok(Found::Folder)
+        };
+    }
+    regular(&found)?;
+    Ok(Found::File { size_bytes: found.len() })
+}
+
+/// Opens a regular file and tells its size.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn open(path: &Path) -> Result<(File, u64), String> {
+    if look(path)? == Found::Folder {
+        return Err("is a folder, not a file".into());
+    }
+    // What was a file a moment ago may be a pipe now: this neither waits for one nor reads it.
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
+    let found = file.metadata().map_err(cannot_be_read)?;
+    regular(&found)?;
+    Ok((file, found.len()))
+}
+
+/// Reads a regular file of at most `most` bytes.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
+    let (file, size) = open(path)?;
+    let too_large = |size: u64| format!("has {size} bytes; up to {most} are read");
+    if size > most {
+        return Err(too_large(size));
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
+    // It may have grown, or be one of those whose size the system does not tell.
+    if bytes.len() as u64 > most { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
+}
+
+pub(crate) fn cannot_be_read(error: io::Error) -> String {
+    format!("cannot be read: {error}")
+}
+
+fn regular(found: &Metadata) -> Result<(), String> {
+    let kind = found.file_type();
+    let kind = if kind.is_fifo() {
+        "a named pipe (FIFO)"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_char_device() || kind.is_block_device() {
+        "a device"
+    } else {
+        return Ok(());
+    };
+    Err(format!("is {kind}, not a regular file; remove it"))
+}
+
+fn cannot_follow(path: &Path, error: &io::Error) -> String {
+    let target = fs::read_link(path);
+    match (target, error.kind()) {
+        (Ok(_), _) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+            "is a link that leads back to itself; remove it".into()
+        }
+        (Ok(target), io::ErrorKind::NotFound) => {
+            format!("is a link to {}, which is not there; mend or remove it", target.display())
+        }
+        _ => format!("cannot be read: {error}"),
+    }
+}
+
+/// Whether a link to a folder leads to one that the link itself lies in.
+fn leads_back(path: &Path) -> bool {
+    let is_link = fs::symlink_metadata(path).is_ok_and(|m| m.is_symlink());
+    let home = path.parent().filter(|home| !home.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    is_link
+        && home
+            .canonicalize()
+            .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::{fs::symlink, net::UnixListener};
+
+    #[test]
+    fn only_regular_files_are_opened_and_the_rest_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("file"), "four").unwrap();
+        symlink("file", at("link")).unwrap();
+        assert_eq!(look(&at("link")), Ok(Found::File { size_bytes: 4 }));
+        assert_eq!(look(dir.path()), Ok(Found::Folder));
+        assert_eq!(read(&at("link"), 4).unwrap(), b"four");
+        assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; up to 3 are read");
+
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            at("pipe"),
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR,
+            0,
+        )
+        .unwrap();
+        let _socket = UnixListener::bind(at("socket")).unwrap();
+        symlink("/dev/zero", at("zero")).unwrap();
+        symlink("gone", at("dangling")).unwrap();
+        symlink("loop", at("loop")).unwrap();
+        fs::create_dir(at("inner")).unwrap();
+        symlink("../..", at("inner/up")).unwrap();
+        // Belongs to this process, and says an error at the first byte, to whomever.
+        symlink("/proc/self/mem", at("unreadable")).unwrap();
+        for (name, words) in [
+            ("pipe", "is a named pipe (FIFO), not a regular file"),
+            ("socket", "is a socket, not a regular file"),
+            ("zero", "is a device, not a regular file"),
+            ("dangling", "is a link to gone, which is not there"),
+            ("loop", "is a link that leads back to itself"),
+            ("inner/up", "is a link to a folder that it lies in"),
+            ("nothing", "cannot be read: No such file"),
+            ("unreadable", "cannot be read: Input/output error"),
+        ] {
+            let said = read(&at(name), 100).unwrap_err();
+            assert!(said.starts_with(words), "{name}: {said}");
+            assert_eq!(look(&at(name)).is_ok(), name == "unreadable", "{name}");
+        }
+        assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");
+    }
+}

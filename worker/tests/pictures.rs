@@ -1,0 +1,301 @@
+//! Folders as people have them: every kind of picture, and everything that lies among them and is none.
+
+use lockstep_protocol::{
+    dataset::DatasetInfo,
+    spec::{BrokenFiles, DataSpec, Validation},
+};
+use lockstep_worker::data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use std::{
+    collections::BTreeSet,
+    ffi::OsStr,
+    fs,
+    os::unix::{ffi::OsStrExt, fs::symlink, net::UnixListener},
+    path::Path,
+    sync::atomic::AtomicBool,
+};
+use tempfile::TempDir;
+
+/// A picture that no other number gives.
+fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
+    // Smooth, so that a JPEG file keeps nearly all of it.
+    image::RgbImage::from_fn(width, height, |x, y| {
+        image::Rgb([(x * 2 + number % 100) as u8, (y * 3) as u8, (x + y + number % 50) as u8])
+    })
+}
+
+/// `train/cat` and `train/dog` of `each` PNG files.
+fn folder(dir: &Path, each: u32) {
+    for (c, class) in (0..).zip(["cat", "dog"]) {
+        let home = dir.join("train").join(class);
+        fs::create_dir_all(&home).expect("a folder");
+        for number in 0..each {
+            picture(c * 100 + number, 32, 32).save(home.join(format!("{number}.png"))).expect("writes");
+        }
+    }
+}
+
+fn spec(broken_files: BrokenFiles) -> DataSpec {
+    DataSpec {
+        validation: Validation::Split("none".into()),
+        image_size: Some(32),
+        broken_files,
+        ..DataSpec::default()
+    }
+}
+
+/// What a job leaves out, as `skip` names it.
+fn left_out(dir: &Path) -> Vec<String> {
+    DataSource::open(dir, &spec(BrokenFiles::Skip), 0).expect("opens").shape.skipped
+}
+
+fn refused(dir: &Path) -> String {
+    DataSource::open(dir, &spec(BrokenFiles::Fail), 0).expect_err("must not open").to_string()
+}
+
+fn named(info: &DatasetInfo) -> BTreeSet<String> {
+    info.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect()
+}
+
+#[test]
+fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_waited_for() {
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), 3);
+    let train = dir.path().join("train");
+    let cat = train.join("cat");
+    let pipe = |at: &Path| mknodat(CWD, at, FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
+    pipe(&cat.join("pipe.jpg"));
+    pipe(&cat.join("a pipe without a picture's name"));
+    let _socket = UnixListener::bind(cat.join("socket.png")).expect("a socket");
+    symlink("/dev/zero", cat.join("device.png")).expect("a link");
+    symlink("nowhere.png", cat.join("dangling.png")).expect("a link");
+    symlink("looping.png", cat.join("looping.png")).expect("a link");
+    symlink("../..", cat.join("up")).expect("a link");
+    // A regular file that nobody can read, not even root.
+    symlink("/proc/self/mem", cat.join("unreadable.jpg")).expect("a link");
+    fs::write(cat.join("IMG_1.HEIC"), b"\0\0\0\x18ftypheic\0\0\0\0").expect("writes");
+    fs::write(cat.join("heic by another name.jpg"), b"\0\0\0\x18ftypheic\0\0\0\0").expect("writes");
+    fs::write(cat.join("drawing.svg"), "<svg/>").expect("writes");
+    fs::create_dir(cat.join("more")).expect("a folder");
+    fs::copy(cat.join("0.png"), cat.join("more/0.png")).expect("copies");
+    fs::copy(cat.join("0.png"), train.join("contact sheet.png")).expect("copies");
+    let latin = train.join(OsStr::from_bytes(b"caf\xe9"));
+    fs::create_dir(&latin).expect("a folder");
+    fs::copy(cat.join("0.png"), latin.join("0.png")).expect("copies");
+    symlink("gone", train.join("fox")).expect("a link");
+    symlink("..", train.join("round")).expect("a link");
+    symlink("gone", dir.path().join("val")).expect("a link");
+    // None of these is a picture, is named like one, or is where a job looks.
+    fs::write(cat.join("Thumbs.db"), b"not a picture").expect("writes");
+    fs::write(cat.join("notes"), b"BM is not all there is to a bitmap").expect("writes");
+    fs::write(train.join("labels.csv"), "a,b").expect("writes");
+    fs::create_dir(cat.join("nothing in it")).expect("a folder");
+    symlink("gone", cat.join(".hidden")).expect("a link");
+    pipe(&dir.path().join("elsewhere"));
+
+    let expected = [
+        ("pipe.jpg", "is a named pipe (FIFO), not a regular file"),
+        ("a pipe without a picture's name", "is a named pipe (FIFO), not a regular file"),
+        ("socket.png", "is a socket, not a regular file"),
+        ("device.png", "is a device, not a regular file"),
+        ("dangling.png", "is a link to nowhere.png, which is not there"),
+        ("looping.png", "is a link that leads back to itself"),
+        ("cat/up", "is a link to a folder that it lies in"),
+        ("unreadable.jpg", "cannot be read: Input/output error"),
+        ("IMG_1.HEIC", "is a heic file, which is not read; convert it to JPEG, PNG"),
+        ("heic by another name.jpg", "is a HEIF or AVIF picture, which is not read"),
+        ("drawing.svg", "is a svg file, which is not read"),
+        ("cat/more", "is a folder inside a class folder (1 files in it)"),
+        ("contact sheet.png", "lies in no class folder"),
+        ("train/caf\u{fffd}", "is a class folder whose name is not UTF-8 (1 files in it); rename it"),
+        ("train/fox", "is a link to gone, which is not there"),
+        ("train/round", "is a link to a folder that it lies in"),
+        ("/val", "is a link to gone, which is not there"),
+    ];
+    let info = inspect(dir.path()).expect("readable");
+    assert_eq!((info.classes.join(" "), info.splits[0].per_class.clone()), ("cat dog".into(), vec![3, 3]));
+    let all = named(&info);
+    for (name, detail) in expected {
+        let fits = |text: &&String| text.contains(&format!("{name} {detail}"));
+        assert!(all.iter().any(|text| fits(&text)), "{name} {detail} is not in {all:#?}");
+    }
+    assert_eq!((all.len(), info.broken_count), (expected.len(), expected.len() as u64), "{all:#?}");
+    // A job leaves out the same, or refuses all of it.
+    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+    let words = refused(dir.path());
+    assert!(words.starts_with("17 broken files: "), "{words}");
+    // And the look before it starts neither refuses nor waits.
+    assert!(Fingerprint::of(dir.path(), &AtomicBool::new(false)).is_ok());
+}
+
+#[test]
+fn every_kind_of_picture_is_read_and_a_file_that_is_cut_off_is_named() {
+    let formats = ["png", "jpg", "webp", "gif", "bmp", "tiff"];
+    let dir = TempDir::new().expect("a folder");
+    let home = dir.path().join("train/cat");
+    fs::create_dir_all(&home).expect("a folder");
+    for name in formats {
+        let saved = picture(1, 48, 48);
+        let path = home.join(format!("whole.{name}"));
+        match name {
+            // Of few colours, as the format has them.
+            "gif" => image::RgbaImage::from_fn(48, 48, |x, _| image::Rgba([x as u8 / 16 * 60, 9, 200, 255]))
+                .save(path),
+            _ => saved.save(path),
+        }
+        .expect("writes");
+        let whole = fs::read(home.join(format!("whole.{name}"))).expect("readable");
+        let read = Picture::decode(&whole).unwrap_or_else(|e| panic!("{name} {e}"));
+        assert_eq!((read.width, read.height, read.channels), (48, 48, 3));
+        let close = |a: &[u8], b: &[u8]| a.iter().zip(b).all(|(a, b)| a.abs_diff(*b) < 40);
+        assert!(name == "gif" || close(&read.pixels, saved.as_raw()), "{name} has other pixels");
+        fs::write(home.join(format!("cut.{name}")), &whole[..whole.len() / 2]).expect("writes");
+    }
+    let info = inspect(dir.path()).expect("readable");
+    let all = named(&info);
+    assert_eq!((info.splits[0].samples, info.broken_count), (6, 6), "{all:#?}");
+    assert!(
+        formats.iter().all(|name| all.iter().any(|text| text.contains(&format!("cut.{name} ")))),
+        "{all:#?}"
+    );
+    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+}
+
+#[test]
+fn pictures_with_data_behind_them_are_whole() {
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), 1);
+    let home = dir.path().join("train/cat");
+    let mut jpeg = std::io::Cursor::new(Vec::new());
+    picture(5, 64, 48).write_to(&mut jpeg, image::ImageFormat::Jpeg).expect("writes");
+    let jpeg = jpeg.into_inner();
+    let png = fs::read(home.join("0.png")).expect("readable");
+    // A motion photograph's film, in whose data a scan seems to begin; a second picture, as stereo cameras and gain maps
+    // have it, whole and cut off.
+    let film =
+        [b"\0\0\0\x20ftypisom\0\0\x02\0isomiso2mp41\0\0\x10\0mdat".as_slice(), &[0xff, 0xda, 0, 12, 7, 7]]
+            .concat();
+    for (number, behind) in [&film[..], &jpeg, &jpeg[..jpeg.len() / 2]].into_iter().enumerate() {
+        fs::write(home.join(format!("{number}.jpg")), [&jpeg, behind].concat()).expect("writes");
+        fs::write(home.join(format!("behind {number}.png")), [&png, behind].concat()).expect("writes");
+    }
+    let info = inspect(dir.path()).expect("readable");
+    assert_eq!((info.broken_count, info.splits[0].per_class[0]), (0, 7), "{:?}", info.broken);
+    assert_eq!(left_out(dir.path()), Vec::<String>::new());
+    // Cut off before its own end, with a film behind it: that is not its end.
+    fs::write(home.join("cut.jpg"), [&jpeg[..jpeg.len() - 40], &film].concat()).expect("writes");
+    assert!(refused(dir.path()).contains("cut.jpg is cut off: a Jpeg picture without its end"));
+}
+
+#[test]
+fn large_pictures_weigh_no_more_than_small_ones() {
+    let dir = TempDir::new().expect("a folder");
+    let home = dir.path().join("train/cat");
+    fs::create_dir_all(&home).expect("a folder");
+    // One large and dark, three small and bright: as many pixels as 400 of the small ones.
+    image::RgbImage::from_pixel(400, 300, image::Rgb([0, 0, 0])).save(home.join("0.png")).expect("writes");
+    for number in 1..4 {
+        let path = home.join(format!("{number}.png"));
+        image::RgbImage::from_pixel(20, 20, image::Rgb([200, 100, 50])).save(path).expect("writes");
+    }
+    let info = inspect(dir.path()).expect("readable");
+    let job = DataSource::open(dir.path(), &spec(BrokenFiles::Fail), 0).expect("opens").shape;
+    let expected = [200.0 * 0.75 / 255.0, 100.0 * 0.75 / 255.0, 50.0 * 0.75 / 255.0];
+    for (channel, expected) in expected.into_iter().enumerate() {
+        let (inspected, trained) = (info.mean[channel], job.mean[channel]);
+        assert!(
+            (inspected - expected).abs() < 1e-4 && (trained - expected).abs() < 1e-4,
+            "{inspected} {trained}"
+        );
+        assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?} {:?}", info.std, job.std);
+    }
+    // Of a picture that is not square, a job sees the middle.
+    image::RgbImage::from_fn(300, 100, |x, _| image::Rgb([if (100..200).contains(&x) { 0 } else { 255 }; 3]))
+        .save(home.join("0.png"))
+        .expect("writes");
+    let info = inspect(dir.path()).expect("readable");
+    assert!((info.mean[0] - expected[0]).abs() < 1e-4, "{:?}", info.mean);
+}
+
+/// A PNG file that says it has so many pixels, all of them black.
+fn black(width: u32, height: u32) -> Vec<u8> {
+    use flate2::{Compression, write::ZlibEncoder};
+    use std::io::Write;
+    let chunk = |kind: &[u8; 4], data: &[u8]| {
+        let checked = [kind.as_slice(), data].concat();
+        let length = (data.len() as u32).to_be_bytes();
+        let check = crc32fast::hash(&checked).to_be_bytes();
+        [length.as_slice(), &checked, &check].concat()
+    };
+    let mut packed = ZlibEncoder::new(Vec::new(), Compression::fast());
+    // Grey, one bit a pixel, and a byte of filter a row.
+    let row = vec![0; 1 + width.div_ceil(8) as usize];
+    (0..height).for_each(|_| packed.write_all(&row).expect("packs"));
+    let header = [width.to_be_bytes().as_slice(), &height.to_be_bytes(), &[1, 0, 0, 0, 0]].concat();
+    [
+        b"\x89PNG\r\n\x1a\n".to_vec(),
+        chunk(b"IHDR", &header),
+        chunk(b"IDAT", &packed.finish().expect("packs")),
+        chunk(b"IEND", &[]),
+    ]
+    .concat()
+}
+
+#[test]
+fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
+    let most = 64 << 20;
+    let (width, height) = (1 << 16, most >> 16);
+    let largest = Picture::decode(&black(width, height)).expect("is read");
+    assert_eq!((largest.width, largest.height), (width, height));
+    drop(largest);
+    let bomb = black(width, height + 1);
+    assert!(bomb.len() < 1 << 20, "{} bytes become 200 MB", bomb.len());
+    let words = Picture::decode(&bomb).expect_err("must not be decoded");
+    assert_eq!(words, "is 65536 x 1025 pixels; up to 64 megapixels are read");
+    // Whatever its header promises.
+    let mut absurd = black(8, 8);
+    absurd[16..24].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff]);
+    let check = crc32fast::hash(&absurd[12..29]).to_be_bytes();
+    absurd[29..33].copy_from_slice(&check);
+    let words = Picture::decode(&absurd).expect_err("must not be decoded");
+    assert!(
+        words.contains("2147483647 x 2147483647 pixels") || words.contains("cannot be decoded"),
+        "{words}"
+    );
+
+    // A file of which nothing is there but its length.
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), 1);
+    let sparse = fs::File::create(dir.path().join("train/cat/sparse.jpg")).expect("writes");
+    sparse.set_len((512 << 20) + 1).expect("writes");
+    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; up to 536870912 are read"));
+    sparse.set_len(512 << 20).expect("writes");
+    assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
+}
+
+#[test]
+fn a_folder_in_which_nothing_can_be_used_says_why() {
+    let dir = TempDir::new().expect("a folder");
+    let train = dir.path().join("train");
+    fs::create_dir_all(train.join(OsStr::from_bytes(b"caf\xe9"))).expect("a folder");
+    let words = inspect(dir.path()).expect_err("no dataset").to_string();
+    assert!(words.contains("no class folder that can be used") && words.contains("not UTF-8"), "{words}");
+    fs::remove_dir_all(&train).expect("removes");
+    symlink("gone", &train).expect("a link");
+    let words = inspect(dir.path()).expect_err("no dataset").to_string();
+    assert!(words.contains("train is a link to gone, which is not there"), "{words}");
+}
+
+#[test]
+fn cifar_files_that_cannot_be_read_are_named_and_not_waited_for() {
+    let dir = TempDir::new().expect("a folder");
+    fs::write(dir.path().join("data_batch_1.bin"), [vec![3], vec![7; 3072]].concat()).expect("writes");
+    mknodat(CWD, dir.path().join("data_batch_2.bin"), FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
+    symlink("gone", dir.path().join("data_batch_3.bin")).expect("a link");
+    let all = named(&inspect(dir.path()).expect("readable"));
+    assert_eq!(all.len(), 2, "{all:?}");
+    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+    assert!(refused(dir.path()).contains("data_batch_2.bin is a named pipe"));
+    mknodat(CWD, dir.path().join("batches.meta.txt"), FileType::Fifo, Mode::RUSR, 0).expect("a pipe");
+    assert!(refused(dir.path()).contains("batches.meta.txt is a named pipe"));
+}

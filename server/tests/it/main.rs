@@ -7,10 +7,13 @@ mod house;
 mod postgres;
 
 mod databases;
+mod deletion;
 mod dispatching;
 mod ingest;
 mod life;
 mod metrics;
+mod quarantine;
+mod reasons;
 mod refusals;
 mod safety;
 mod starting;

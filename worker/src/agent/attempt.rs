@@ -1,8 +1,11 @@
 //! One attempt on this machine: its ranks started or taken over, watched, ended, and the verdict.
 
-use super::{home::Held, lease::Lease};
+use super::{home::Held, lease::Lease, preflight::Refusal};
 use crate::report::Tail;
-use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending};
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, Ending},
+    reason::Reason,
+};
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
@@ -25,7 +28,7 @@ pub(super) enum Order {
     /// This agent is about to end, in order: they are to keep a checkpoint first.
     Leave,
     /// There is no room for what they say any more: they are to keep a checkpoint and end.
-    Full(String),
+    Full(Reason),
 }
 
 /// The agent's hold on an attempt, whose watching is a task of its own.
@@ -44,7 +47,7 @@ pub(super) struct Surroundings {
     /// Where ranks find until when they may go on without an agent.
     pub(super) fence: PathBuf,
     /// What must be so before ranks are started.
-    pub(super) check: fn(&Held) -> Result<(), String>,
+    pub(super) check: fn(&Held) -> Result<(), Refusal>,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
     /// The UUIDs of this machine's GPUs, by slot.
@@ -53,7 +56,7 @@ pub(super) struct Surroundings {
 
 impl Attempt {
     /// Starts its ranks; `refusal` says why they cannot be started.
-    pub(super) fn start(held: Held, refusal: Option<String>, around: Surroundings) -> Self {
+    pub(super) fn start(held: Held, refusal: Option<Refusal>, around: Surroundings) -> Self {
         Self::watched(held, around, Beginning::Launch { refusal })
     }
 
@@ -105,12 +108,14 @@ impl Attempt {
 }
 
 /// A beginning whose preflight is done: looking at a large dataset takes its time.
-async fn checked(beginning: Beginning, held: &Held, check: fn(&Held) -> Result<(), String>) -> Beginning {
+async fn checked(beginning: Beginning, held: &Held, check: fn(&Held) -> Result<(), Refusal>) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
     let held = held.clone();
     let found = tokio::task::spawn_blocking(move || check(&held)).await;
     Beginning::Launch {
-        refusal: found.unwrap_or_else(|e| Err(format!("looking at what they need failed: {e}"))).err(),
+        refusal: found
+            .unwrap_or_else(|e| Err(Refusal::other(format!("looking at what they need failed: {e}"))))
+            .err(),
     }
 }
 
@@ -136,7 +141,7 @@ fn ending(attempt_dir: &Path) -> Option<Ending> {
 }
 
 enum Beginning {
-    Launch { refusal: Option<String> },
+    Launch { refusal: Option<Refusal> },
     Adopt,
 }
 

@@ -1,0 +1,536 @@
+//! Why a job, or one of its attempts, is where it is: a code that programs may decide on, the facts that belong to
+//! it, and the English that is made of both. Nothing decides on the English.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::IgnoredAny};
+use std::fmt;
+use utoipa::ToSchema;
+
+/// The longest text in a reason that is kept, in bytes.
+pub const TEXT_BYTES: usize = 2000;
+/// The longest code that is kept, in bytes.
+const CODE_BYTES: usize = 64;
+
+macro_rules! codes {
+    ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
+        /// What kind of reason it is. New ones are added; a program that does not know one shows the words.
+        #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ReasonCode {
+            $($(#[$doc])* $name,)*
+            /// One that a newer version wrote.
+            Other(String),
+        }
+
+        impl ReasonCode {
+            /// Every code that this version knows.
+            pub const KNOWN: &[ReasonCode] = &[$(ReasonCode::$name,)*];
+
+            /// As in JSON: snake_case.
+            pub fn as_str(&self) -> &str {
+                match self {
+                    $(ReasonCode::$name => $text,)*
+                    ReasonCode::Other(text) => text,
+                }
+            }
+        }
+
+        impl From<&str> for ReasonCode {
+            fn from(text: &str) -> Self {
+                match text {
+                    $($text => ReasonCode::$name,)*
+                    other => ReasonCode::Other(other[..other.floor_char_boundary(CODE_BYTES)].to_owned()),
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    // What a rank or its agent says.
+    /// A rank said itself what went wrong.
+    RankFailed = "rank_failed",
+    /// A rank's process ended with a status of its own.
+    RankExited = "rank_exited",
+    /// A rank was killed by a signal.
+    RankKilled = "rank_killed",
+    /// A rank was asked to stop, and not by its agent.
+    RankStopped = "rank_stopped",
+    /// A rank ended while nobody watched it.
+    RankVanished = "rank_vanished",
+    /// A rank did no step for longer than `recovery.stall_timeout_secs`.
+    Stalled = "stalled",
+    /// Loss or weights are no numbers any more.
+    Diverged = "diverged",
+    /// Half precision did not hold; training goes on in another format.
+    PrecisionFallback = "precision_fallback",
+    /// A machine or a GPU had no memory left.
+    OutOfMemory = "out_of_memory",
+    /// The dataset's files cannot be read, or are not those that the job began with.
+    DatasetUnusable = "dataset_unusable",
+    /// No room for checkpoints.
+    DiskFull = "disk_full",
+    /// Too little shared memory for NCCL.
+    SharedMemoryTooSmall = "shared_memory_too_small",
+    /// The ranks could not be started.
+    NotStarted = "not_started",
+    /// Ranks do not end, not even by SIGKILL.
+    Unkillable = "unkillable",
+    /// The agent has not heard of its server for longer than the lease.
+    ServerSilent = "server_silent",
+    /// Too many records wait for the server on the agent's disk.
+    SpoolFull = "spool_full",
+    /// The ranks ended and none said why.
+    Unexplained = "unexplained",
+
+    // What the server knows.
+    /// Cancelled on request.
+    CancelledByUser = "cancelled_by_user",
+    /// Its ranks are being stopped, as somebody cancelled it.
+    Cancelling = "cancelling",
+    /// Paused on request.
+    PausedByUser = "paused_by_user",
+    /// Its ranks are writing a checkpoint and stopping, as somebody paused it.
+    Pausing = "pausing",
+    /// Resumed on request.
+    ResumedByUser = "resumed_by_user",
+    /// Retried on request.
+    RetriedByUser = "retried_by_user",
+    /// A fork of another job.
+    Forked = "forked",
+    /// An agent was silent for longer than its lease.
+    AgentLost = "agent_lost",
+    /// An agent is there, without the attempt's ranks.
+    AgentWithoutRanks = "agent_without_ranks",
+    /// An agent was stopped in order.
+    AgentStopped = "agent_stopped",
+    /// An agent went away between the claim of its slots and the start.
+    AgentLeft = "agent_left",
+    /// The dataset is no longer registered.
+    DatasetMissing = "dataset_missing",
+    /// A checkpoint to begin from is no longer there.
+    CheckpointMissing = "checkpoint_missing",
+    /// The stored specification is of another version of this program.
+    UnreadableSpec = "unreadable_spec",
+    /// Waits: no agent is online.
+    NoAgentOnline = "no_agent_online",
+    /// Waits: the agents that are online take other jobs only.
+    NoAgentAccepts = "no_agent_accepts",
+    /// Waits: no machine has a slot of the kind, or none has as many.
+    TooFewSlots = "too_few_slots",
+    /// Waits until slots are free.
+    WaitingForSlots = "waiting_for_slots",
+    /// Told in words alone.
+    Unspecified = "unspecified",
+}
+
+impl fmt::Display for ReasonCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl Serialize for ReasonCode {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(self.as_str())
+    }
+}
+
+impl<'a> Deserialize<'a> for ReasonCode {
+    fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
+        Ok(String::deserialize(from)?.as_str().into())
+    }
+}
+
+/// What belongs to a code; each has its own.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Facts {
+    /// The rank that it began with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+    /// Optimizer steps done then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempt: Option<u32>,
+    /// The agent's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signal: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exit_status: Option<i32>,
+    /// How long something did not happen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub secs: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    /// Id of another job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// Id of a checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<String>,
+    /// Name of a dataset.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dataset: Option<String>,
+    /// `cpu` or `cuda`, of the slots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_needed: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_free: Option<u32>,
+    /// Of the machine that comes nearest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_total: Option<u32>,
+    /// What only the place where it happened could say, for a person.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+}
+
+/// What follows from a reason.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "does", rename_all = "snake_case")]
+pub enum Next {
+    /// Another attempt; without a step from the start.
+    Restart { attempt: u32, from_step: Option<u64> },
+    /// It waits for slots, and then goes on.
+    Continue { from_step: Option<u64> },
+    /// It goes on when somebody resumes it.
+    ContinueWhenResumed { from_step: Option<u64> },
+    /// No further attempt: so many restarts were all that `recovery.max_restarts` allows.
+    GiveUp { restarts: u32 },
+}
+
+impl fmt::Display for Next {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let from = |step: &Option<u64>| step.map_or("the start".to_owned(), |step| format!("step {step}"));
+        match self {
+            Next::Restart { attempt, from_step } => {
+                write!(f, "attempt {attempt} starts from {}", from(from_step))
+            }
+            Next::Continue { from_step } => write!(f, "goes on from {}", from(from_step)),
+            Next::ContinueWhenResumed { from_step } => {
+                write!(f, "goes on from {} when resumed", from(from_step))
+            }
+            Next::GiveUp { restarts: 0 } => f.write_str("no restart is allowed (recovery.max_restarts = 0)"),
+            Next::GiveUp { restarts } => {
+                write!(f, "it had been restarted {restarts} times, as often as recovery.max_restarts allows")
+            }
+        }
+    }
+}
+
+/// Why a job or an attempt is where it is. Its words are made when it is, so that a reader of another version, which
+/// may not know the code, shows the same.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Reason {
+    #[schema(value_type = String, example = "rank_killed")]
+    code: ReasonCode,
+    // Boxed: messages that may hold a reason stay small.
+    #[serde(flatten)]
+    #[schema(value_type = Facts)]
+    facts: Box<Facts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next: Option<Next>,
+    /// For a person: `rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000`.
+    words: String,
+}
+
+impl Reason {
+    pub fn new(code: ReasonCode, mut facts: Facts) -> Self {
+        facts.shorten();
+        let words = words(&code, &facts);
+        let mut this = Self { code, facts: Box::new(facts), next: None, words };
+        shorten(&mut this.words);
+        this
+    }
+
+    /// The same with what follows from it.
+    #[must_use]
+    pub fn then(mut self, next: Next) -> Self {
+        self.words = format!("{}; {next}", self.words);
+        shorten(&mut self.words);
+        self.next = Some(next);
+        self
+    }
+
+    pub fn code(&self) -> &ReasonCode {
+        &self.code
+    }
+
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    pub fn next(&self) -> Option<&Next> {
+        self.next.as_ref()
+    }
+
+    /// For a person.
+    pub fn words(&self) -> &str {
+        &self.words
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.words)
+    }
+}
+
+impl From<ReasonCode> for Reason {
+    fn from(code: ReasonCode) -> Self {
+        Self::new(code, Facts::default())
+    }
+}
+
+/// Words without a code, as versions before 0.2 told reasons.
+impl From<String> for Reason {
+    fn from(words: String) -> Self {
+        Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
+    }
+}
+
+impl From<&str> for Reason {
+    fn from(words: &str) -> Self {
+        words.to_owned().into()
+    }
+}
+
+/// Whoever wrote it: a program that told words alone, or one that knows codes, facts and consequences that this one does
+/// not. Only something that is no reason at all is refused.
+impl<'a> Deserialize<'a> for Reason {
+    fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Told {
+            code: ReasonCode,
+            #[serde(flatten)]
+            facts: Facts,
+            #[serde(default)]
+            next: Option<Known>,
+            #[serde(default)]
+            words: String,
+        }
+        /// `None` for one that this version does not know.
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Known {
+            Next(Next),
+            Unknown(IgnoredAny),
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Either {
+            Words(String),
+            Told(Box<Told>),
+        }
+        Ok(match Either::deserialize(from)? {
+            Either::Words(words) => words.into(),
+            Either::Told(told) => {
+                let Told { code, mut facts, next, words: mut told } = *told;
+                facts.shorten();
+                shorten(&mut told);
+                if told.is_empty() {
+                    told = words(&code, &facts);
+                }
+                let next = match next {
+                    Some(Known::Next(next)) => Some(next),
+                    Some(Known::Unknown(_)) | None => None,
+                };
+                Reason { code, facts: Box::new(facts), next, words: told }
+            }
+        })
+    }
+}
+
+fn shorten(text: &mut String) {
+    text.truncate(text.floor_char_boundary(TEXT_BYTES));
+}
+
+impl Facts {
+    fn shorten(&mut self) {
+        let texts = [
+            &mut self.agent,
+            &mut self.job,
+            &mut self.checkpoint,
+            &mut self.dataset,
+            &mut self.device,
+            &mut self.detail,
+        ];
+        texts.into_iter().flatten().for_each(shorten);
+    }
+
+    fn slots(&self, number: Option<u32>) -> String {
+        let unit = if self.device.as_deref() == Some("cuda") { "GPU" } else { "slot" };
+        match number.unwrap_or(0) {
+            1 => format!("1 {unit}"),
+            n => format!("{n} {unit}s"),
+        }
+    }
+}
+
+/// English, of a code and its facts.
+fn words(code: &ReasonCode, facts: &Facts) -> String {
+    use ReasonCode::*;
+    let Facts { rank, step, attempt, signal, exit_status, secs, .. } = facts;
+    let (rank, step, attempt) = (rank.unwrap_or(0), step.unwrap_or(0), attempt.unwrap_or(0));
+    let secs = secs.unwrap_or(0.0);
+    let detail = facts.detail.as_deref().unwrap_or_default();
+    let more = |between: &str| facts.detail.as_ref().map_or(String::new(), |d| format!("{between}{d}"));
+    let agent = format!("agent {:?}", facts.agent.as_deref().unwrap_or_default());
+    // As far as the server had heard.
+    let at_step = facts.step.filter(|s| *s > 0).map_or(String::new(), |step| format!(" at step {step}"));
+    match code {
+        RankKilled => format!("rank {rank} was killed by signal {} at step {step}", signal.unwrap_or(0)),
+        RankExited => {
+            let status = exit_status.unwrap_or(0);
+            format!("rank {rank} ended with exit status {status} at step {step}{}", more(": "))
+        }
+        RankStopped => {
+            format!("rank {rank} was told to stop at step {step} by somebody other than its agent")
+        }
+        RankVanished => format!("rank {rank} died at step {step} while no agent was watching it"),
+        Stalled if facts.secs.is_some() => {
+            format!("rank {rank} made no progress for {secs} s at step {step}{}", more("; "))
+        }
+        OutOfMemory if signal.is_some() => format!(
+            "killed: out of memory ({detail}). Lower train.batch_size or parallel.ranks, or use a machine with more \
+             memory"
+        ),
+        NotStarted | DatasetUnusable | DiskFull | SharedMemoryTooSmall if facts.rank.is_none() => {
+            format!("the ranks were not started: {detail}")
+        }
+        Unkillable => format!(
+            "{detail} does not end, not even by SIGKILL: it holds its memory until {} is restarted",
+            facts.agent.as_deref().unwrap_or("its machine")
+        ),
+        ServerSilent => format!("the server was silent for {secs} s, so its agent ended the ranks"),
+        SpoolFull => {
+            let size = facts.size_bytes.unwrap_or(0) as f64 / 1e6;
+            format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
+        }
+        Unexplained => "the ranks ended".into(),
+        CancelledByUser => format!("cancelled on request{}", more("; ")),
+        Cancelling => "being cancelled: its ranks are told to stop".into(),
+        PausedByUser => match &facts.detail {
+            Some(why) => format!("paused on request ({why})"),
+            None => "paused on request".into(),
+        },
+        Pausing => "being paused: its ranks finish their step and keep a checkpoint of it".into(),
+        ResumedByUser => "resumed on request".into(),
+        RetriedByUser => "retried on request".into(),
+        Forked => {
+            let id = facts.job.as_deref().unwrap_or_default();
+            format!("forked from {detail:?} ({id}) at step {step}")
+        }
+        AgentLost => format!("{agent} was silent for {secs} s{at_step}"),
+        AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
+        AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
+        AgentStopped => format!("{agent} was stopped in order ({detail})"),
+        AgentLeft => format!("{agent} went away before it could start"),
+        DatasetMissing => {
+            let name = facts.dataset.as_deref().unwrap_or_default();
+            format!("dataset {name:?} is no longer registered; add it again and retry the job")
+        }
+        CheckpointMissing => {
+            let id = facts.checkpoint.as_deref().unwrap_or_default();
+            format!("model.pretrained: checkpoint {id:?} is no longer there; it was deleted or not kept")
+        }
+        UnreadableSpec => format!(
+            "was stored by another version of lockstep and cannot be started by this one ({detail}); start that \
+             version again, or submit the job anew"
+        ),
+        NoAgentOnline => "no agent is online; start one with `lockstep agent --server URL`".into(),
+        NoAgentAccepts => "no agent that is online takes this job".into(),
+        TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
+            format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
+        }
+        TooFewSlots => format!(
+            "needs {} on one machine; the largest, {:?}, has {}",
+            facts.slots(facts.slots_needed),
+            facts.agent.as_deref().unwrap_or_default(),
+            facts.slots_total.unwrap_or(0)
+        ),
+        WaitingForSlots => format!(
+            "waits for {}: {} of {} on {:?} free",
+            facts.slots(facts.slots_needed),
+            facts.slots_free.unwrap_or(0),
+            facts.slots_total.unwrap_or(0),
+            facts.agent.as_deref().unwrap_or_default()
+        ),
+        // Whatever a rank says of itself, in its own words.
+        _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
+        _ if facts.detail.is_some() => detail.to_owned(),
+        other => other.as_str().replace('_', " "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn killed() -> Reason {
+        let facts = Facts { rank: Some(3), step: Some(1041), signal: Some(9), ..Facts::default() };
+        Reason::new(ReasonCode::RankKilled, facts)
+    }
+
+    #[test]
+    fn words_are_made_of_code_and_facts() {
+        let next = Next::Restart { attempt: 2, from_step: Some(1000) };
+        let told = killed().then(next.clone());
+        assert_eq!(
+            told.words(),
+            "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000"
+        );
+        let json = serde_json::to_value(&told).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": told.words(),
+                "next": {"does": "restart", "attempt": 2, "from_step": 1000}})
+        );
+        assert_eq!(serde_json::from_value::<Reason>(json).unwrap(), told);
+    }
+
+    #[test]
+    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+        let read = |text: &str| serde_json::from_str::<Reason>(text).unwrap();
+        let old = read(r#""rank 1 was killed by signal 9""#);
+        assert_eq!((old.code(), old.words()), (&ReasonCode::Unspecified, "rank 1 was killed by signal 9"));
+        let newer = read(
+            r#"{"code": "moon_phase", "rank": 1, "phase": 0.5, "next": {"does": "wait", "until": 3}, "words": "too dark"}"#,
+        );
+        assert_eq!((newer.code().as_str(), newer.words()), ("moon_phase", "too dark"));
+        assert_eq!((newer.facts().rank, newer.next()), (Some(1), None));
+        // The code is kept when it is written again.
+        assert_eq!(serde_json::to_value(&newer).unwrap()["code"], "moon_phase");
+    }
+
+    #[test]
+    fn every_code_has_a_name_and_words() {
+        for code in ReasonCode::KNOWN {
+            assert_eq!(ReasonCode::from(code.as_str()), *code);
+            assert!(!Reason::from(code.clone()).words().is_empty(), "{code}");
+        }
+    }
+
+    #[test]
+    fn texts_have_a_limit() {
+        let of = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
+        assert_eq!(of(TEXT_BYTES).words().len(), TEXT_BYTES);
+        assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
+        let code = |bytes: usize| ReasonCode::from("x".repeat(bytes).as_str()).as_str().len();
+        assert_eq!((code(CODE_BYTES), code(CODE_BYTES + 1)), (CODE_BYTES, CODE_BYTES));
+        let long = format!(
+            r#"{{"code": "stalled", "words": "{}", "agent": "{}"}}"#,
+            "w".repeat(3000),
+            "a".repeat(3000)
+        );
+        let read: Reason = serde_json::from_str(&long).unwrap();
+        assert_eq!(
+            (read.words().len(), read.facts().agent.as_ref().unwrap().len()),
+            (TEXT_BYTES, TEXT_BYTES)
+        );
+    }
+}

@@ -15,7 +15,7 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::place;
+use place::{place, tell_why_it_waits};
 use std::{
     collections::{HashMap, HashSet},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -183,7 +183,13 @@ async fn round(app: &App) -> Result<()> {
     for row in app.store.waiting().await? {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.dispatch.is_resting(&row)
         {
-            apart(&row.job.id, place(app, &row, &mut reserved).await)?;
+            let placed = place(app, &row, &mut reserved).await;
+            if let Err(error) = &placed
+                && !error.may_pass()
+            {
+                apart(&row.job.id, tell_why_it_waits(app, &row, error.to_string().into()).await)?;
+            }
+            apart(&row.job.id, placed)?;
         }
     }
     Ok(())

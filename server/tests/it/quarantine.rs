@@ -5,8 +5,9 @@ use crate::{
     house::House,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
     job::JobState,
+    stream::Frame,
 };
 use serde_json::{Value, json};
 
@@ -192,6 +193,23 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
     for attempt in &attempts {
         agent.end(attempt, Ending::Succeeded { step: 100 }).await;
         assert_eq!(house.job(attempt.job.as_str()).await.state, JobState::Succeeded);
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_loss_that_is_no_number_is_read_back_by_whoever_watches() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
+    let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
+    agent.report(&attempt, Source::Rank(0), 0, records).await;
+    let frames = house.stored(&id).await;
+    assert!(frames.iter().any(|f| f["type"] == "evaluation" && f["loss"].is_null()));
+    for frame in frames {
+        serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));
     }
     house.stop().await;
 }

@@ -1,145 +1,18 @@
 //! Why a job, or one of its attempts, is where it is: a code that programs may decide on, the facts that belong to
 //! it, and the English that is made of both. Nothing decides on the English.
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::IgnoredAny};
+use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
 use std::fmt;
 use utoipa::ToSchema;
 
+mod code;
+mod words;
+
+pub use code::ReasonCode;
+use words::words;
+
 /// The longest text in a reason that is kept, in bytes.
 pub const TEXT_BYTES: usize = 2000;
-/// The longest code that is kept, in bytes.
-const CODE_BYTES: usize = 64;
-
-macro_rules! codes {
-    ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
-        /// What kind of reason it is. New ones are added; a program that does not know one shows the words.
-        #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-        #[non_exhaustive]
-        pub enum ReasonCode {
-            $($(#[$doc])* $name,)*
-            /// One that a newer version wrote.
-            Other(String),
-        }
-
-        impl ReasonCode {
-            /// Every code that this version knows.
-            pub const KNOWN: &[ReasonCode] = &[$(ReasonCode::$name,)*];
-
-            /// As in JSON: snake_case.
-            pub fn as_str(&self) -> &str {
-                match self {
-                    $(ReasonCode::$name => $text,)*
-                    ReasonCode::Other(text) => text,
-                }
-            }
-        }
-
-        impl From<&str> for ReasonCode {
-            fn from(text: &str) -> Self {
-                match text {
-                    $($text => ReasonCode::$name,)*
-                    other => ReasonCode::Other(other[..other.floor_char_boundary(CODE_BYTES)].to_owned()),
-                }
-            }
-        }
-    };
-}
-
-codes! {
-    // What a rank or its agent says.
-    /// A rank said itself what went wrong.
-    RankFailed = "rank_failed",
-    /// A rank's process ended with a status of its own.
-    RankExited = "rank_exited",
-    /// A rank was killed by a signal.
-    RankKilled = "rank_killed",
-    /// A rank was asked to stop, and not by its agent.
-    RankStopped = "rank_stopped",
-    /// A rank ended while nobody watched it.
-    RankVanished = "rank_vanished",
-    /// A rank did no step for longer than `recovery.stall_timeout_secs`.
-    Stalled = "stalled",
-    /// Loss or weights are no numbers any more.
-    Diverged = "diverged",
-    /// Half precision did not hold; training goes on in another format.
-    PrecisionFallback = "precision_fallback",
-    /// A machine or a GPU had no memory left.
-    OutOfMemory = "out_of_memory",
-    /// The dataset's files cannot be read, or are not those that the job began with.
-    DatasetUnusable = "dataset_unusable",
-    /// No room for checkpoints.
-    DiskFull = "disk_full",
-    /// Too little shared memory for NCCL.
-    SharedMemoryTooSmall = "shared_memory_too_small",
-    /// The ranks could not be started.
-    NotStarted = "not_started",
-    /// Ranks do not end, not even by SIGKILL.
-    Unkillable = "unkillable",
-    /// The agent has not heard of its server for longer than the lease.
-    ServerSilent = "server_silent",
-    /// Too many records wait for the server on the agent's disk.
-    SpoolFull = "spool_full",
-    /// The ranks ended and none said why.
-    Unexplained = "unexplained",
-
-    // What the server knows.
-    /// Cancelled on request.
-    CancelledByUser = "cancelled_by_user",
-    /// Its ranks are being stopped, as somebody cancelled it.
-    Cancelling = "cancelling",
-    /// Paused on request.
-    PausedByUser = "paused_by_user",
-    /// Its ranks are writing a checkpoint and stopping, as somebody paused it.
-    Pausing = "pausing",
-    /// Resumed on request.
-    ResumedByUser = "resumed_by_user",
-    /// Retried on request.
-    RetriedByUser = "retried_by_user",
-    /// A fork of another job.
-    Forked = "forked",
-    /// An agent was silent for longer than its lease.
-    AgentLost = "agent_lost",
-    /// An agent is there, without the attempt's ranks.
-    AgentWithoutRanks = "agent_without_ranks",
-    /// An agent was stopped in order.
-    AgentStopped = "agent_stopped",
-    /// An agent went away between the claim of its slots and the start.
-    AgentLeft = "agent_left",
-    /// The dataset is no longer registered.
-    DatasetMissing = "dataset_missing",
-    /// A checkpoint to begin from is no longer there.
-    CheckpointMissing = "checkpoint_missing",
-    /// The stored specification is of another version of this program.
-    UnreadableSpec = "unreadable_spec",
-    /// Waits: no agent is online.
-    NoAgentOnline = "no_agent_online",
-    /// Waits: the agents that are online take other jobs only.
-    NoAgentAccepts = "no_agent_accepts",
-    /// Waits: no machine has a slot of the kind, or none has as many.
-    TooFewSlots = "too_few_slots",
-    /// Waits until slots are free.
-    WaitingForSlots = "waiting_for_slots",
-    /// Told in words alone.
-    Unspecified = "unspecified",
-}
-
-impl fmt::Display for ReasonCode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl Serialize for ReasonCode {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(self.as_str())
-    }
-}
-
-impl<'a> Deserialize<'a> for ReasonCode {
-    fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
-        Ok(String::deserialize(from)?.as_str().into())
-    }
-}
 
 /// What belongs to a code; each has its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -361,115 +234,11 @@ impl Facts {
         ];
         texts.into_iter().flatten().for_each(shorten);
     }
-
-    fn slots(&self, number: Option<u32>) -> String {
-        let unit = if self.device.as_deref() == Some("cuda") { "GPU" } else { "slot" };
-        match number.unwrap_or(0) {
-            1 => format!("1 {unit}"),
-            n => format!("{n} {unit}s"),
-        }
-    }
-}
-
-/// English, of a code and its facts.
-fn words(code: &ReasonCode, facts: &Facts) -> String {
-    use ReasonCode::*;
-    let Facts { rank, step, attempt, signal, exit_status, secs, .. } = facts;
-    let (rank, step, attempt) = (rank.unwrap_or(0), step.unwrap_or(0), attempt.unwrap_or(0));
-    let secs = secs.unwrap_or(0.0);
-    let detail = facts.detail.as_deref().unwrap_or_default();
-    let more = |between: &str| facts.detail.as_ref().map_or(String::new(), |d| format!("{between}{d}"));
-    let agent = format!("agent {:?}", facts.agent.as_deref().unwrap_or_default());
-    // As far as the server had heard.
-    let at_step = facts.step.filter(|s| *s > 0).map_or(String::new(), |step| format!(" at step {step}"));
-    match code {
-        RankKilled => format!("rank {rank} was killed by signal {} at step {step}", signal.unwrap_or(0)),
-        RankExited => {
-            let status = exit_status.unwrap_or(0);
-            format!("rank {rank} ended with exit status {status} at step {step}{}", more(": "))
-        }
-        RankStopped => {
-            format!("rank {rank} was told to stop at step {step} by somebody other than its agent")
-        }
-        RankVanished => format!("rank {rank} died at step {step} while no agent was watching it"),
-        Stalled if facts.secs.is_some() => {
-            format!("rank {rank} made no progress for {secs} s at step {step}{}", more("; "))
-        }
-        OutOfMemory if signal.is_some() => format!(
-            "killed: out of memory ({detail}). Lower train.batch_size or parallel.ranks, or use a machine with more \
-             memory"
-        ),
-        NotStarted | DatasetUnusable | DiskFull | SharedMemoryTooSmall if facts.rank.is_none() => {
-            format!("the ranks were not started: {detail}")
-        }
-        Unkillable => format!(
-            "{detail} does not end, not even by SIGKILL: it holds its memory until {} is restarted",
-            facts.agent.as_deref().unwrap_or("its machine")
-        ),
-        ServerSilent => format!("the server was silent for {secs} s, so its agent ended the ranks"),
-        SpoolFull => {
-            let size = facts.size_bytes.unwrap_or(0) as f64 / 1e6;
-            format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
-        }
-        Unexplained => "the ranks ended".into(),
-        CancelledByUser => format!("cancelled on request{}", more("; ")),
-        Cancelling => "being cancelled: its ranks are told to stop".into(),
-        PausedByUser => match &facts.detail {
-            Some(why) => format!("paused on request ({why})"),
-            None => "paused on request".into(),
-        },
-        Pausing => "being paused: its ranks finish their step and keep a checkpoint of it".into(),
-        ResumedByUser => "resumed on request".into(),
-        RetriedByUser => "retried on request".into(),
-        Forked => {
-            let id = facts.job.as_deref().unwrap_or_default();
-            format!("forked from {detail:?} ({id}) at step {step}")
-        }
-        AgentLost => format!("{agent} was silent for {secs} s{at_step}"),
-        AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
-        AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
-        AgentStopped => format!("{agent} was stopped in order ({detail})"),
-        AgentLeft => format!("{agent} went away before it could start"),
-        DatasetMissing => {
-            let name = facts.dataset.as_deref().unwrap_or_default();
-            format!("dataset {name:?} is no longer registered; add it again and retry the job")
-        }
-        CheckpointMissing => {
-            let id = facts.checkpoint.as_deref().unwrap_or_default();
-            format!("model.pretrained: checkpoint {id:?} is no longer there; it was deleted or not kept")
-        }
-        UnreadableSpec => format!(
-            "was stored by another version of lockstep and cannot be started by this one ({detail}); start that \
-             version again, or submit the job anew"
-        ),
-        NoAgentOnline => "no agent is online; start one with `lockstep agent --server URL`".into(),
-        NoAgentAccepts => "no agent that is online takes this job".into(),
-        TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
-            format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
-        }
-        TooFewSlots => format!(
-            "needs {} on one machine; the largest, {:?}, has {}",
-            facts.slots(facts.slots_needed),
-            facts.agent.as_deref().unwrap_or_default(),
-            facts.slots_total.unwrap_or(0)
-        ),
-        WaitingForSlots => format!(
-            "waits for {}: {} of {} on {:?} free",
-            facts.slots(facts.slots_needed),
-            facts.slots_free.unwrap_or(0),
-            facts.slots_total.unwrap_or(0),
-            facts.agent.as_deref().unwrap_or_default()
-        ),
-        // Whatever a rank says of itself, in its own words.
-        _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
-        _ if facts.detail.is_some() => detail.to_owned(),
-        other => other.as_str().replace('_', " "),
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{code::CODE_BYTES, *};
 
     fn killed() -> Reason {
         let facts = Facts { rank: Some(3), step: Some(1041), signal: Some(9), ..Facts::default() };

@@ -5,6 +5,7 @@
 //! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
 //! needs a page of bounds on every function.
 
+mod attempts;
 mod by_hand;
 mod chunks;
 pub(in crate::store) mod copy;

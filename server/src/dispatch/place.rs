@@ -115,7 +115,8 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
 /// Says on a queued job why it still is.
 pub(super) async fn tell_why_it_waits(app: &App, row: &JobRow, why: Reason) -> Result<()> {
     // Looked at before anything is written: the queue is gone through twice a second.
-    if lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {
+    let known = row.job.reason.as_deref() == Some(why.words());
+    if known || lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {
         return Ok(());
     }
     match app.store.change_job(&row.job.id, Box::new(move |row| lifecycle::waits(row, &why))).await {

@@ -103,6 +103,15 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
     let limited = format!("{url}?options=-c%20statement_timeout=2s");
     let house = House::with(|c| c.database = Some(limited)).await;
     let mut agent = Agent::with_pictures(&house, 2).await;
+    // It does hold: a request that waits for a table is told so, and not after a minute.
+    let mut lock = db.begin().await.unwrap();
+    sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
+    let (status, told) = house.get("/datasets").await;
+    assert!(
+        status == 503 && told["detail"].as_str().unwrap().contains("statement timeout"),
+        "{status} {told}"
+    );
+    lock.rollback().await.unwrap();
     let id = house.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;

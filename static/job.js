@@ -3,6 +3,7 @@
 import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
+import { Attempts } from "./job/attempts.js";
 import { Charts } from "./job/charts.js";
 import { Checkpoints } from "./job/checkpoints.js";
 import { Classify } from "./job/classify.js";
@@ -27,6 +28,7 @@ const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
 const facts = new Facts(job, metrics, ranks);
 const log = new Log(job.id);
+const attempts = new Attempts(job.id);
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "look") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
@@ -111,6 +113,7 @@ function refresh() {
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); }
+      await attempts.load();
     } catch { /* the stream's reconnection will tell */ }
   }, 150);
 }
@@ -135,10 +138,24 @@ function onFrame(frame) {
 /** `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
+/** Everything that events tell, from the store: none of those between what was seen and `seq` will come. */
+let reloading = 0;
 async function reload() {
-  const seq = await metrics.load([charts.other], true);
-  charts.redraw(true);
-  stream.reconnect(seq);
+  const mine = ++reloading;
+  for (let delay = 250; mine === reloading; delay = Math.min(10_000, delay * 2)) {
+    try {
+      const seq = await metrics.load([charts.other], true);
+      const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
+      await Promise.all([log.again(), attempts.load()]);
+      if (mine !== reloading) return;
+      checkpoints.replace(stored.checkpoints);
+      charts.redraw(true);
+      return stream.reconnect(seq);
+    } catch (error) {
+      if (error instanceof Problem && error.status === 404) return gone();
+      await new Promise((done) => setTimeout(done, delay));
+    }
+  }
 }
 
 async function start() {

@@ -90,7 +90,10 @@ function remove(id) {
 }
 
 function empty() {
-  const { state, name, tag } = filter(), none = !rows.childElementCount;
+  const { state, name, tag } = filter();
+  // What was shown is gone, and there are older ones: those come into its place.
+  const none = !rows.childElementCount && !next;
+  if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
   const narrowed = Boolean(state || name || tag);
   byId("none-match").hidden = !none || !narrowed;

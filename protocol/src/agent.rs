@@ -10,13 +10,17 @@ use crate::{
     job::JobId,
     look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
     metric::MetricColumn,
+    reason::{Reason, ReasonCode},
     spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Raised when a message changes in a way that older programs cannot read.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
+
+/// The oldest version whose agents a server still understands: 1 told why an attempt failed in words alone.
+pub const OLDEST_PROTOCOL_VERSION: u32 = 1;
 
 /// One place a rank can run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -134,6 +138,9 @@ pub enum AttemptEvent {
         step: u64,
         /// For a person: what went wrong and, where known, what to do.
         reason: String,
+        /// What kind of failure it was, where the rank knows.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        code: Option<ReasonCode>,
         /// Whether another attempt may fare better.
         retriable: bool,
         /// It only lost contact to another rank, whose own reason comes first.
@@ -141,6 +148,9 @@ pub enum AttemptEvent {
     },
     /// Every rank of this agent is gone. The last event of an attempt.
     Ended(Ending),
+    /// What a newer version tells: acknowledged, and passed over.
+    #[serde(other)]
+    Unknown,
 }
 
 /// One line of a rank's log (`rank.<r>.log`).
@@ -192,9 +202,16 @@ pub struct Evaluation {
     pub step: u64,
     pub samples: u64,
     /// 0 to 1.
+    #[serde(deserialize_with = "nan_if_null")]
     pub accuracy: f64,
+    #[serde(deserialize_with = "nan_if_null")]
     pub loss: f64,
     pub secs: f64,
+}
+
+/// JSON has no NaN: the loss of a diverged model is written as `null`.
+fn nan_if_null<'a, D: serde::Deserializer<'a>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// How an attempt ended on one agent.
@@ -207,8 +224,7 @@ pub enum Ending {
     /// Stopped because the server said so.
     Stopped,
     Failed {
-        /// For a person: `rank 1 was killed by signal 9 at step 41`.
-        reason: String,
+        reason: Reason,
         /// Whether another attempt may fare better (a killed process may; a missing file will not).
         retriable: bool,
     },

@@ -1,6 +1,6 @@
 //! A job as the server knows it: its id, its states and the moves between them.
 
-use crate::spec::JobSpec;
+use crate::{reason::Reason, spec::JobSpec};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
@@ -162,6 +162,16 @@ pub struct Job {
     pub state: JobState,
     /// Why it is in this state, in words a person can act on; absent on the happy path.
     pub reason: Option<String>,
+    /// The same as a code and facts, for programs; its words are `reason`. Absent when a version that had no codes said it.
+    #[serde(default)]
+    pub cause: Option<Reason>,
+    /// What it was forked from.
+    #[serde(default)]
+    pub parent: Option<Parent>,
+    /// What of it is stored in a way that this version of the server does not understand. Such a job is shown as far as
+    /// it can be read, and not started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreadable: Option<String>,
     pub spec: JobSpec,
     /// 0 before the first start.
     pub attempt: u32,
@@ -191,6 +201,23 @@ pub struct Job {
     pub last_seq: u64,
     /// About 40 losses (mean over ranks) spread over the run, for a sparkline.
     pub sparkline: Vec<f32>,
+}
+
+impl Job {
+    /// Says why it is in its state.
+    pub fn set_reason(&mut self, reason: Option<Reason>) {
+        self.reason = reason.as_ref().map(|r| r.words().to_owned());
+        self.cause = reason;
+    }
+}
+
+/// What a fork began from; both may be gone by now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Parent {
+    /// The other job's id.
+    pub job: String,
+    /// The checkpoint's id.
+    pub checkpoint: String,
 }
 
 /// A value and where it was measured.

@@ -3,13 +3,16 @@
 //! but for faults on demand.
 
 pub mod agent;
+pub mod attempt;
 pub mod dataset;
 pub mod fault;
 pub mod job;
 pub mod look;
 pub mod metric;
+pub mod reason;
 pub mod spec;
 pub mod stream;
 
 pub use job::{Job, JobId, JobState};
+pub use reason::{Reason, ReasonCode};
 pub use spec::JobSpec;

@@ -7,7 +7,7 @@ mod check;
 mod document;
 mod keys;
 
-pub use check::{SpecError, from_json, from_toml};
+pub use check::{SpecError, from_json, from_toml, read_leniently};
 pub use document::{apply_set, toml_document};
 pub use keys::{KEYS, Kind, Section, nearest};
 

@@ -3,6 +3,7 @@
 use crate::{
     agent::{CheckpointInfo, Evaluation, LogLine, RankReport},
     job::{Job, JobState},
+    reason::Reason,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -40,6 +41,9 @@ pub enum EventBody {
     State {
         state: JobState,
         reason: Option<String>,
+        /// The same as a code and facts.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<Reason>,
         attempt: u32,
     },
     /// The run's length is known.

@@ -9,6 +9,7 @@ use crate::{
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
+    purge,
     store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{
@@ -19,6 +20,7 @@ use std::{
         atomic::{AtomicI64, AtomicU64},
     },
 };
+use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use crate::router::build_router;
@@ -38,6 +40,8 @@ pub struct Parts {
     pub(crate) dispatch: Dispatch,
     pub(crate) ingest: Ingest,
     pub(crate) sealer: Sealer,
+    /// Rung when a job was deleted, of which there are rows yet.
+    pub(crate) deleted: Notify,
     pub(crate) evaluations: Evaluations,
     /// Done when the server stops: websockets close, tasks end.
     pub stopping: CancellationToken,
@@ -83,6 +87,7 @@ impl App {
             agents: Agents::default(),
             ingest,
             sealer: Sealer::default(),
+            deleted: Notify::new(),
             evaluations: Evaluations::default(),
             stopping: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -100,6 +105,7 @@ impl App {
         app.spawn(ingest::run(app.clone(), queue));
         app.spawn(dispatch::run(app.clone()));
         app.spawn(pyramid::run(app.clone()));
+        app.spawn(purge::run(app.clone()));
         app.spawn({
             let hub = app.hub.clone();
             async move { hub.tell_list().await }

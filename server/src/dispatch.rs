@@ -8,13 +8,14 @@ use crate::{
     agents::Online,
     app::App,
     lifecycle,
-    store::{AttemptRow, JobRow, Place, Result, StoreError},
+    store::{AttemptRow, JobRow, Place, Result, StoreError, quarantine},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, ToAgent},
     job::{Job, JobId, JobState},
+    reason::{Facts, Reason, ReasonCode},
 };
-use place::place;
+use place::{place, tell_why_it_waits};
 use std::{
     collections::{HashMap, HashSet},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -175,33 +176,57 @@ pub(crate) async fn run(app: App) {
 
 async fn round(app: &App) -> Result<()> {
     for held in app.dispatch.expired() {
-        expire(app, held).await?;
+        let job = held.attempt.job.clone();
+        apart(&job, expire(app, held).await)?;
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.dispatch.is_resting(&row)
         {
-            place(app, &row, &mut reserved).await?;
+            let placed = place(app, &row, &mut reserved).await;
+            if let Err(error) = &placed
+                && !error.may_pass()
+            {
+                apart(&row.job.id, tell_why_it_waits(app, &row, error.to_string().into()).await)?;
+            }
+            apart(&row.job.id, placed)?;
         }
     }
     Ok(())
 }
 
+/// What fails for one job, and always will, keeps no other one from its turn.
+fn apart(job: &JobId, done: Result<()>) -> Result<()> {
+    match done {
+        Err(error) if !error.may_pass() => {
+            quarantine::tell(&format!("job {job} cannot be dispatched: {error}"));
+            Ok(())
+        }
+        other => other,
+    }
+}
+
 /// A silent agent's attempt is fenced; its job starts anew elsewhere, or has failed.
 async fn expire(app: &App, held: Held) -> Result<()> {
     let online: Vec<_> = app.agents.online().into_iter().map(|o| o.row.id).collect();
-    let names: Vec<_> = held.places.iter().map(|p| format!("{:?}", p.agent)).collect();
+    let names: Vec<_> = held.places.iter().map(|p| p.agent.as_str()).collect();
     let lease = app.dispatch.lease.as_secs_f64();
-    let why = if held.places.iter().all(|p| online.contains(&p.agent_id)) {
-        format!("agent {} has no ranks of attempt {}", names.join(", "), held.attempt.attempt)
+    let code = if held.places.iter().all(|p| online.contains(&p.agent_id)) {
+        ReasonCode::AgentWithoutRanks
     } else {
-        format!("agent {} was silent for {lease} s", names.join(", "))
+        ReasonCode::AgentLost
+    };
+    let facts = Facts {
+        agent: Some(names.join(", ")),
+        attempt: Some(held.attempt.attempt),
+        secs: (code == ReasonCode::AgentLost).then_some(lease),
+        ..Facts::default()
     };
     let attempt = held.attempt.clone();
     let places = held.places.clone();
     end_attempt(app, &attempt, move |row| {
-        let at = if row.job.step > 0 { format!(" at step {}", row.job.step) } else { String::new() };
-        lifecycle::lost(row, &format!("{why}{at}"), crate::now())
+        let facts = Facts { step: Some(row.job.step), ..facts.clone() };
+        lifecycle::lost(row, &Reason::new(code.clone(), facts), crate::now())
     })
     .await?;
     for place in &places {
@@ -252,8 +277,9 @@ pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> 
 }
 
 /// How a job says that its agent was stopped in order.
-pub(crate) fn leaving_reason(agent: &str, reason: &str) -> String {
-    format!("agent {agent:?} was stopped in order ({reason})")
+pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
+    let facts = Facts { agent: Some(agent.into()), detail: Some(reason.into()), ..Facts::default() };
+    Reason::new(ReasonCode::AgentStopped, facts)
 }
 
 /// What a person wants of a job's ranks.
@@ -291,8 +317,8 @@ pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
 /// Why a job's ranks are to end, and whether a checkpoint is wanted of them.
 fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
-        (Some(stop), _) => Some((stop.clone(), false)),
-        (None, JobState::Pausing) => Some(("paused on request".into(), true)),
+        (Some(stop), _) => Some((stop.words().to_owned(), false)),
+        (None, JobState::Pausing) => Some((Reason::from(ReasonCode::PausedByUser).words().to_owned(), true)),
         (None, _) => None,
     }
 }

@@ -129,7 +129,7 @@ impl From<StoreError> for Error {
             }
             StoreError::KeyReused => Error::Conflict(error.to_string(), None),
             StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
-            StoreError::Corrupt(_) => Error::Internal(error.to_string()),
+            StoreError::Rejected(_) | StoreError::Corrupt(_) => Error::Internal(error.to_string()),
         }
     }
 }

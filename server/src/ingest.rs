@@ -3,9 +3,12 @@
 
 use crate::{
     app::App,
-    store::{Changed, Ingested, Report},
+    store::{Changed, Ingested, Report, Result},
 };
-use lockstep_protocol::{agent::ToAgent, job::JobId};
+use lockstep_protocol::{
+    agent::{AttemptEvent, ToAgent},
+    job::JobId,
+};
 use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 use tokio::sync::{mpsc, oneshot};
 
@@ -83,8 +86,7 @@ async fn store(app: &App, batch: Vec<Work>) {
             Work::Barrier(done) => barriers.push(done),
         }
     }
-    let answers =
-        if reports.is_empty() { Some((Vec::new(), false)) } else { store_patiently(app, reports).await };
+    let answers = if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(app, reports).await };
     let Some((answers, tried_again)) = answers else { return };
     if tried_again {
         catch_up(app, from.iter().map(|(_, _, attempt)| &attempt.job).collect()).await;
@@ -113,15 +115,14 @@ async fn store(app: &App, batch: Vec<Work>) {
     }
 }
 
-/// Tries until it is stored: a full disk or a busy database passes, and agents keep what is not acknowledged.
-/// True: not at once.
-async fn store_patiently(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
+/// Tries until it is stored or never will be: a full disk or a busy database passes, and agents keep what is not
+/// acknowledged. True: not at once. `None` when the server stops.
+async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
     let mut wait = Duration::from_millis(100);
     let mut tried_again = false;
     loop {
-        match app.store.ingest(reports.clone()).await {
-            Ok(answers) => return Some((answers, tried_again)),
-            Err(error) => {
+        match app.store.ingest(reports.to_vec()).await {
+            Err(error) if error.may_pass() => {
                 tracing::error!(%error, "reports cannot be stored; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(wait) => {}
@@ -130,8 +131,67 @@ async fn store_patiently(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingeste
                 wait = (wait * 2).min(Duration::from_secs(2));
                 tried_again = true;
             }
+            done => return Some((done, tried_again)),
         }
     }
+}
+
+/// Stores reports, one answer for each. Of a batch that can never be stored each report is stored apart, and of such a
+/// report each record, so that only what the database refuses is lost; the log says what that was.
+async fn store_all(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
+    let (done, mut tried_again) = store_patiently(app, &reports).await?;
+    let error = match done {
+        Ok(answers) => return Some((answers, tried_again)),
+        Err(error) => error,
+    };
+    tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored apart");
+    let mut answers = Vec::with_capacity(reports.len());
+    for report in reports {
+        let (done, again) = store_patiently(app, std::slice::from_ref(&report)).await?;
+        tried_again |= again;
+        answers.push(match done.map(|mut answers| answers.pop()) {
+            Ok(Some(answer)) => answer,
+            _ => record_by_record(app, report).await?,
+        });
+    }
+    Some((answers, tried_again))
+}
+
+async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
+    let mut all: Option<Changed> = None;
+    let mut answer = Ingested::Stale;
+    for (number, event) in (report.first..).zip(report.events.clone()) {
+        let apart = |event| Report { first: number, events: vec![event], ..report.clone() };
+        let (mut done, _) = store_patiently(app, &[apart(event)]).await?;
+        if let Err(error) = &done {
+            let Report { attempt, source, .. } = &report;
+            tracing::error!(
+                %error, job = %attempt.job, attempt = attempt.attempt, ?source, number,
+                "a record is passed over: the database refuses it"
+            );
+            // Acknowledged like any other, or it would come again for ever.
+            (done, _) = store_patiently(app, &[apart(AttemptEvent::Unknown)]).await?;
+        }
+        answer = match done.map(|mut answers| answers.pop()) {
+            Ok(Some(answer)) => answer,
+            // Not even its number is taken: of this job nothing can be stored, and its ranks are told to stop.
+            _ => Ingested::Stale,
+        };
+        match &mut answer {
+            Ingested::Stored { changed, .. } => {
+                if let Some(changed) = changed.take() {
+                    let all = all.get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
+                    all.events.extend(changed.events);
+                    all.job = changed.job;
+                }
+            }
+            Ingested::Stale | Ingested::Gap { .. } => break,
+        }
+    }
+    if let (Ingested::Stored { changed, .. }, Some(all)) = (&mut answer, all) {
+        *changed = Some(Box::new(all));
+    }
+    Some(answer)
 }
 
 /// A transaction whose end the database could not tell us may have been done: its records are known then, and

@@ -11,6 +11,7 @@ mod hub;
 mod ingest;
 pub mod lifecycle;
 mod metrics;
+mod purge;
 mod router;
 mod serve;
 pub mod store;

@@ -1,23 +1,26 @@
 //! What reports, requests and time do to a job. Pure: every function edits a [`JobRow`] and returns the events
 //! to store, so that a store can run it inside its transaction, and one rule serves every database.
+//!
+//! One file although it is a long one: a move is understood beside the others.
 
 use crate::store::JobRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending},
-    job::{JobState, Measured},
+    attempt::AttemptState,
+    job::{JobState, Measured, Parent},
     metric::{self, MetricColumn},
+    reason::{Facts, Next, Reason, ReasonCode},
     stream::EventBody,
 };
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Points of a job's sparkline.
-const SPARKLINE: usize = 40;
+mod progress;
+
+pub use progress::Progress;
+
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
-/// The longest reason that is kept, in bytes.
-const REASON_BYTES: usize = 2000;
 
 /// A request that a job's state forbids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -36,49 +39,21 @@ fn refused(state: JobState, detail: impl Into<String>) -> Refused {
 /// Where a forked job comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fork {
-    /// For people: from which job and checkpoint.
-    pub reason: String,
+    /// From which job and checkpoint, also for people.
+    pub reason: Reason,
+    /// The same, kept for ever.
+    pub parent: Parent,
     /// Already in the new job's folder.
     pub checkpoint: CheckpointInfo,
 }
 
-/// What a job's newest values and its sparkline are computed from.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Progress {
-    /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
-    parts: Vec<(f64, u32)>,
-    /// Each rank's newest loss and accuracy, none when it was not finite; their mean is shown.
-    loss: BTreeMap<u32, Option<f64>>,
-    accuracy: BTreeMap<u32, Option<f64>>,
-    /// The newest checkpoint's step.
-    checkpoint: Option<u64>,
-}
-
-impl Progress {
-    fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
-        self.parts.resize(SPARKLINE, (0.0, 0));
-        let total = total_steps.max(1);
-        for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
-            let at = u128::from(step.saturating_sub(1)) * SPARKLINE as u128 / u128::from(total);
-            let part = &mut self.parts[(at as usize).min(SPARKLINE - 1)];
-            part.0 += f64::from(*value);
-            part.1 += 1;
-        }
-    }
-
-    /// Forgets what an attempt that starts again from `step` will measure anew.
-    fn restart_at(&mut self, step: u64, total_steps: u64) {
-        self.loss.clear();
-        self.accuracy.clear();
-        let keep = u128::from(step) * SPARKLINE as u128 / u128::from(total_steps.max(1));
-        self.parts.truncate(keep as usize);
-    }
-
-    /// About [`SPARKLINE`] mean losses, in the order of steps.
-    pub fn sparkline(&self) -> Vec<f32> {
-        self.parts.iter().filter(|(_, n)| *n > 0).map(|(sum, n)| (sum / f64::from(*n)) as f32).collect()
-    }
+/// How an attempt ended, to be kept with it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttemptEnd {
+    /// Its own, not the job's.
+    pub state: AttemptState,
+    /// None when it succeeded.
+    pub reason: Option<Reason>,
 }
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.
@@ -93,32 +68,40 @@ fn shorten(text: &mut String, bytes: usize) {
     }
 }
 
-/// Moves a job to `next`.
+/// Moves a job to `state`, for a reason that may have a consequence.
 ///
 /// # Errors
 /// A move that [`JobState::may_become`] does not know.
-fn go(row: &mut JobRow, next: JobState, reason: Option<String>, at: Timestamp) -> Result<EventBody, Refused> {
-    let job = &mut row.job;
-    if !job.state.may_become(next) {
-        return Err(refused(job.state, format!("a job that is {} cannot become {next}", job.state)));
+fn go(
+    row: &mut JobRow,
+    state: JobState,
+    reason: Option<Reason>,
+    next: Option<Next>,
+    at: Timestamp,
+) -> Result<EventBody, Refused> {
+    if !row.job.state.may_become(state) {
+        return Err(refused(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
-    job.state = next;
-    job.reason = reason.map(|mut r| {
-        shorten(&mut r, REASON_BYTES);
-        r
+    if !state.is_active() && row.token.take().is_some() {
+        row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone() });
+    }
+    let job = &mut row.job;
+    job.state = state;
+    job.set_reason(match (reason, next) {
+        (Some(reason), Some(next)) => Some(reason.then(next)),
+        (reason, _) => reason,
     });
-    if !next.is_active() {
-        row.token = None;
+    if !state.is_active() {
         job.images_per_second = None;
         job.eta_secs = None;
     }
-    match next {
+    match state {
         JobState::Starting => {
             job.started_at.get_or_insert(at);
             job.finished_at = None;
         }
         JobState::Queued => job.finished_at = None,
-        _ if next.is_final() => {
+        _ if state.is_final() => {
             job.finished_at = Some(at);
             row.stop = None;
         }
@@ -127,13 +110,27 @@ fn go(row: &mut JobRow, next: JobState, reason: Option<String>, at: Timestamp) -
     Ok(state_event(row))
 }
 
+/// How an attempt ended whose job is now in this state.
+fn attempt_state(of_job: JobState) -> AttemptState {
+    match of_job {
+        JobState::Succeeded => AttemptState::Succeeded,
+        JobState::Cancelled => AttemptState::Cancelled,
+        JobState::Paused => AttemptState::Paused,
+        JobState::Lost => AttemptState::Lost,
+        JobState::Queued => AttemptState::Stopped,
+        _ => AttemptState::Failed,
+    }
+}
+
 fn state_event(row: &JobRow) -> EventBody {
-    EventBody::State { state: row.job.state, reason: row.job.reason.clone(), attempt: row.job.attempt }
+    let job = &row.job;
+    let (reason, cause) = (job.reason.clone(), job.cause.clone());
+    EventBody::State { state: job.state, reason, cause, attempt: job.attempt }
 }
 
 /// A job was made, perhaps as a fork of another one: then its first checkpoint is there already.
 pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
-    row.job.reason = fork.map(|f| f.reason.clone());
+    row.job.set_reason(fork.map(|f| f.reason.clone()));
     let mut events = vec![state_event(row)];
     if let Some(Fork { checkpoint, .. }) = fork {
         row.progress.checkpoint = Some(checkpoint.step);
@@ -145,16 +142,24 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 
 /// The next attempt was claimed: the caller has set attempt, token and agents.
 pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    Ok(vec![go(row, JobState::Starting, None, at)?])
+    Ok(vec![go(row, JobState::Starting, None, None, at)?])
 }
 
-/// Why a job still waits; no event when it is what the job says already.
-pub fn waits(row: &mut JobRow, reason: &str) -> Result<Vec<EventBody>, Refused> {
-    let waiting = matches!(row.job.state, JobState::Queued);
-    if !waiting || row.job.reason.as_deref() == Some(reason) {
+/// Why a job still waits; no event when it is what the job says already, or when the job says how its last attempt
+/// ended, which is worth more to whoever can only wait.
+pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
+    let job = &mut row.job;
+    let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
+    let never = *reason.code() == ReasonCode::UnreadableSpec;
+    let tells = match job.state {
+        JobState::Queued => never || job.attempt == 0 || !goes_on,
+        JobState::Restarting => never,
+        _ => false,
+    };
+    if !tells || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
     }
-    row.job.reason = Some(reason.to_owned());
+    job.set_reason(Some(reason.clone()));
     Ok(vec![state_event(row)])
 }
 
@@ -165,15 +170,16 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     if state.is_final() {
         return Err(refused(state, format!("the job is already over: it is {state}")));
     }
+    let reason: Reason = ReasonCode::CancelledByUser.into();
     if row.token.is_some() && reachable {
         if row.stop.is_some() {
             return Ok(Vec::new());
         }
-        row.stop = Some("cancelled on request".into());
-        row.job.reason = Some("being cancelled: its ranks are told to stop".into());
+        row.stop = Some(reason);
+        row.job.set_reason(Some(ReasonCode::Cancelling.into()));
         return Ok(vec![state_event(row)]);
     }
-    Ok(vec![go(row, JobState::Cancelled, Some("cancelled on request".into()), at)?])
+    Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
 /// A person wants it to stand still and free its slots, with nothing lost. With `reachable` false its ranks are
@@ -181,13 +187,9 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     match state {
-        JobState::Queued | JobState::Restarting => {
-            let reason = format!("paused on request; goes on from {} when resumed", origin(row));
-            Ok(vec![go(row, JobState::Paused, Some(reason), at)?])
-        }
+        JobState::Queued | JobState::Restarting => Ok(vec![paused(row, None, at)?]),
         JobState::Starting | JobState::Running if row.stop.is_none() => {
-            let reason = "being paused: its ranks finish their step and keep a checkpoint of it";
-            Ok(vec![go(row, JobState::Pausing, Some(reason.into()), at)?])
+            Ok(vec![go(row, JobState::Pausing, Some(ReasonCode::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(Vec::new()),
         _ => Err(refused(state, format!("the job is {state}; only one that waits or runs can be paused"))),
@@ -202,15 +204,21 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
         return Err(refused(state, format!("the job is {state}; only a paused one can be resumed{hint}")));
     }
     row.restarts = 0;
-    let from = origin(row);
-    Ok(vec![go(row, JobState::Queued, Some(format!("resumed on request; goes on from {from}")), at)?])
+    Ok(vec![queue(row, ReasonCode::ResumedByUser.into(), at)?])
 }
 
-/// Its ranks are gone as asked.
-fn paused(row: &mut JobRow, why: Option<&str>, at: Timestamp) -> Result<EventBody, Refused> {
-    let why = why.map_or_else(|| "paused on request".to_owned(), |why| format!("paused on request ({why})"));
-    let reason = format!("{why}; goes on from {} when resumed", origin(row));
-    go(row, JobState::Paused, Some(reason), at)
+/// Its ranks are gone as asked, or it has none.
+fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
+    let facts = Facts { detail: why.map(|why| why.words().to_owned()), ..Facts::default() };
+    let reason = Reason::new(ReasonCode::PausedByUser, facts);
+    let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
+    go(row, JobState::Paused, Some(reason), Some(next), at)
+}
+
+/// It waits for slots, to go on from its newest checkpoint.
+fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
+    let next = Next::Continue { from_step: row.progress.checkpoint };
+    go(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
 /// A person wants a job that failed or was cancelled to go on from its newest checkpoint.
@@ -223,57 +231,45 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
         ));
     }
     row.restarts = 0;
-    let from = origin(row);
-    Ok(vec![go(row, JobState::Queued, Some(format!("retried on request; goes on from {from}")), at)?])
+    Ok(vec![queue(row, ReasonCode::RetriedByUser.into(), at)?])
 }
 
 /// Its agent was silent for longer than the lease, or came back without it.
-pub fn lost(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Pausing && row.stop.is_none() {
         return Ok(vec![paused(row, Some(why), at)?]);
     }
-    let mut events = vec![go(row, JobState::Lost, Some(why.to_owned()), at)?];
+    let mut events = vec![go(row, JobState::Lost, Some(why.clone()), None, at)?];
     events.push(match row.stop.take() {
-        Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
-        None => restart_or_fail(row, why, at)?,
+        Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
+        None => restart_or_fail(row, why.clone(), at)?,
     });
     Ok(events)
 }
 
 /// Its agent went away in order: back to the queue, not counted as a restart.
-pub fn requeue(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
-        Some(stop) => go(row, JobState::Cancelled, Some(stop), at)?,
+        Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
         None if row.job.state == JobState::Pausing => paused(row, None, at)?,
-        None => {
-            let reason = format!("{why}; goes on from {}", origin(row));
-            go(row, JobState::Queued, Some(reason), at)?
-        }
+        None => queue(row, why.clone(), at)?,
     };
     Ok(vec![event])
 }
 
 /// What it needs is gone before it could start.
-pub fn cannot_start(row: &mut JobRow, why: &str, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    Ok(vec![go(row, JobState::Failed, Some(why.to_owned()), at)?])
+pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
-fn origin(row: &JobRow) -> String {
-    row.progress.checkpoint.map_or("the start".into(), |step| format!("step {step}"))
-}
-
-fn restart_or_fail(row: &mut JobRow, why: &str, at: Timestamp) -> Result<EventBody, Refused> {
-    let allowed = row.job.spec.recovery.max_restarts;
-    if row.restarts < allowed {
+fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
+    if row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += 1;
-        let next = format!("{why}; attempt {} starts from {}", row.job.attempt + 1, origin(row));
-        return go(row, JobState::Restarting, Some(next), at);
+        let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
+        return go(row, JobState::Restarting, Some(why), Some(next), at);
     }
-    let times = match row.restarts {
-        0 => "no restart is allowed (recovery.max_restarts = 0)".to_owned(),
-        n => format!("it had been restarted {n} times, as often as recovery.max_restarts allows"),
-    };
-    go(row, JobState::Failed, Some(format!("{why}; {times}")), at)
+    let next = Next::GiveUp { restarts: row.restarts };
+    go(row, JobState::Failed, Some(why), Some(next), at)
 }
 
 /// What a record of a rank or its agent does to a job and which events it becomes. Records that no honest rank
@@ -281,7 +277,7 @@ fn restart_or_fail(row: &mut JobRow, why: &str, at: Timestamp) -> Result<EventBo
 pub fn report(
     row: &mut JobRow,
     event: AttemptEvent,
-    leaving: Option<&str>,
+    leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
     let attempt = row.job.attempt;
@@ -294,8 +290,8 @@ pub fn report(
             row.progress.restart_at(start_step, total_steps);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
-                let stop = row.stop.as_ref().and(row.job.reason.clone());
-                events.push(go(row, JobState::Running, stop, at)?);
+                let cancelling = row.stop.as_ref().and(row.job.cause.clone());
+                events.push(go(row, JobState::Running, cancelling, None, at)?);
             }
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
@@ -363,7 +359,8 @@ pub fn report(
         AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
-        | AttemptEvent::Rank { .. } => Vec::new(),
+        | AttemptEvent::Rank { .. }
+        | AttemptEvent::Unknown => Vec::new(),
     })
 }
 
@@ -412,34 +409,36 @@ fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
 fn ended(
     row: &mut JobRow,
     ending: Ending,
-    leaving: Option<&str>,
+    leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
     let mut events = Vec::new();
     match (ending, row.stop.take()) {
         (Ending::Succeeded { step }, _) => {
             if row.job.state == JobState::Starting {
-                events.push(go(row, JobState::Running, None, at)?);
+                events.push(go(row, JobState::Running, None, None, at)?);
             }
             row.job.step = row.job.step.max(step);
-            events.push(go(row, JobState::Succeeded, None, at)?);
+            events.push(go(row, JobState::Succeeded, None, None, at)?);
         }
         // What could not be ended, and what else a person has to see to, is said.
         (Ending::Failed { reason, retriable: false }, Some(stop)) => {
-            events.push(go(row, JobState::Cancelled, Some(format!("{stop}; {reason}")), at)?);
+            let facts = Facts { detail: Some(reason.words().to_owned()), ..stop.facts().clone() };
+            let reason = Reason::new(stop.code().clone(), facts);
+            events.push(go(row, JobState::Cancelled, Some(reason), None, at)?);
         }
-        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), at)?),
+        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
         (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
             events.push(paused(row, Some(&reason), at)?);
         }
         (Ending::Stopped, None) => {
-            let why = leaving.unwrap_or("its agent stopped it in order");
-            events.extend(requeue(row, why, at)?);
+            let in_order = ReasonCode::AgentStopped.into();
+            events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
-        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, &reason, at)?),
+        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
         (Ending::Failed { reason, retriable: false }, None) => {
-            events.push(go(row, JobState::Failed, Some(reason), at)?);
+            events.push(go(row, JobState::Failed, Some(reason), None, at)?);
         }
     }
     Ok(events)

@@ -6,8 +6,8 @@ use crate::{
     error::Error,
     guard,
     handlers::{
-        agent_socket, agents, annotations, assets, checkpoints, datasets, evaluation, fork, health, jobs,
-        logs, metrics, pages, pictures, predict, stream,
+        agent_socket, agents, annotations, assets, attempts, checkpoints, datasets, evaluation, fork, health,
+        jobs, logs, metrics, pages, pictures, predict, stream,
     },
 };
 use axum::{
@@ -49,6 +49,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::list, jobs::create))
         .routes(routes!(jobs::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
+        .routes(routes!(attempts::list))
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
         .routes(routes!(jobs::cancel))

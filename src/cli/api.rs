@@ -183,11 +183,21 @@ impl Api {
 
 /// The elements under `key` of an answer, or the answer itself when it is a list.
 ///
+/// One that this version cannot read (the server may be newer) is told of, and no reason to show none.
+///
 /// # Errors
-/// They are none.
+/// It is no list.
 pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Result<Vec<T>> {
     let elements = if answer.is_array() { answer } else { answer.get(key).unwrap_or(&Value::Null) };
-    serde_json::from_value(elements.clone()).with_context(|| format!("the server's list of {key}"))
+    let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
+    let read = |element: &Value| {
+        let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
+        let told = |error| {
+            eprintln!("lockstep: {name} of the server's {key} cannot be read by this version: {error}");
+        };
+        serde_json::from_value(element.clone()).map_err(told).ok()
+    };
+    Ok(elements.iter().filter_map(read).collect())
 }
 
 /// A problem (RFC 9457) in words: its title or detail, then every mistake on a line of its own.

@@ -32,6 +32,12 @@ export class Checkpoints {
     this.draw();
   }
 
+  /** All there are, newest or not: after a time in which events were missed. */
+  replace(all) {
+    this.#all = new Map(all.map((c) => [c.id, c]));
+    this.draw();
+  }
+
   remove({ id }) {
     this.#all.delete(id);
     this.draw();

@@ -96,6 +96,13 @@ export class Log {
     found?.scrollIntoView({ block: "center" });
   }
 
+  /** Lines were missed: the newest are shown to who follows; the others come as they are scrolled to. */
+  async again() {
+    if (this.follow.checked) return this.toNewest();
+    this.#newer = true;
+    this.#note();
+  }
+
   async toNewest() {
     const answer = await this.#ask({ tail: this.#narrowed ? PART : KEEP });
     if (!answer) return;

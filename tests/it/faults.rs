@@ -103,6 +103,20 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
         server.last_model(&id).await == server.last_model(&undisturbed).await,
         "going on from a checkpoint gives the weights of never having stopped, bit for bit"
     );
+    // Why the first attempt ended is kept, for programs and people, now that the second has succeeded.
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    let [first, second] = &attempts["attempts"].as_array().expect("attempts")[..] else {
+        panic!("{attempts:#}")
+    };
+    assert_eq!((&first["state"], &second["state"]), (&json!("failed"), &json!("succeeded")));
+    let why = &first["reason"];
+    assert_eq!((&why["code"], &why["rank"], &why["signal"]), (&json!("rank_killed"), &json!(1), &json!(9)));
+    assert!(number(&why["step"]) >= from, "{why}");
+    assert!(second["checkpoint"].as_str().is_some_and(|c| c.ends_with(&format!("-{from}"))), "{second}");
+    let shown = server.cli(&["show", &id]).ok();
+    assert!(shown.contains("rank 1 was killed by signal 9") && shown.contains("attempt 2"), "{shown}");
+    let shown = server.cli(&["show", &id, "--json"]).json();
+    assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &attempts["attempts"]));
     // Both attempts' logs are kept.
     for attempt in [1, 2] {
         assert!(server.job_dir(&id).join(format!("attempts/{attempt}/rank.0.log")).exists());

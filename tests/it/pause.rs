@@ -129,6 +129,14 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
         let fork_id = fork["id"].as_str().expect("an id");
         let reason = fork["reason"].as_str().expect("where it comes from");
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
+        let parent = &fork["parent"];
+        assert_eq!(parent["job"], id.as_str());
+        let shown = server.cli(&["show", fork_id]).ok();
+        assert!(
+            shown
+                .contains(&format!("job {id}, checkpoint {}", parent["checkpoint"].as_str().expect("an id"))),
+            "{shown}"
+        );
         let done = server.succeeded(fork_id).await;
         assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
         let points = server.points(fork_id, "loss").await;

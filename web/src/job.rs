@@ -8,6 +8,7 @@ use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
+    attempt::Attempt,
     job::{Job, JobState},
 };
 use serde::Serialize;
@@ -44,6 +45,8 @@ pub struct JobPage {
     pub ranks: Vec<RankSeat>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
+    /// In order.
+    pub attempts: Vec<Attempt>,
     /// Bytes that deleting the job frees (checkpoints, logs, metrics), if known.
     pub size_bytes: Option<u64>,
     /// This server's address as the browser sees it, for commands to copy.

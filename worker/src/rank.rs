@@ -17,6 +17,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, RankReport, StartAttempt},
+    reason::ReasonCode,
     spec::Device,
 };
 use serde::{Deserialize, Serialize};
@@ -130,6 +131,16 @@ impl RankError {
         }
     }
 
+    /// What kind of failure it is, where that is known.
+    fn code(&self) -> Option<ReasonCode> {
+        match self {
+            RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
+            RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
+            RankError::Stalled(_) => Some(ReasonCode::Stalled),
+            _ => None,
+        }
+    }
+
     fn is_secondary(&self) -> bool {
         match self {
             RankError::Train(error) => error.is_secondary(),
@@ -229,7 +240,8 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());
-    reporter.event(&AttemptEvent::RankFailed { rank, step, reason, retriable, secondary });
+    let code = error.code();
+    reporter.event(&AttemptEvent::RankFailed { rank, step, reason, code, retriable, secondary });
 }
 
 fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> Result<Outcome, RankError> {

@@ -51,6 +51,21 @@ pub fn from_toml(text: &str) -> Result<JobSpec, Vec<SpecError>> {
     from_json(&toml_document(text).map_err(|e| vec![e])?)
 }
 
+/// Reads what another version of this program has stored: every key that can be, with defaults in the place of those
+/// that cannot; those are named. Not for what people submit.
+pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
+    let mut errors = Vec::new();
+    let mut document = document.clone();
+    check_shape(&mut document, &mut errors);
+    match serde_json::from_value(document) {
+        Ok(spec) => (spec, errors),
+        Err(e) => {
+            errors.push(SpecError { pointer: String::new(), detail: e.to_string() });
+            (JobSpec::default(), errors)
+        }
+    }
+}
+
 /// Takes every key with a mistake out of `document`.
 fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     let Value::Object(top) = document else {

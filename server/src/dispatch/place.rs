@@ -10,6 +10,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptEvent, Slot, StartAttempt, ToAgent},
     job::{Job, JobId, JobState},
+    reason::{Facts, Reason, ReasonCode},
     spec::{Device, JobSpec, Precision},
 };
 use std::collections::HashSet;
@@ -59,6 +60,10 @@ pub(crate) fn device_for(spec: &JobSpec) -> Device {
 /// that a large job is not overtaken for ever.
 pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Result<()> {
     let job = &row.job;
+    if let Some(flaw) = &job.unreadable {
+        let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
+        return tell_why_it_waits(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await;
+    }
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
     let serves = |o: &Online| {
@@ -82,45 +87,42 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
     if let Some((agent, room)) = fits {
         return start(app, row, agent, &room.free[..ranks]).await;
     }
-    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
-    let slots = |n: usize| if n == 1 { format!("1 {unit}") } else { format!("{n} {unit}s") };
     let largest = candidates.iter().max_by_key(|(_, r)| (r.all.len(), r.free.len()));
+    let mut facts = Facts {
+        slots_needed: Some(job.ranks),
+        device: Some(if device == Device::Cuda { "cuda" } else { "cpu" }.into()),
+        ..Facts::default()
+    };
+    let number = |slots: &[u32]| u32::try_from(slots.len()).unwrap_or(u32::MAX);
     let why = match largest {
-        None if app.agents.online().is_empty() => {
-            "no agent is online; start one with `lockstep agent --server URL`".to_owned()
-        }
-        None => "no agent that is online takes this job".to_owned(),
-        Some((_, room)) if room.all.is_empty() => {
-            format!("needs {}, and no machine that is online has one", slots(ranks))
-        }
-        Some((agent, room)) if room.all.len() < ranks => format!(
-            "needs {} on one machine; the largest, {:?}, has {}",
-            slots(ranks),
-            agent.row.name,
-            room.all.len()
-        ),
+        None if app.agents.online().is_empty() => ReasonCode::NoAgentOnline.into(),
+        None => ReasonCode::NoAgentAccepts.into(),
         Some((agent, room)) => {
-            reserved.insert(agent.row.id.clone());
-            format!(
-                "waits for {}: {} of {} on {:?} free",
-                slots(ranks),
-                room.free.len(),
-                room.all.len(),
-                agent.row.name
-            )
+            facts.agent = Some(agent.row.name.clone());
+            (facts.slots_free, facts.slots_total) = (Some(number(&room.free)), Some(number(&room.all)));
+            let code = if room.all.len() < ranks {
+                ReasonCode::TooFewSlots
+            } else {
+                reserved.insert(agent.row.id.clone());
+                ReasonCode::WaitingForSlots
+            };
+            Reason::new(code, facts)
         }
     };
-    if job.state == JobState::Queued && job.reason.as_deref() != Some(&why) {
-        // What it says of an earlier attempt is worth more than that it waits.
-        if job.attempt > 0 && job.reason.as_deref().is_some_and(|r| r.contains("goes on from")) {
-            return Ok(());
-        }
-        let changed = app.store.change_job(&job.id, Box::new(move |row| lifecycle::waits(row, &why))).await;
-        match changed {
-            Ok(changed) => app.hub.publish(&changed),
-            Err(StoreError::NotFound(_)) => {}
-            Err(error) => return Err(error),
-        }
+    tell_why_it_waits(app, row, why).await
+}
+
+/// Says on a queued job why it still is.
+pub(super) async fn tell_why_it_waits(app: &App, row: &JobRow, why: Reason) -> Result<()> {
+    // Looked at before anything is written: the queue is gone through twice a second.
+    let known = row.job.reason.as_deref() == Some(why.words());
+    if known || lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {
+        return Ok(());
+    }
+    match app.store.change_job(&row.job.id, Box::new(move |row| lifecycle::waits(row, &why))).await {
+        Ok(changed) => app.hub.publish(&changed),
+        Err(StoreError::NotFound(_)) => {}
+        Err(error) => return Err(error),
     }
     Ok(())
 }
@@ -129,10 +131,8 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
     let job = &row.job;
     let ranks: Vec<(u32, u32)> = (0..).zip(slots.iter().copied()).collect();
     let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
-        let why = format!(
-            "dataset {:?} is no longer registered; add it again and retry the job",
-            job.spec.data.dataset
-        );
+        let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
+        let why = Reason::new(ReasonCode::DatasetMissing, facts);
         let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
         let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
         app.announce(&changed);
@@ -182,19 +182,20 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
             Some(row) if live => wanted(row),
             // It may also have run to its end by now, as its agent knows best.
             Some(row) if row.job.state != JobState::Cancelled => None,
-            _ => Some(("cancelled before it started".into(), false)),
+            _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
         };
         if let Some((reason, patient)) = wish {
             app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
         }
         return Ok(());
     }
-    let why = format!("agent {:?} went away before it could start", agent.row.name);
+    let facts = Facts { agent: Some(agent.row.name.clone()), ..Facts::default() };
+    let why = Reason::new(ReasonCode::AgentLeft, facts);
     end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
 }
 
 /// `model.pretrained` may be a checkpoint's id: ranks are told its folder. Some: why they cannot be.
-async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<String>> {
+async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reason>> {
     let Some(given) = &spec.model.pretrained else { return Ok(None) };
     let is_id = given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok())
         && given.as_bytes().get(27) == Some(&b'-');
@@ -207,9 +208,10 @@ async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Stri
             spec.model.pretrained = Some(folder.to_string_lossy().into_owned());
             None
         }
-        None => Some(format!(
-            "model.pretrained: checkpoint {given:?} is no longer there; it was deleted or not kept"
-        )),
+        None => {
+            let facts = Facts { checkpoint: Some(given.clone()), ..Facts::default() };
+            Some(Reason::new(ReasonCode::CheckpointMissing, facts))
+        }
     })
 }
 

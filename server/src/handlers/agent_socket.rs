@@ -16,7 +16,10 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::agent::{AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent};
+use lockstep_protocol::{
+    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
+    reason::ReasonCode,
+};
 use std::{ops::ControlFlow, time::Duration};
 use tokio::sync::mpsc;
 
@@ -85,7 +88,7 @@ fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
     let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job } = message else {
         return Err("the first message of a connection must be Hello".into());
     };
-    if protocol != PROTOCOL_VERSION {
+    if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
         return Err(format!(
             "this server speaks version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
              run the same version of lockstep on both"
@@ -217,10 +220,11 @@ impl Connection<'_> {
         // Somebody may have cancelled a job while its agent was away.
         for live in app.store.live_attempts().await.map_err(failed)? {
             let patient = live.stop.is_none();
-            let wish = live.stop.or_else(|| live.pausing.then(|| "paused on request".to_owned()));
+            let wish = live.stop.or_else(|| live.pausing.then(|| ReasonCode::PausedByUser.into()));
             if let Some(reason) = wish
                 && hello.attempts.contains(&live.attempt)
             {
+                let reason = reason.words().to_owned();
                 send(to, &ToAgent::Stop { attempt: live.attempt, reason, patient }).await?;
             }
         }

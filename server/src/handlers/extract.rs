@@ -37,17 +37,21 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
                 "the body must be JSON, with content-type: application/json".into(),
             ));
         }
-        let bytes =
-            Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
-                }
-                _ => Error::BadRequest(rejection.body_text()),
-            })?;
+        let bytes = body(request, state).await?;
         let value = serde_json::from_slice(&bytes)
             .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
         Ok(Self(value, bytes))
     }
+}
+
+/// The whole body, of whatever type.
+async fn body<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
+        }
+        _ => Error::BadRequest(rejection.body_text()),
+    })
 }
 
 /// A job's specification as JSON or as TOML (`application/toml`), and the bytes that it was.
@@ -65,8 +69,7 @@ impl<S: Send + Sync> FromRequest<S> for Document {
             let Body(document, bytes) = Body::from_request(request, state).await?;
             return Ok(Self(document, bytes));
         }
-        let bytes =
-            Bytes::from_request(request, state).await.map_err(|e| Error::BadRequest(e.body_text()))?;
+        let bytes = body(request, state).await?;
         let text =
             std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
         let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;

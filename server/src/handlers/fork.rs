@@ -13,12 +13,14 @@ use crate::{
 };
 use axum::{
     Json,
-    extract::State,
+    extract::{OriginalUri, State},
     http::{HeaderMap, header},
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
     Job, JobId,
+    job::Parent,
+    reason::{Facts, Reason, ReasonCode},
     spec::{SpecError, apply_set},
 };
 use serde::Deserialize;
@@ -52,10 +54,17 @@ pub(crate) async fn fork(
     State(app): State<App>,
     Path(id): Path<String>,
     headers: HeaderMap,
+    OriginalUri(uri): OriginalUri,
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
-    let key = jobs::idempotency_key(&headers, &bytes)?;
+    let key = jobs::idempotency_key(&headers, &uri, &bytes)?;
     let source = jobs::find(&app, &id).await?;
+    if let Some(flaw) = &source.unreadable {
+        let detail = format!(
+            "the job was stored by another version of lockstep ({flaw}): what this one would fork were another job"
+        );
+        return Err(Error::Conflict(detail, Some(source.state)));
+    }
     let from = choose(&app, &source, &request.checkpoint).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
@@ -86,9 +95,17 @@ pub(crate) async fn fork(
         let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
-    let reason = format!("forked from {:?} ({}) at step {}", source.name, source.id, from.info.step);
+    let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
+    let facts = Facts {
+        step: Some(from.info.step),
+        job: Some(parent.job.clone()),
+        checkpoint: Some(parent.checkpoint.clone()),
+        detail: Some(source.name.clone()),
+        ..Facts::default()
+    };
+    let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    let (status, job) = jobs::store(&app, new, spec, key, Some(Fork { reason, checkpoint })).await?;
+    let (status, job) = jobs::store(&app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
     let status =
         if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())

@@ -13,8 +13,8 @@ use crate::{
 };
 use axum::{
     Json,
-    extract::State,
-    http::{HeaderMap, StatusCode, header},
+    extract::{OriginalUri, State},
+    http::{HeaderMap, StatusCode, Uri, header},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -29,8 +29,9 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use utoipa::{IntoParams, ToSchema};
 
-/// Jobs of one answer, at most.
+/// Jobs of one answer, at most; as documented at [`ListQuery`], and by the store.
 const MAX_LIMIT: u32 = 1000;
+const DEFAULT_LIMIT: u32 = 50;
 const MAX_KEY_BYTES: usize = 255;
 
 /// A page of jobs.
@@ -50,7 +51,8 @@ pub(crate) struct ListQuery {
     state: Option<String>,
     /// Part of the name.
     name: Option<String>,
-    /// At most so many, up to 1000; 50 when absent.
+    /// At most so many: 1 to 1000; 50 when absent.
+    #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
     /// `next` of the page before.
     cursor: Option<String>,
@@ -58,7 +60,7 @@ pub(crate) struct ListQuery {
 
 impl ListQuery {
     /// # Errors
-    /// A state or cursor that is none.
+    /// A state, limit or cursor that is none.
     pub(crate) fn filter(&self) -> Result<JobFilter> {
         let state = self
             .state
@@ -68,11 +70,15 @@ impl ListQuery {
             .transpose()
             .map_err(Error::BadRequest)?;
         let cursor = self.cursor.as_deref().map(str::parse).transpose();
+        let limit = self.limit.unwrap_or(DEFAULT_LIMIT);
+        if !(1..=MAX_LIMIT).contains(&limit) {
+            return Err(Error::BadRequest(format!("limit must be 1 to {MAX_LIMIT}, is {limit}")));
+        }
         Ok(JobFilter {
             state,
             name: self.name.clone().filter(|n| !n.is_empty()),
-            limit: self.limit.unwrap_or(50).clamp(1, MAX_LIMIT),
-            cursor: cursor.map_err(|_| Error::BadRequest("the cursor is none of this server's".into()))?,
+            limit,
+            cursor: cursor.map_err(Error::BadRequest)?,
         })
     }
 }
@@ -100,9 +106,10 @@ pub(crate) struct Plan {
 pub(crate) async fn create(
     State(app): State<App>,
     headers: HeaderMap,
+    OriginalUri(uri): OriginalUri,
     Document(document, bytes): Document,
 ) -> Result<Response> {
-    let key = idempotency_key(&headers, &bytes)?;
+    let key = idempotency_key(&headers, &uri, &bytes)?;
     let (status, job) = submit(&app, &document, key).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
@@ -156,13 +163,20 @@ async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Resu
     tokio::fs::write(folder.join("spec.json"), text).await
 }
 
-pub(super) fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Option<(String, String)>> {
+/// The client's key and what makes its request that request: where it went, and its body.
+pub(super) fn idempotency_key(
+    headers: &HeaderMap,
+    uri: &Uri,
+    body: &Bytes,
+) -> Result<Option<(String, String)>> {
     let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
     let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
     let key = key.ok_or_else(|| {
         Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} plain characters"))
     })?;
-    let hash = Sha256::digest(body).iter().fold(String::new(), |mut hex, byte| {
+    // A path has no NUL, so no two requests have the same text.
+    let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
+    let hash = request.iter().fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
     });
@@ -409,6 +423,7 @@ pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Res
 pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
     let id = job_id(&id)?;
     app.store.delete_job(&id).await?;
+    app.deleted.notify_one();
     app.hub.deleted(&id);
     let folder = app.job_dir(&id);
     match tokio::fs::remove_dir_all(&folder).await {

@@ -4,6 +4,7 @@ pub(crate) mod agent_socket;
 pub(crate) mod agents;
 pub(crate) mod annotations;
 pub(crate) mod assets;
+pub(crate) mod attempts;
 mod bundle;
 pub(crate) mod checkpoints;
 pub(crate) mod datasets;

@@ -159,6 +159,7 @@ pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Pa
         .into_iter()
         .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
         .collect();
+    let attempts = app.store.attempts(&id).await?;
     let folder = app.job_dir(&id);
     let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
     html(
@@ -166,6 +167,7 @@ pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Pa
             job,
             ranks,
             checkpoints,
+            attempts,
             size_bytes,
             server_url: server_url(&headers),
             now: crate::now(),

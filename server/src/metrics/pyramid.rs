@@ -3,7 +3,7 @@
 use super::chunk::{self, Bucket, LEVELS, capacity, width};
 use crate::{
     app::App,
-    store::{Changed, MetricChunk, MetricFilter, Result, Store, StoreError},
+    store::{Changed, MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
 use std::{
@@ -87,17 +87,17 @@ pub(crate) async fn run(app: App) {
 pub(crate) async fn seal(store: &dyn Store, job: &JobId) -> Result<bool> {
     let (sealed, newest) = store.newest_metric_chunks(job).await?;
     let filter = MetricFilter { after: sealed, limit: Some(EVENTS), ..MetricFilter::default() };
-    let (until, columns) = store.metrics(job, &filter).await?;
-    if columns.len() < EVENTS as usize {
+    let page = store.metrics(job, &filter).await?;
+    if !page.full {
         return Ok(false);
     }
-    store.put_metric_chunks(job, sealed, until, &grow(newest, columns)?).await
+    store.put_metric_chunks(job, sealed, page.as_of, &grow(newest, page.columns)).await
 }
 
 type Key = (String, u32, u32);
 
 /// The chunks that change when `columns` come behind what `newest` ends with.
-fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Result<Vec<MetricChunk>> {
+fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec<MetricChunk> {
     let mut points: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
     for (rank, attempt, column) in columns {
         let to = points.entry((column.name, rank, attempt)).or_default();
@@ -121,7 +121,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Res
         }
         for level in 0..LEVELS {
             let mut buckets = match newest.remove(&(key.clone(), level)) {
-                Some(old) => chunk::decode(level, &old.data)?,
+                Some(old) => readable_chunk(level, &old),
                 None => Vec::new(),
             };
             let before = buckets.len();
@@ -146,7 +146,18 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Res
             }
         }
     }
-    Ok(changed)
+    changed
+}
+
+/// The buckets of a chunk; none of one that is damaged, which must not keep the others from growing.
+pub(super) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
+    chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
+        let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
+        quarantine::tell(&format!(
+            "a chunk of {name} of rank {rank}, attempt {attempt}, level {level}, from step {first_step}: {error}"
+        ));
+        Vec::new()
+    })
 }
 
 #[cfg(test)]
@@ -160,12 +171,11 @@ mod tests {
 
     #[test]
     fn chunks_are_the_same_however_the_points_came() {
-        let whole = grow(Vec::new(), vec![column(1..20_001)]).unwrap();
+        let whole = grow(Vec::new(), vec![column(1..20_001)]);
         let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
             let newest: BTreeMap<u32, MetricChunk> = kept.values().map(|c| (c.level, c.clone())).collect();
-            for chunk in
-                grow(newest.into_values().collect(), vec![column(first..(first + 700).min(20_001))]).unwrap()
+            for chunk in grow(newest.into_values().collect(), vec![column(first..(first + 700).min(20_001))])
             {
                 kept.insert((chunk.level, chunk.first_step), chunk);
             }
@@ -183,8 +193,8 @@ mod tests {
 
     #[test]
     fn a_repeated_step_is_taken_once() {
-        let first = grow(Vec::new(), vec![column(1..11)]).unwrap();
-        let again = grow(first, vec![column(5..13)]).unwrap();
+        let first = grow(Vec::new(), vec![column(1..11)]);
+        let again = grow(first, vec![column(5..13)]);
         assert_eq!(chunk::decode(0, &again[0].data).unwrap().len(), 12);
     }
 }

@@ -63,7 +63,8 @@ pub(crate) async fn find(app: &App, job: &JobId, filter: &MetricFilter, points: 
 
 async fn attempt(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -> Result<Option<Found>> {
     let (sealed, extent) = app.store.metric_extent(job, filter).await?;
-    let (as_of, tail) = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
+    let page = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
+    let (as_of, tail) = (page.as_of, page.columns);
     if tail.len() > 2 * pyramid::EVENTS as usize {
         app.sealer.count(job, pyramid::EVENTS);
     }
@@ -88,7 +89,7 @@ async fn attempt(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -
         };
         let mut series: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
         for chunk in chunks {
-            let buckets = chunk::decode(level, &chunk.data)?;
+            let buckets = pyramid::readable_chunk(level, &chunk);
             let to = series.entry((chunk.name, chunk.attempt, chunk.rank)).or_default();
             to.extend(buckets.into_iter().filter(inside));
         }

@@ -6,6 +6,7 @@
 pub mod backup;
 mod location;
 pub mod postgres;
+pub(crate) mod quarantine;
 mod rows;
 pub mod sqlite;
 mod values;
@@ -13,17 +14,18 @@ mod values;
 pub use location::Location;
 
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, EventRow, Ingested,
-    JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Place, Report,
+    AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
+    Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, MetricPage, NewJob, Page, Place,
+    Report,
 };
 
 use crate::{config::ServeError, lifecycle::Refused};
 use async_trait::async_trait;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
+    attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
-    metric::MetricColumn,
     stream::{Event, EventBody},
 };
 use sqlx::migrate::{MigrateError, Migrator};
@@ -47,9 +49,19 @@ pub enum StoreError {
     /// The database did not do its work: full, busy, away. Trying again later may help.
     #[error("the database is not available: {0}")]
     Unavailable(String),
+    /// The database takes this value never, now or later.
+    #[error("the database refuses a value: {0}")]
+    Rejected(String),
     /// A row does not hold what this version writes.
     #[error("the database holds something unreadable: {0}")]
     Corrupt(String),
+}
+
+impl StoreError {
+    /// Whether the same work may be done when it is tried again later.
+    pub fn may_pass(&self) -> bool {
+        matches!(self, StoreError::Unavailable(_))
+    }
 }
 
 /// What kept a database's tables from being brought up to date.
@@ -89,14 +101,20 @@ pub trait Store: Send + Sync + 'static {
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// Newest first, after the filter's cursor.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
+    /// A job's attempts, in order.
+    async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// Jobs that wait for slots, in the order in which they get them.
     async fn waiting(&self) -> Result<Vec<JobRow>>;
     /// Jobs that are not over.
     async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Changes a job by `change`, which is refused or done as a whole.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
-    /// Removes a job that is over, with all that is stored of it.
+    /// Removes a job that is over. Nobody finds it from then on; what is stored of it goes bit by bit, with
+    /// [`Store::purge_deleted`].
     async fn delete_job(&self, id: &JobId) -> Result<()>;
+    /// Removes some of what is left of deleted jobs, in a transaction so short that others hardly wait for it. False
+    /// when nothing is left.
+    async fn purge_deleted(&self) -> Result<bool>;
 
     /// Makes the job's next attempt, if the job still waits.
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
@@ -110,12 +128,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Events of a job with `seq > after`, in order, at most `limit`.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
-    /// Columns of metrics in order of their events, each with its rank and attempt; and the newest event's number.
-    async fn metrics(
-        &self,
-        job: &JobId,
-        filter: &MetricFilter,
-    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)>;
+    /// Columns of metrics in order of their events.
+    async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
     /// First and last step of what matches and is in chunks, and the number of the newest event that is.
     async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
     /// Chunks of a level that match, by series and step, and the number of the newest event in chunks: in one

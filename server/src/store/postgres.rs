@@ -8,7 +8,7 @@
 use super::{Location, migration_error};
 use crate::config::ServeError;
 use sqlx::{
-    ConnectOptions, Connection, PgConnection,
+    AssertSqlSafe, ConnectOptions, Connection, PgConnection,
     migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
@@ -39,6 +39,9 @@ mod dialect {
     pub(super) const BY_METRICS: &str = "";
     /// Whatever the case of letters.
     pub(super) const LIKE: &str = "ILIKE";
+    /// Up to `$2` chunks of the job `$1`, by where they lie: an array, so that nothing else of the table is read.
+    pub(super) const SOME_METRIC_CHUNKS: &str =
+        "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
     /// The next attempt's token is above those that were copied.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'token'), \
         greatest((SELECT coalesce(max(token), 0) FROM attempts), 1))";
@@ -53,6 +56,9 @@ const OLDEST_POSTGRES: i32 = 130_000;
 const READERS: u32 = 8;
 /// A request answers 503 after this long without a connection.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// A statement that takes longer is given up, and its request answered with 503; the URL may say otherwise
+/// (`?options=-c statement_timeout=...`). Migrations, backups and restores are under no such limit.
+const LIMITS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("lock_timeout", "30s")];
 /// The session of a server that was killed a moment ago may still be ending.
 const LOCK_WITHIN: Duration = Duration::from_secs(5);
 
@@ -92,7 +98,14 @@ impl PostgresStore {
                 sqlx::Error::PoolTimedOut => ServeError::DatabaseInUse { path: name.clone(), by: None },
                 other => failed(other),
             })?;
+        // An index over a year of events takes as long as it takes. The pool has one connection: it is the same session.
+        for (limit, _) in LIMITS {
+            sqlx::query(AssertSqlSafe(format!("SET {limit} = 0"))).execute(&writer).await.map_err(failed)?;
+        }
         MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
+        for (limit, _) in LIMITS {
+            sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
+        }
         let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
         Ok(Self { writer, reader, _lock: None })
     }
@@ -102,7 +115,9 @@ pub(super) fn options(url: &str) -> Result<PgConnectOptions, ServeError> {
     let options: PgConnectOptions = url.parse().map_err(|e: sqlx::Error| {
         ServeError::DatabaseUrl(Location::Postgres(url.to_owned()).to_string(), e.to_string())
     })?;
-    let settings = [("synchronous_commit", "on"), ("statement_timeout", "60s"), ("lock_timeout", "30s")];
+    let given = options.get_options().unwrap_or_default().to_owned();
+    let limits = LIMITS.into_iter().filter(|(name, _)| !given.contains(name));
+    let settings = [("synchronous_commit", "on")].into_iter().chain(limits);
     Ok(options.application_name("lockstep").options(settings).disable_statement_logging())
 }
 

@@ -1,13 +1,16 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
-use crate::lifecycle::{Fork, Progress};
+use crate::lifecycle::{AttemptEnd, Fork, Progress};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
     job::{Job, JobId, JobState},
+    metric::MetricColumn,
+    reason::Reason,
     spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
 
 /// A job about to be stored.
@@ -40,13 +43,17 @@ pub struct JobRow {
     /// As it is shown.
     pub job: Job,
     /// Why its ranks are being stopped at somebody's wish.
-    pub stop: Option<String>,
+    pub stop: Option<Reason>,
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
     /// Fencing token of the attempt that may write.
     pub token: Option<u64>,
     /// What its newest values and its sparkline come from.
     pub progress: Progress,
+    /// How the attempt that had the token ended, until that is stored.
+    pub ended: Option<AttemptEnd>,
+    /// The stored state, when this version does not know it: the job is shown as failed, and nothing changes it.
+    pub unknown_state: Option<String>,
 }
 
 impl JobRow {
@@ -66,8 +73,35 @@ pub struct JobFilter {
     pub name: Option<String>,
     /// At most so many; 0 counts as 50.
     pub limit: u32,
-    /// Older than this job.
-    pub cursor: Option<JobId>,
+    /// Older than this.
+    pub cursor: Option<Cursor>,
+}
+
+/// A place in the list of jobs, which stays one when the job that it was taken from is deleted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cursor {
+    /// Milliseconds since 1970.
+    pub created_at: i64,
+    /// Of several of the same millisecond.
+    pub id: String,
+}
+
+impl fmt::Display for Cursor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.created_at, self.id)
+    }
+}
+
+impl FromStr for Cursor {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let parts = text.rsplit_once('-').and_then(|(at, id)| {
+            id.parse::<JobId>().ok()?;
+            Some(Cursor { created_at: at.parse().ok()?, id: id.to_owned() })
+        });
+        parts.ok_or_else(|| "the cursor is none of this server's".to_owned())
+    }
 }
 
 /// A page of jobs.
@@ -75,8 +109,8 @@ pub struct JobFilter {
 pub struct Page {
     /// Newest first.
     pub jobs: Vec<Job>,
-    /// There are older ones, after this job.
-    pub next: Option<JobId>,
+    /// There are older ones, after this.
+    pub next: Option<Cursor>,
 }
 
 /// The ranks of an attempt on one agent.
@@ -122,7 +156,7 @@ pub struct AttemptRow {
     /// Where its ranks are.
     pub places: Vec<Place>,
     /// Why it is being stopped, if it is.
-    pub stop: Option<String>,
+    pub stop: Option<Reason>,
     /// It is to keep a checkpoint and end.
     pub pausing: bool,
 }
@@ -141,7 +175,7 @@ pub struct Report {
     /// When they came.
     pub at: Timestamp,
     /// The agent is stopping in order, for this reason.
-    pub leaving: Option<String>,
+    pub leaving: Option<Reason>,
 }
 
 /// What became of a report.
@@ -197,6 +231,17 @@ pub struct MetricFilter {
     pub after: u64,
     /// ... at most so many; `None` for all.
     pub limit: Option<u32>,
+}
+
+/// Metrics as they were stored.
+#[derive(Debug, Clone, Default)]
+pub struct MetricPage {
+    /// Events up to this number are in it, or do not match.
+    pub as_of: u64,
+    /// Rank, attempt and points of each event that can be read.
+    pub columns: Vec<(u32, u32, MetricColumn)>,
+    /// There were as many events as the filter allows.
+    pub full: bool,
 }
 
 /// A run of points of one series, or of buckets above them.

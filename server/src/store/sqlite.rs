@@ -43,6 +43,9 @@ mod dialect {
     pub(super) const BY_METRICS: &str = "INDEXED BY events_metrics";
     /// Whatever the case of ASCII letters.
     pub(super) const LIKE: &str = "LIKE";
+    /// Up to `$2` chunks of the job `$1`, by where they lie.
+    pub(super) const SOME_METRIC_CHUNKS: &str =
+        "rowid IN (SELECT rowid FROM metric_chunks WHERE job_id = $1 LIMIT $2)";
     /// AUTOINCREMENT follows the rows by itself.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }

@@ -2,6 +2,10 @@
 
 use super::{Result, StoreError};
 use jiff::Timestamp;
+use sqlx::{
+    error::{DatabaseError, ErrorKind},
+    sqlite::SqliteError,
+};
 use std::borrow::Cow;
 
 impl From<sqlx::Error> for StoreError {
@@ -10,10 +14,26 @@ impl From<sqlx::Error> for StoreError {
             sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) | sqlx::Error::ColumnNotFound(_) => {
                 StoreError::Corrupt(error.to_string())
             }
+            sqlx::Error::Encode(_) => StoreError::Rejected(error.to_string()),
+            sqlx::Error::Database(ref e) if is_lasting(e.as_ref()) => StoreError::Rejected(error.to_string()),
             sqlx::Error::RowNotFound => StoreError::NotFound("row"),
             sqlx::Error::PoolTimedOut => StoreError::Unavailable("it does not answer".into()),
             _ => StoreError::Unavailable(error.to_string()),
         }
+    }
+}
+
+/// Whether a database would say the same of the same values at any other time.
+fn is_lasting(error: &(dyn DatabaseError + 'static)) -> bool {
+    if !matches!(error.kind(), ErrorKind::Other) {
+        return true; // A constraint.
+    }
+    let Some(code) = error.code() else { return false };
+    match error.try_downcast_ref::<SqliteError>() {
+        // The primary code is the lowest byte (sqlite.org/rescode.html): TOOBIG, CONSTRAINT, MISMATCH, RANGE.
+        Some(_) => code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 18 | 19 | 20 | 25)),
+        // Classes of SQLSTATE: data exceptions, integrity constraints, limits of the program.
+        None => ["22", "23", "54"].iter().any(|class| code.starts_with(class)),
     }
 }
 

@@ -108,7 +108,7 @@ impl Agent {
         self.send(FromAgent::Answer { request, answer }).await;
     }
 
-    pub async fn send(&mut self, message: FromAgent) {
+    pub async fn send(&mut self, message: impl serde::Serialize) {
         let bytes = rmp_serde::to_vec_named(&message).unwrap();
         self.socket.send(Message::Binary(bytes.into())).await.unwrap();
     }

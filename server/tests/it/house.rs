@@ -5,7 +5,7 @@ use futures_util::StreamExt;
 use lockstep_protocol::job::{Job, JobState};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use serde_json::{Value, json};
-use sqlx::Connection;
+use sqlx::{AssertSqlSafe, Connection};
 use std::{net::SocketAddr, time::Duration};
 use tempfile::TempDir;
 use tokio::{
@@ -25,6 +25,8 @@ pub struct House {
     pub dir: TempDir,
     pub address: SocketAddr,
     pub http: reqwest::Client,
+    /// As a URL.
+    pub database: String,
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), ServeError>>,
 }
@@ -62,6 +64,8 @@ impl House {
         let mut config = config(&dir);
         config.database = database_of(&dir);
         change(&mut config);
+        let file = || format!("sqlite://{}", dir.path().join("lockstep.db").display());
+        let database = config.database.clone().unwrap_or_else(file);
         let (ready, address) = oneshot::channel();
         let (stop, stopped) = oneshot::channel::<()>();
         let task = tokio::spawn(serve(
@@ -74,7 +78,7 @@ impl House {
             },
         ));
         let address = timeout(DEADLINE, address).await.unwrap().expect("the server starts");
-        Self { dir, address, http: reqwest::Client::new(), stop, task }
+        Self { dir, address, http: reqwest::Client::new(), database, stop, task }
     }
 
     /// Stops in order; the directory stays.
@@ -141,6 +145,28 @@ impl House {
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
         Stream::open(format!("ws://{}/api/v1/jobs/{id}/stream?since={since}", self.address)).await
+    }
+
+    /// Writes into the database behind the server's back, as another version of it would; the number of rows.
+    pub async fn execute(&self, query: &str) -> u64 {
+        if self.database.starts_with("postgres") {
+            let mut db = sqlx::PgConnection::connect(&self.database).await.unwrap();
+            sqlx::query(AssertSqlSafe(query)).execute(&mut db).await.unwrap().rows_affected()
+        } else {
+            let mut db = sqlx::SqliteConnection::connect(&self.database).await.unwrap();
+            sqlx::query(AssertSqlSafe(query)).execute(&mut db).await.unwrap().rows_affected()
+        }
+    }
+
+    /// The one number that a query answers.
+    pub async fn number(&self, query: &str) -> i64 {
+        if self.database.starts_with("postgres") {
+            let mut db = sqlx::PgConnection::connect(&self.database).await.unwrap();
+            sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut db).await.unwrap()
+        } else {
+            let mut db = sqlx::SqliteConnection::connect(&self.database).await.unwrap();
+            sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut db).await.unwrap()
+        }
     }
 
     /// Up to which event a job's metrics are in chunks, and the first and last step of its losses there.

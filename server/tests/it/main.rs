@@ -7,11 +7,14 @@ mod house;
 mod postgres;
 
 mod databases;
+mod deletion;
 mod dispatching;
 mod fits;
 mod ingest;
 mod life;
 mod metrics;
+mod quarantine;
+mod reasons;
 mod refusals;
 mod safety;
 mod starting;

@@ -100,7 +100,7 @@ async fn what_is_no_request_is_a_problem_too() {
         let (status, body) = house.get(path).await;
         assert!(matches!(status, 404 | 426), "{path}: {status} {body}");
     }
-    for path in ["/jobs?state=asleep", "/jobs?limit=many", "/jobs?cursor=x"] {
+    for path in ["/jobs?state=asleep", "/jobs?limit=many", "/jobs?cursor=x", "/jobs?cursor=1-x"] {
         let (status, body) = house.get(path).await;
         assert_eq!(status, 400, "{path} {body}");
     }

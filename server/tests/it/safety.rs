@@ -100,6 +100,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /jobs",
         "post /jobs/validate",
         "get /jobs/{id}",
+        "get /jobs/{id}/attempts",
         "delete /jobs/{id}",
         "post /jobs/{id}/cancel",
         "post /jobs/{id}/retry",

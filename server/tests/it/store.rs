@@ -89,8 +89,8 @@ async fn story(store: &dyn Store) {
     let events = store.events(&id, 0, 100).await.unwrap();
     assert_eq!(events.iter().map(|e| e.seq).collect::<Vec<_>>(), (1..=7).collect::<Vec<_>>());
     assert_eq!(store.events(&id, 5, 1).await.unwrap(), events[5..6]);
-    let (as_of, columns) = store.metrics(&id, &MetricFilter::default()).await.unwrap();
-    assert_eq!((as_of, columns.len(), columns[0].2.values.len()), (7, 1, 2));
+    let page = store.metrics(&id, &MetricFilter::default()).await.unwrap();
+    assert_eq!((page.as_of, page.columns.len(), page.columns[0].2.values.len()), (7, 1, 2));
     let checkpoints = store.checkpoints(&id).await.unwrap();
     assert_eq!(
         checkpoints.iter().map(|c| (c.info.step, c.info.best)).collect::<Vec<_>>(),
@@ -126,9 +126,13 @@ async fn story(store: &dyn Store) {
     store.delete_job(&id).await.unwrap();
     assert!(store.job(&id).await.unwrap().is_none());
     assert!(
-        store.events(&id, 0, 10).await.unwrap().is_empty()
-            && store.checkpoints(&id).await.unwrap().is_empty()
+        store.checkpoints(&id).await.unwrap().is_empty() && store.attempts(&id).await.unwrap().is_empty()
     );
+    assert!(store.counts().await.unwrap().jobs.is_empty());
+    assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
+    // The rest goes bit by bit.
+    while store.purge_deleted().await.unwrap() {}
+    assert!(store.events(&id, 0, 10).await.unwrap().is_empty());
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
     store.ready().await.unwrap();
     store.close().await;

@@ -1,8 +1,11 @@
 //! One attempt on this machine: its ranks started or taken over, watched, ended, and the verdict.
 
-use super::{home::Held, lease::Lease};
+use super::{home::Held, lease::Lease, preflight::Refusal};
 use crate::report::Tail;
-use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending};
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, Ending},
+    reason::Reason,
+};
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
@@ -25,7 +28,7 @@ pub(super) enum Order {
     /// This agent is about to end, in order: they are to keep a checkpoint first.
     Leave,
     /// There is no room for what they say any more: they are to keep a checkpoint and end.
-    Full(String),
+    Full(Reason),
 }
 
 impl Order {
@@ -54,7 +57,7 @@ pub(super) struct Surroundings {
     /// Where ranks find until when they may go on without an agent.
     pub(super) fence: PathBuf,
     /// What must be so before ranks are started; it may give up when it is cancelled.
-    pub(super) check: fn(&Held, &AtomicBool) -> Result<(), String>,
+    pub(super) check: fn(&Held, &AtomicBool) -> Result<(), Refusal>,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
     /// The UUIDs of this machine's GPUs, by slot.
@@ -63,7 +66,7 @@ pub(super) struct Surroundings {
 
 impl Attempt {
     /// Starts its ranks; `refusal` says why they cannot be started.
-    pub(super) fn start(held: Held, refusal: Option<String>, around: Surroundings) -> Self {
+    pub(super) fn start(held: Held, refusal: Option<Refusal>, around: Surroundings) -> Self {
         Self::watched(held, around, Beginning::Launch { refusal })
     }
 
@@ -119,7 +122,7 @@ impl Attempt {
 async fn checked(
     beginning: Beginning,
     held: &Held,
-    check: fn(&Held, &AtomicBool) -> Result<(), String>,
+    check: fn(&Held, &AtomicBool) -> Result<(), Refusal>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
@@ -132,7 +135,7 @@ async fn checked(
     };
     // Not one of the runtime's threads, for which it would wait at its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
-    let failed = |why: String| Err(format!("looking at what they need failed: {why}"));
+    let failed = |why: String| Err(Refusal::other(format!("looking at what they need failed: {why}")));
     let found = match started {
         Err(error) => failed(error.to_string()),
         Ok(_) => tokio::select! {
@@ -169,7 +172,7 @@ fn ending(attempt_dir: &Path) -> Option<Ending> {
 
 enum Beginning {
     Launch {
-        refusal: Option<String>,
+        refusal: Option<Refusal>,
     },
     Adopt,
     /// Before anything was started.

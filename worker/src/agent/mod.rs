@@ -19,7 +19,9 @@ use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, Slot, StartAttempt},
     job::JobId,
+    reason::{Facts, Reason, ReasonCode},
 };
+use preflight::Refusal;
 use session::{Outcome, Session};
 use std::{
     collections::BTreeMap,
@@ -378,12 +380,9 @@ impl Agent {
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
         if bytes > self.spool_bytes {
-            let reason = format!(
-                "the spool of agent {:?} is full: {:.0} MB of records wait for the server (--spool-mib)",
-                self.name,
-                bytes as f64 / 1e6
-            );
-            tracing::error!(reason, "the ranks keep a checkpoint and end");
+            let facts = Facts { agent: Some(self.name.clone()), size_bytes: Some(bytes), ..Facts::default() };
+            let reason = Reason::new(ReasonCode::SpoolFull, facts);
+            tracing::error!(%reason, "the ranks keep a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 attempt.order(Order::Full(reason.clone()));
             }
@@ -446,6 +445,7 @@ impl Agent {
         // Ranks without a note of them on disk would be lost with this process.
         let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.home.hold(&held));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
+        let refusal = refusal.map(Refusal::other);
         tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;

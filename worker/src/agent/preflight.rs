@@ -3,7 +3,10 @@
 
 use super::home::Held;
 use crate::{data::fingerprint::Fingerprint, launch::write_whole, net};
-use lockstep_protocol::spec::{Device, JobSpec};
+use lockstep_protocol::{
+    reason::ReasonCode,
+    spec::{Device, JobSpec},
+};
 use std::{
     fs,
     path::Path,
@@ -15,25 +18,41 @@ const BESIDES: u64 = 16 << 20;
 /// Shared memory that NCCL takes for each rank on a machine.
 const SHARED_MEMORY: u64 = 32 << 20;
 
+/// Why ranks are not started.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Refusal {
+    pub(super) code: ReasonCode,
+    /// For a person: what is wrong, and what to change.
+    pub(super) detail: String,
+}
+
+impl Refusal {
+    /// For what has no code of its own.
+    pub(super) fn other(detail: String) -> Self {
+        Self { code: ReasonCode::NotStarted, detail }
+    }
+}
+
 /// Looks at the dataset, the disk and shared memory. Files that cannot be read are left to the ranks, which know
 /// whether the job can do without (`data.broken_files`).
 ///
 /// # Errors
-/// For a person: what is wrong, and what to change.
-pub(super) fn check(held: &Held, cancelled: &AtomicBool) -> Result<(), String> {
+/// What is wrong, and what to change.
+pub(super) fn check(held: &Held, cancelled: &AtomicBool) -> Result<(), Refusal> {
     let start = &held.start;
-    dataset(held, Path::new(&start.dataset_path), cancelled)?;
-    disk(held, &start.spec)?;
+    let refusal = |code: ReasonCode| move |detail: String| Refusal { code, detail };
+    dataset(held, Path::new(&start.dataset_path), cancelled).map_err(refusal(ReasonCode::DatasetUnusable))?;
+    disk(held, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
     if start.spec.parallel.device == Device::Cuda && start.ranks.len() > 1 {
         let needed = SHARED_MEMORY * start.ranks.len() as u64;
         let free = free_bytes(Path::new("/dev/shm"));
         if free.is_some_and(|free| free < needed) {
-            return Err(format!(
+            return Err(refusal(ReasonCode::SharedMemoryTooSmall)(format!(
                 "/dev/shm has {} free, and {} ranks of NCCL need {}; in a container raise --shm-size",
                 megabytes(free.unwrap_or(0)),
                 start.ranks.len(),
                 megabytes(needed)
-            ));
+            )));
         }
     }
     Ok(())

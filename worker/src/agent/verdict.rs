@@ -4,7 +4,10 @@ use crate::{
     launch::Exit,
     rank::{EXIT_FINISHED, EXIT_STOPPED},
 };
-use lockstep_protocol::agent::Ending;
+use lockstep_protocol::{
+    agent::Ending,
+    reason::{Facts, Reason, ReasonCode},
+};
 
 /// What is known of one rank.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -30,6 +33,7 @@ pub(super) struct RankEnd {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Failure {
     pub(super) reason: String,
+    pub(super) code: Option<ReasonCode>,
     pub(super) retriable: bool,
     pub(super) secondary: bool,
 }
@@ -78,25 +82,25 @@ impl RankEnd {
     }
 
     fn ending(&self) -> Ending {
-        let Self { rank, step, .. } = self;
-        let failed = |reason: String, retriable| Ending::Failed { reason, retriable };
-        match (&self.failure, self.exit) {
-            (Some(f), _) => failed(format!("rank {rank} failed at step {step}: {}", f.reason), f.retriable),
+        let mut facts = Facts { rank: Some(self.rank), step: Some(self.step), ..Facts::default() };
+        let (code, retriable) = match (&self.failure, self.exit) {
+            (Some(failure), _) => {
+                facts.detail = Some(failure.reason.clone());
+                (failure.code.clone().unwrap_or(ReasonCode::RankFailed), failure.retriable)
+            }
             (None, Some(Exit::Signal(signal))) => {
-                failed(format!("rank {rank} was killed by signal {signal} at step {step}"), true)
+                facts.signal = Some(signal);
+                (ReasonCode::RankKilled, true)
             }
-            (None, Some(Exit::Status(EXIT_STOPPED))) => failed(
-                format!("rank {rank} was told to stop at step {step} by somebody other than its agent"),
-                true,
-            ),
+            (None, Some(Exit::Status(EXIT_STOPPED))) => (ReasonCode::RankStopped, true),
             (None, Some(Exit::Status(status))) => {
-                let said = self.last_stderr_line.as_ref().map(|l| format!(": {l}")).unwrap_or_default();
-                failed(format!("rank {rank} ended with exit status {status} at step {step}{said}"), true)
+                facts.exit_status = Some(status);
+                facts.detail = self.last_stderr_line.clone();
+                (ReasonCode::RankExited, true)
             }
-            (None, Some(Exit::Unseen) | None) => {
-                failed(format!("rank {rank} died at step {step} while no agent was watching it"), true)
-            }
-        }
+            (None, Some(Exit::Unseen) | None) => (ReasonCode::RankVanished, true),
+        };
+        Ending::Failed { reason: Reason::new(code, facts), retriable }
     }
 }
 
@@ -114,7 +118,7 @@ mod tests {
 
     fn reason(ranks: &[RankEnd]) -> String {
         match cause(ranks) {
-            Some((Ending::Failed { reason, .. }, _)) => reason,
+            Some((Ending::Failed { reason, .. }, _)) => reason.words().to_owned(),
             other => panic!("{other:?}"),
         }
     }
@@ -122,6 +126,7 @@ mod tests {
     fn lost_connection(rank: u32) -> RankEnd {
         let failure = Failure {
             reason: "all_reduce: lost the connection to rank 1".into(),
+            code: None,
             retriable: true,
             secondary: true,
         };
@@ -140,7 +145,12 @@ mod tests {
 
     #[test]
     fn a_ranks_own_words_come_before_signals() {
-        let failure = Failure { reason: "the loss is NaN".into(), retriable: false, secondary: false };
+        let failure = Failure {
+            reason: "the loss is NaN".into(),
+            code: Some(ReasonCode::Diverged),
+            retriable: false,
+            secondary: false,
+        };
         let said = RankEnd {
             rank: 2,
             exit: Some(Exit::Status(1)),
@@ -149,7 +159,10 @@ mod tests {
             ..Default::default()
         };
         let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 7, ..Default::default() };
-        assert_eq!(reason(&[lost_connection(0), killed, said]), "rank 2 failed at step 7: the loss is NaN");
+        let ranks = [lost_connection(0), killed, said];
+        assert_eq!(reason(&ranks), "rank 2 failed at step 7: the loss is NaN");
+        let Some((Ending::Failed { reason, .. }, _)) = cause(&ranks) else { panic!() };
+        assert_eq!((reason.code(), reason.facts().rank), (&ReasonCode::Diverged, Some(2)));
     }
 
     #[test]

@@ -3,21 +3,23 @@
 use super::SqlStore;
 use crate::store::{
     Annotation, Result, StoreError,
+    quarantine::readable,
     values::{from_json, json, plain},
 };
-use lockstep_protocol::{job::JobId, spec::JobSpec};
+use lockstep_protocol::job::JobId;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 impl SqlStore {
     pub(super) async fn read_annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
         let rows: Vec<(String, String, String)> =
             sqlx::query_as("SELECT job_id, note, tags FROM annotations").fetch_all(&self.reader).await?;
-        rows.into_iter()
-            .map(|(id, note, tags)| {
-                let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-                Ok((id, Annotation { note, tags: from_json(&tags)? }))
-            })
-            .collect()
+        let read = |(id, note, tags): (String, String, String)| {
+            let flawed = |what: &str| StoreError::Corrupt(format!("{what} of the notes of job {id:?}"));
+            let tags = from_json(&tags).map_err(|_| flawed("tags"))?;
+            Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { note, tags }))
+        };
+        Ok(readable(rows.into_iter().map(read)).into_iter().collect())
     }
 
     pub(super) async fn write_annotation(
@@ -43,15 +45,23 @@ impl SqlStore {
 
     pub(super) async fn write_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         let mut db = self.begin().await?;
-        let spec: Option<String> = sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1")
-            .bind(job.as_str())
-            .fetch_optional(&mut *db)
-            .await?;
-        let mut spec: JobSpec = from_json(&spec.ok_or(StoreError::NotFound("job"))?)?;
-        spec.priority = priority;
+        let spec: Option<String> =
+            sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+                .bind(job.as_str())
+                .fetch_optional(&mut *db)
+                .await?;
+        let stored = spec.ok_or(StoreError::NotFound("job"))?;
+        // Whatever else is in it, perhaps of another version, stays as it is.
+        let spec = match from_json::<Map<String, Value>>(&stored) {
+            Ok(mut spec) => {
+                spec.insert("priority".into(), priority.into());
+                json(&spec)?
+            }
+            Err(_) => stored,
+        };
         sqlx::query("UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3")
             .bind(i64::from(priority))
-            .bind(json(&spec)?)
+            .bind(spec)
             .bind(job.as_str())
             .execute(&mut *db)
             .await?;

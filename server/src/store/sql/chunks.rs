@@ -105,10 +105,11 @@ impl SqlStore {
         if sealed(&mut db, job).await? != after {
             return Ok(false);
         }
-        let known: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1")
-            .bind(job.as_str())
-            .fetch_optional(&mut *db)
-            .await?;
+        let known: Option<i64> =
+            sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+                .bind(job.as_str())
+                .fetch_optional(&mut *db)
+                .await?;
         known.ok_or(StoreError::NotFound("job"))?;
         for chunk in chunks {
             sqlx::query(

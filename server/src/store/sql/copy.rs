@@ -77,7 +77,7 @@ pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Ve
 /// Whether no table has a row.
 pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool> {
     for table in tables(db).await? {
-        let query = format!("SELECT count(*) FROM {}", table.name);
+        let query = format!("SELECT count(*) FROM (SELECT 1 FROM {} LIMIT 1) AS first", table.name);
         let rows: i64 = sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut *db).await?;
         if rows > 0 {
             return Ok(false);

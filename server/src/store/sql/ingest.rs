@@ -123,7 +123,7 @@ async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> 
         // Only these move a job, and only a move can be refused half way.
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = moves.then(|| row.clone());
-        match lifecycle::report(row, event, leaving.as_deref(), at) {
+        match lifecycle::report(row, event, leaving.as_ref(), at) {
             Ok(bodies) => {
                 stored_events.extend(jobs::append(db, row, bodies, at).await?);
                 reached("ingest.event")?;

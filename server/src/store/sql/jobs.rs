@@ -1,26 +1,27 @@
-//! Jobs and attempts: rows in and out, changes, claims.
+//! Jobs: rows in and out, and changes.
 
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Change, Changed, Claim, Claimed, Created, EventRow, JobFilter, JobRow, NewJob, Page,
-        Place, Result, StoreError,
+        Change, Changed, Created, Cursor, EventRow, JobFilter, JobRow, NewJob, Page, Result, StoreError,
+        quarantine::{self, read_spec, readable},
         values::{from_json, int, json, plain, reached, small, time, uint},
     },
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::AttemptRef,
-    job::{Job, JobId, JobState, LastValues},
+    job::{Job, JobId, JobState, LastValues, Parent},
+    reason::Reason,
     stream::EventBody,
 };
-use sqlx::{Row, Transaction};
+use serde::de::DeserializeOwned;
+use sqlx::{AssertSqlSafe, Row, Transaction};
 
 /// Jobs on a page when the filter does not say.
 const PAGE: u32 = 50;
-/// The most on any page.
-const PAGE_MAX: u32 = 500;
+/// The most on any page; the interface says so, too.
+const PAGE_MAX: u32 = 1000;
 
 /// The pattern of `LIKE ... ESCAPE '!'` for names that contain `text`.
 fn part_of(text: &str) -> String {
@@ -35,62 +36,104 @@ fn part_of(text: &str) -> String {
     pattern
 }
 
+/// A row as far as it can be read: what another version wrote must not hide the other jobs, nor this one.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
+    let mut flaws = Vec::new();
+    let (mut spec, flaw) = read_spec(row.try_get("spec")?);
+    flaws.extend(flaw);
+    spec.name = row.try_get("name")?;
+    spec.parallel.ranks = small(row.try_get("ranks")?);
     let state: String = row.try_get("state")?;
-    let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
-    let best: Option<String> = row.try_get("best")?;
-    let last: String = row.try_get("last")?;
+    let known = state.parse::<JobState>();
+    let unknown_state = known.is_err().then_some(state);
+    if let Some(state) = &unknown_state {
+        flaws.push(format!("its state {state:?}"));
+    }
+    let progress: lifecycle::Progress = read(&id, "progress", row.try_get("progress")?);
+    let agents: Vec<String> = read(&id, "agents", row.try_get("agents")?);
+    let last: LastValues = read(&id, "last", row.try_get("last")?);
+    let optional = |name: &str| row.try_get::<Option<String>, _>(name);
+    let time_of = |at: i64| {
+        time(at).unwrap_or_else(|error| {
+            quarantine::tell(&format!("a time of job {id}: {error}"));
+            Timestamp::UNIX_EPOCH
+        })
+    };
+    let optional_time = |name: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<i64>, _>(name)?.map(time_of));
     let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
-    let progress: lifecycle::Progress = from_json(row.try_get("progress")?)?;
+    let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let job = Job {
-        id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
-        name: row.try_get("name")?,
-        state: state.parse().map_err(StoreError::Corrupt)?,
-        reason: row.try_get("reason")?,
-        spec: from_json(row.try_get("spec")?)?,
+        name: spec.name.clone(),
+        state: known.unwrap_or(JobState::Failed),
+        reason: optional("reason")?,
+        cause: optional("cause")?.and_then(|text| read(&id, "cause", &text)),
+        parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+        unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         attempt: small(row.try_get("attempt")?),
-        ranks: small(row.try_get("ranks")?),
-        agents: from_json(row.try_get("agents")?)?,
+        ranks: spec.parallel.ranks,
+        spec,
+        agents,
         step: unsigned("step")?,
         epoch: small(row.try_get("epoch")?),
         total_steps: unsigned("total_steps")?,
         steps_per_epoch: unsigned("steps_per_epoch")?,
         images_per_second: row.try_get("images_per_second")?,
         eta_secs: row.try_get("eta_secs")?,
-        created_at: time(row.try_get("created_at")?)?,
+        created_at: time_of(row.try_get("created_at")?),
         started_at: optional_time("started_at")?,
         finished_at: optional_time("finished_at")?,
-        best: best.as_deref().map(from_json).transpose()?,
-        last: if last == "{}" { LastValues::default() } else { from_json(&last)? },
+        best: optional("best")?.and_then(|text| read(&id, "best", &text)),
+        last,
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),
+        id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
     };
     Ok(JobRow {
+        stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
-        stop: row.try_get("stop")?,
         restarts: small(row.try_get("restarts")?),
         token: row.try_get::<Option<i64>, _>("token")?.map(uint),
         progress,
+        ended: None,
+        unknown_state,
     })
 }
 
+/// What a column of JSON holds, or nothing.
+pub(super) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
+    if text == "{}" {
+        return T::default();
+    }
+    from_json(text).unwrap_or_else(|error| {
+        quarantine::tell(&format!("{column} of job {job}: {error}"));
+        T::default()
+    })
+}
+
+/// Earlier versions kept the words alone.
+pub(super) fn stop_reason(text: &str) -> Reason {
+    from_json(text).unwrap_or_else(|_| text.into())
+}
+
+/// None for a job that was deleted, of which there may be rows yet.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    let row = sqlx::query("SELECT * FROM jobs WHERE id = $1").bind(id.as_str()).fetch_optional(db).await?;
+    let query = "SELECT * FROM jobs WHERE id = $1 AND deleted_at IS NULL";
+    let row = sqlx::query(query).bind(id.as_str()).fetch_optional(db).await?;
     row.as_ref().map(job_row).transpose()
 }
 
-/// Writes what can change of a job. An attempt that may no longer write is marked as ended.
+/// Writes what can change of a job. An attempt that may no longer write is marked as ended, with how and why.
 pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Result<()> {
     let job = &row.job;
     sqlx::query(
         "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
          total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
          finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
-         token = $20 WHERE id = $1",
+         token = $20, cause = $21 WHERE id = $1",
     )
     .bind(job.id.as_str())
-    .bind(job.state.as_str())
+    .bind(row.unknown_state.as_deref().unwrap_or(job.state.as_str()))
     .bind(job.reason.as_deref().map(plain))
     .bind(i64::from(job.attempt))
     .bind(json(&job.agents)?)
@@ -106,17 +149,25 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     .bind(json(&job.last)?)
     .bind(int(job.last_seq))
     .bind(json(&row.progress)?)
-    .bind(row.stop.as_deref().map(plain))
+    .bind(row.stop.as_ref().map(json).transpose()?)
     .bind(i64::from(row.restarts))
     .bind(row.token.map(int))
+    .bind(job.cause.as_ref().map(json).transpose()?)
     .execute(&mut *db)
     .await?;
     if row.token.is_none() {
-        sqlx::query("UPDATE attempts SET ended_at = $2 WHERE job_id = $1 AND ended_at IS NULL")
-            .bind(job.id.as_str())
-            .bind(at.as_millisecond())
-            .execute(db)
-            .await?;
+        let end = row.ended.as_ref();
+        sqlx::query(
+            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5 \
+             WHERE job_id = $1 AND ended_at IS NULL",
+        )
+        .bind(job.id.as_str())
+        .bind(at.as_millisecond())
+        .bind(end.map(|end| end.state.as_str()))
+        .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
+        .bind(end.map(|_| int(job.step)))
+        .execute(db)
+        .await?;
     }
     Ok(())
 }
@@ -202,7 +253,7 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
     Ok(())
 }
 
-async fn change(
+pub(super) async fn change(
     db: &mut Transaction<'static, Db>,
     mut row: JobRow,
     at: Timestamp,
@@ -234,7 +285,8 @@ impl SqlStore {
             }
         }
         sqlx::query(
-            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) VALUES ($1, $2, 'queued', $3, $4, $5, $6)",
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint) \
+             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -242,6 +294,8 @@ impl SqlStore {
         .bind(json(&new.spec)?)
         .bind(i64::from(new.spec.parallel.ranks))
         .bind(new.at.as_millisecond())
+        .bind(new.fork.as_ref().map(|fork| &fork.parent.job))
+        .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
         .execute(&mut *db)
         .await?;
         if let Some((key, request)) = &new.idempotency {
@@ -269,44 +323,54 @@ impl SqlStore {
     pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
         let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE ($1 IS NULL OR state = $1) \
+            "SELECT * FROM jobs WHERE deleted_at IS NULL AND ($1 IS NULL OR state = $1) \
              AND ($2 IS NULL OR lower(name) LIKE lower($2) ESCAPE '!') \
-             AND ($3 IS NULL OR (created_at, id) < (SELECT created_at, id FROM jobs WHERE id = $3)) \
-             ORDER BY created_at DESC, id DESC LIMIT $4",
+             AND ($3 IS NULL OR (created_at, id) < ($3, $4)) ORDER BY created_at DESC, id DESC LIMIT $5",
         )
         .bind(filter.state.map(JobState::as_str))
         .bind(filter.name.as_deref().filter(|n| !n.is_empty()).map(part_of))
-        .bind(filter.cursor.as_ref().map(JobId::as_str))
+        .bind(filter.cursor.as_ref().map(|c| c.created_at))
+        .bind(filter.cursor.as_ref().map(|c| c.id.as_str()))
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.reader)
         .await?;
-        let mut jobs = rows.iter().map(|r| Ok(job_row(r)?.job)).collect::<Result<Vec<_>>>()?;
-        let more = jobs.len() > limit as usize;
-        jobs.truncate(limit as usize);
-        let next = jobs.last().filter(|_| more).map(|j| j.id.clone());
-        Ok(Page { jobs, next })
+        // Of rows, not of jobs: one that cannot be read is no reason to end the list.
+        let more = rows.len() > limit as usize;
+        let page = &rows[..rows.len().min(limit as usize)];
+        let cursor = |row: &DbRow| -> Result<Cursor> {
+            Ok(Cursor { created_at: row.try_get("created_at")?, id: row.try_get("id")? })
+        };
+        let next = page.last().filter(|_| more).map(cursor).transpose()?;
+        Ok(Page { jobs: readable(page.iter().map(|row| Ok(job_row(row)?.job))), next })
     }
 
     pub(super) async fn list_waiting(&self) -> Result<Vec<JobRow>> {
         let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE state IN ('queued', 'restarting', 'lost') \
+            "SELECT * FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              ORDER BY priority DESC, created_at, id LIMIT 1000",
         )
         .fetch_all(&self.reader)
         .await?;
-        rows.iter().map(job_row).collect()
+        Ok(readable(rows.iter().map(job_row)))
     }
 
     pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
-        let rows = sqlx::query("SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled')")
-            .fetch_all(&self.reader)
-            .await?;
-        rows.iter().map(|r| Ok(job_row(r)?.job)).collect()
+        let rows = sqlx::query(
+            "SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
     }
 
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
+        if let Some(state) = &row.unknown_state {
+            let detail =
+                format!("the job is {state:?}, a state of another version of lockstep; start that version");
+            return Err(lifecycle::Refused { state: row.job.state, detail }.into());
+        }
         let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
         db.commit().await?;
         Ok(changed)
@@ -316,88 +380,20 @@ impl SqlStore {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;
-        if !state.is_final() {
+        if !state.is_final() || row.token.is_some() {
             let detail = format!("the job is {state}; cancel it before it is deleted");
             return Err(lifecycle::Refused { state, detail }.into());
         }
-        sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id.as_str()).execute(&mut *db).await?;
-        Ok(db.commit().await?)
-    }
-
-    pub(super) async fn make_attempt(&self, claim: Claim) -> Result<Option<Claimed>> {
-        let mut db = self.begin().await?;
-        reached("claim.begin")?;
-        // The one statement that decides: of two claims only one finds the job still waiting.
-        let claimed = sqlx::query(
-            "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
-             AND state IN ('queued', 'restarting') RETURNING attempt",
-        )
-        .bind(claim.job.as_str())
-        .bind(i64::from(claim.after_attempt))
-        .fetch_optional(&mut *db)
-        .await?;
-        let Some(claimed) = claimed else { return Ok(None) };
-        let attempt = small(claimed.try_get("attempt")?);
-        let resume: Option<(i64, i64)> = sqlx::query_as(
-            "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
-        )
-        .bind(claim.job.as_str())
-        .fetch_optional(&mut *db)
-        .await?;
-        let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
-        let token: i64 = sqlx::query_scalar(
-            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES ($1, $2, $3, $4, $5) \
-             RETURNING token",
-        )
-        .bind(claim.job.as_str())
-        .bind(i64::from(attempt))
-        .bind(json(&claim.places)?)
-        .bind(&resume)
-        .bind(claim.at.as_millisecond())
-        .fetch_one(&mut *db)
-        .await?;
-        let token = uint(token);
-        let mut agents: Vec<String> = Vec::new();
-        for place in &claim.places {
-            if !agents.contains(&place.agent) {
-                agents.push(place.agent.clone());
-            }
+        sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
+            .bind(id.as_str())
+            .bind(crate::now().as_millisecond())
+            .execute(&mut *db)
+            .await?;
+        // What is found without its job goes at once; there is little of it.
+        for table in ["checkpoints", "annotations", "idempotency"] {
+            let query = format!("DELETE FROM {table} WHERE job_id = $1");
+            sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).execute(&mut *db).await?;
         }
-        let row = load(&mut db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
-        let changed = change(&mut db, row, claim.at, |row| {
-            row.token = Some(token);
-            row.job.agents = agents;
-            lifecycle::started(row, claim.at)
-        })
-        .await?;
-        reached("claim.commit")?;
-        db.commit().await?;
-        reached("claim.committed")?;
-        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, token }, resume, changed }))
-    }
-
-    pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
-        let rows = sqlx::query(
-            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
-             JOIN jobs j ON j.id = a.job_id AND j.token = a.token ORDER BY a.token",
-        )
-        .fetch_all(&self.reader)
-        .await?;
-        rows.iter()
-            .map(|row| {
-                let id: String = row.try_get("job_id")?;
-                let places: Vec<Place> = from_json(row.try_get("places")?)?;
-                Ok(AttemptRow {
-                    attempt: AttemptRef {
-                        job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
-                        attempt: small(row.try_get("attempt")?),
-                        token: uint(row.try_get("token")?),
-                    },
-                    places,
-                    stop: row.try_get("stop")?,
-                    pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
-                })
-            })
-            .collect()
+        Ok(db.commit().await?)
     }
 }

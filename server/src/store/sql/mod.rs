@@ -5,26 +5,30 @@
 //! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
 //! needs a page of bounds on every function.
 
+mod attempts;
 mod by_hand;
 mod chunks;
 pub(in crate::store) mod copy;
 mod ingest;
 mod jobs;
+mod purge;
 mod reads;
 mod things;
 
-use super::dialect::{BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE};
+use super::dialect::{
+    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
+};
 use crate::store::{
     AgentRow, Annotation, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    EventRow, Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, NewJob, Page, Report,
-    Result, Store,
+    EventRow, Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
+    Report, Result, Store,
 };
 use async_trait::async_trait;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
+    attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
-    metric::MetricColumn,
     stream::Event,
 };
 use sqlx::{Pool, Transaction};
@@ -66,6 +70,9 @@ impl Store for SqlStore {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         self.list_jobs(filter).await
     }
+    async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
+        self.list_attempts(job).await
+    }
     async fn waiting(&self) -> Result<Vec<JobRow>> {
         self.list_waiting().await
     }
@@ -77,6 +84,9 @@ impl Store for SqlStore {
     }
     async fn delete_job(&self, id: &JobId) -> Result<()> {
         self.remove_job(id).await
+    }
+    async fn purge_deleted(&self) -> Result<bool> {
+        self.purge_some().await
     }
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         self.make_attempt(claim).await
@@ -93,11 +103,7 @@ impl Store for SqlStore {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         self.read_events(job, after, limit).await
     }
-    async fn metrics(
-        &self,
-        job: &JobId,
-        filter: &MetricFilter,
-    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
+    async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
         self.read_metrics(job, filter).await
     }
     async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)> {

@@ -2,7 +2,8 @@
 
 use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
-    CheckpointRow, EventRow, LogFilter, MetricFilter, Result, StoreError,
+    CheckpointRow, EventRow, LogFilter, MetricFilter, MetricPage, Result, StoreError,
+    quarantine::readable,
     values::{from_json, int, plain, small, time, uint},
 };
 use lockstep_protocol::{
@@ -11,7 +12,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
     stream::Event,
 };
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 use sqlx::{AssertSqlSafe, Row};
 
 /// The part of a metrics event that a query needs.
@@ -21,6 +22,11 @@ struct Points {
     rank: u32,
     #[serde(flatten)]
     column: MetricColumn,
+}
+
+/// What an event holds.
+fn event<T: DeserializeOwned>(job: &JobId, seq: i64, body: &str) -> Result<T> {
+    from_json(body).map_err(|error| StoreError::Corrupt(format!("event {seq} of job {job}: {error}")))
 }
 
 /// The filter's ranks as text between commas: the two databases agree on little that takes a list.
@@ -77,17 +83,14 @@ impl SqlStore {
         rows.into_iter().map(|(seq, at, body)| Ok(EventRow { seq: uint(seq), at: time(at)?, body })).collect()
     }
 
-    pub(super) async fn read_metrics(
-        &self,
-        job: &JobId,
-        filter: &MetricFilter,
-    ) -> Result<(u64, Vec<(u32, u32, MetricColumn)>)> {
+    pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
         // Both in one snapshot, so that a stream from `as_of_seq` goes on exactly where the columns end.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let as_of: Option<i64> = sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1")
-            .bind(job.as_str())
-            .fetch_optional(&mut *db)
-            .await?;
+        let as_of: Option<i64> =
+            sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+                .bind(job.as_str())
+                .fetch_optional(&mut *db)
+                .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
         let query = format!(
             "SELECT seq, body FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
@@ -109,11 +112,11 @@ impl SqlStore {
         // A page of events ends at its last one, whatever came after.
         let full = filter.limit.is_some_and(|limit| rows.len() == limit as usize);
         let as_of = rows.last().filter(|_| full).map_or(as_of, |(seq, _)| *seq);
-        let columns = rows
-            .iter()
-            .map(|(_, body)| from_json::<Points>(body).map(|p| (p.rank, p.attempt, p.column)))
-            .collect::<Result<Vec<_>>>()?;
-        Ok((uint(as_of), columns))
+        let columns = rows.iter().map(|(seq, body)| {
+            let points: Points = event(job, *seq, body)?;
+            Ok((points.rank, points.attempt, points.column))
+        });
+        Ok(MetricPage { as_of: uint(as_of), columns: readable(columns), full })
     }
 
     pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
@@ -136,9 +139,10 @@ impl SqlStore {
         if filter.newest {
             rows.reverse();
         }
-        rows.into_iter()
-            .map(|(seq, at, body)| Ok(Event { seq: uint(seq), at: time(at)?, body: from_json(&body)? }))
-            .collect()
+        let events = rows.iter().map(|(seq, at, body)| {
+            Ok(Event { seq: uint(*seq), at: time(*at)?, body: event(job, *seq, body)? })
+        });
+        Ok(readable(events))
     }
 
     pub(super) async fn read_rank_reports(
@@ -147,11 +151,11 @@ impl SqlStore {
         attempt: u32,
     ) -> Result<Vec<(u32, RankReport)>> {
         // A run of a week has millions of them: the newest of each rank is found by an index alone.
-        let rows: Vec<(i64, String)> = sqlx::query_as(
+        let rows: Vec<(i64, i64, String)> = sqlx::query_as(
             "WITH RECURSIVE ranks (rank) AS ( \
                SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank' AND name IS NULL) \
                UNION ALL SELECT rank - 1 FROM ranks WHERE rank > 0) \
-             SELECT e.rank, e.body FROM ranks JOIN events e ON e.job_id = $1 AND e.seq = (SELECT max(seq) FROM events \
+             SELECT e.rank, e.seq, e.body FROM ranks JOIN events e ON e.job_id = $1 AND e.seq = (SELECT max(seq) FROM events \
                WHERE job_id = $1 AND kind = 'rank' AND name IS NULL AND rank = ranks.rank) \
              WHERE e.attempt = $2 ORDER BY e.rank",
         )
@@ -159,7 +163,7 @@ impl SqlStore {
         .bind(i64::from(attempt))
         .fetch_all(&self.reader)
         .await?;
-        rows.iter().map(|(rank, body)| Ok((small(*rank), from_json(body)?))).collect()
+        Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((small(*rank), event(job, *seq, body)?)))))
     }
 
     pub(super) async fn read_checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
@@ -167,7 +171,7 @@ impl SqlStore {
             .bind(job.as_str())
             .fetch_all(&self.reader)
             .await?;
-        rows.iter().map(checkpoint_row).collect()
+        Ok(readable(rows.iter().map(checkpoint_row)))
     }
 
     pub(super) async fn read_checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {

@@ -3,24 +3,39 @@
 use super::{DbRow, SqlStore};
 use crate::store::{
     AgentRow, Counts, Result, StoreError,
+    quarantine::readable,
     values::{from_json, json, plain, time, uint},
 };
 use lockstep_protocol::dataset::Dataset;
 use sqlx::Row;
 
 fn dataset(row: &DbRow) -> Result<Dataset> {
+    let name: String = row.try_get("name")?;
+    let flawed = |error| StoreError::Corrupt(format!("dataset {name:?}: {error}"));
     Ok(Dataset {
-        name: row.try_get("name")?,
         path: row.try_get("path")?,
-        info: from_json(row.try_get("info")?)?,
+        info: from_json(row.try_get("info")?).map_err(flawed)?,
+        name: name.clone(),
         added_at: time(row.try_get("added_at")?)?,
+    })
+}
+
+fn agent(row: &DbRow) -> Result<AgentRow> {
+    let id: String = row.try_get("id")?;
+    let flawed = |error: StoreError| StoreError::Corrupt(format!("agent {id:?}: {error}"));
+    Ok(AgentRow {
+        name: row.try_get("name")?,
+        machine: from_json(row.try_get("machine")?).map_err(flawed)?,
+        slots: from_json(row.try_get("slots")?).map_err(flawed)?,
+        last_seen_at: time(row.try_get("last_seen_at")?)?,
+        id: id.clone(),
     })
 }
 
 impl SqlStore {
     pub(super) async fn list_datasets(&self) -> Result<Vec<Dataset>> {
         let rows = sqlx::query("SELECT * FROM datasets ORDER BY name").fetch_all(&self.reader).await?;
-        rows.iter().map(dataset).collect()
+        Ok(readable(rows.iter().map(dataset)))
     }
 
     pub(super) async fn read_dataset(&self, name: &str) -> Result<Option<Dataset>> {
@@ -65,26 +80,15 @@ impl SqlStore {
 
     pub(super) async fn list_agents(&self) -> Result<Vec<AgentRow>> {
         let rows = sqlx::query("SELECT * FROM agents ORDER BY name, id").fetch_all(&self.reader).await?;
-        rows.iter()
-            .map(|row| {
-                Ok(AgentRow {
-                    id: row.try_get("id")?,
-                    name: row.try_get("name")?,
-                    machine: from_json(row.try_get("machine")?)?,
-                    slots: from_json(row.try_get("slots")?)?,
-                    last_seen_at: time(row.try_get("last_seen_at")?)?,
-                })
-            })
-            .collect()
+        Ok(readable(rows.iter().map(agent)))
     }
 
     pub(super) async fn count(&self) -> Result<Counts> {
         let rows: Vec<(String, i64)> =
-            sqlx::query_as("SELECT state, count(*) FROM jobs GROUP BY state").fetch_all(&self.reader).await?;
-        let jobs = rows
-            .into_iter()
-            .map(|(state, n)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n))))
-            .collect::<Result<_>>()?;
-        Ok(Counts { jobs })
+            sqlx::query_as("SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state")
+                .fetch_all(&self.reader)
+                .await?;
+        let count = |(state, n): (String, i64)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n)));
+        Ok(Counts { jobs: readable(rows.into_iter().map(count)) })
     }
 }

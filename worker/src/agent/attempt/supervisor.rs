@@ -4,6 +4,7 @@ use super::{
     super::{
         home::Held,
         machine,
+        preflight::Refusal,
         verdict::{RankEnd, cause},
     },
     Beginning, Order, Surroundings, agent_events_path,
@@ -16,7 +17,10 @@ use crate::{
     rank::RankConfig,
     report::Records,
 };
-use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, LogLine};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, LogLine},
+    reason::{Facts, Reason, ReasonCode},
+};
 use rustix::process::Signal;
 use std::{
     fs, io,
@@ -75,9 +79,10 @@ impl Supervisor {
         };
         match beginning {
             Beginning::Launch { refusal } => {
-                let launched = refusal.map_or_else(|| this.launch(around), |r| Err(io::Error::other(r)));
-                if let Err(error) = launched {
-                    let reason = format!("the ranks were not started: {error}");
+                let launched = refusal
+                    .map_or_else(|| this.launch(around).map_err(|e| Refusal::other(e.to_string())), Err);
+                if let Err(Refusal { code, detail }) = launched {
+                    let reason = Reason::new(code, Facts { detail: Some(detail), ..Facts::default() });
                     this.end(Some(Ending::Failed { reason, retriable: false }), None);
                 }
             }
@@ -175,8 +180,8 @@ impl Supervisor {
             return;
         }
         if let Some(silent) = around.lease.overdue() {
-            let secs = silent.as_secs();
-            let reason = format!("the server was silent for {secs} s, so its agent ended the ranks");
+            let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
+            let reason = Reason::new(ReasonCode::ServerSilent, facts);
             return self.end(Some(Ending::Failed { reason, retriable: true }), None);
         }
         let ends: Vec<_> = self.ranks.iter().map(|r| r.end.clone()).collect();
@@ -206,7 +211,7 @@ impl Supervisor {
     }
 
     /// Which rank holds up the others, when one has had nothing to say for too long.
-    fn stalled(&self) -> Option<String> {
+    fn stalled(&self) -> Option<Reason> {
         let secs = self.held.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || self.ranks.iter().filter(|r| r.end.exit.is_none());
@@ -215,9 +220,15 @@ impl Supervisor {
         let slowest =
             running().min_by_key(|r| (!r.process.is_suspended(), r.end.step, r.last_news, r.end.rank))?;
         let RankEnd { rank, step, .. } = slowest.end;
-        let suspended =
-            if slowest.process.is_suspended() { "; its process is suspended (SIGSTOP)" } else { "" };
-        Some(format!("rank {rank} made no progress for {secs} s at step {step}{suspended}"))
+        let suspended = slowest.process.is_suspended();
+        let facts = Facts {
+            rank: Some(rank),
+            step: Some(step),
+            secs: Some(secs.into()),
+            detail: suspended.then(|| "its process is suspended (SIGSTOP)".to_owned()),
+            ..Facts::default()
+        };
+        Some(Reason::new(ReasonCode::Stalled, facts))
     }
 
     fn end(&mut self, verdict: Option<Ending>, patience: Option<Duration>) {
@@ -277,7 +288,7 @@ impl Supervisor {
         let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
         } else {
-            let unexplained = || Ending::Failed { reason: "the ranks ended".into(), retriable: true };
+            let unexplained = || Ending::Failed { reason: ReasonCode::Unexplained.into(), retriable: true };
             self.verdict.clone().or_else(|| Some(cause(&ends)?.0)).unwrap_or_else(unexplained)
         };
         let ending = self.labelled(ending, &ends, left);
@@ -333,11 +344,12 @@ impl Supervisor {
                     Ending::Failed { reason, .. } => format!("{reason}; "),
                     _ => String::new(),
                 };
-                let machine = machine::hostname();
-                let reason = format!(
-                    "{before}{left} does not end, not even by SIGKILL: it holds its memory until {machine} is restarted"
-                );
-                Ending::Failed { reason, retriable: false }
+                let facts = Facts {
+                    detail: Some(format!("{before}{left}")),
+                    agent: Some(machine::hostname()),
+                    ..Facts::default()
+                };
+                Ending::Failed { reason: Reason::new(ReasonCode::Unkillable, facts), retriable: false }
             }
             (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
                 let how = if by_kernel {
@@ -345,11 +357,13 @@ impl Supervisor {
                 } else {
                     "it may have no more (ulimit -v)"
                 };
-                let reason = format!(
-                    "killed: out of memory ({reason}; {how}). Lower train.batch_size or parallel.ranks, or use a \
-                     machine with more memory"
-                );
-                Ending::Failed { reason, retriable: false }
+                let facts = Facts {
+                    // Of whichever the verdict names; memory is refused by an abort.
+                    signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
+                    detail: Some(format!("{reason}; {how}")),
+                    ..reason.facts().clone()
+                };
+                Ending::Failed { reason: Reason::new(ReasonCode::OutOfMemory, facts), retriable: false }
             }
             (ending, None) => ending,
         }

@@ -7,6 +7,7 @@ use lockstep_protocol::{
     agent::{LogLine, StartAttempt},
     job::JobId,
     metric::MetricColumn,
+    reason::ReasonCode,
     spec::JobSpec,
 };
 use rustix::process::Signal;
@@ -95,7 +96,7 @@ fn step(step: u64) -> AttemptEvent {
 
 fn reason(ending: Ending) -> String {
     match ending {
-        Ending::Failed { reason, retriable: true } => reason,
+        Ending::Failed { reason, retriable: true } => reason.words().to_owned(),
         other => panic!("{other:?}"),
     }
 }
@@ -236,7 +237,8 @@ async fn what_is_missing_is_said_before_anything_starts() {
     let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
-            assert!(reason.contains("dataset /none cannot be read: No such file"), "{reason}");
+            assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
+            assert_eq!(*reason.code(), ReasonCode::DatasetUnusable);
         }
         other => panic!("{other:?}"),
     }
@@ -335,7 +337,9 @@ async fn a_program_that_does_not_start_is_named() {
     place.around.program = place.dir.path().join("nowhere");
     let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
-        Ending::Failed { reason, retriable: false } => assert!(reason.contains("nowhere"), "{reason}"),
+        Ending::Failed { reason, retriable: false } => {
+            assert!(reason.words().contains("nowhere"), "{reason}");
+        }
         other => panic!("{other:?}"),
     }
 }

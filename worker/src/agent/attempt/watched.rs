@@ -75,10 +75,11 @@ impl Watched {
                 *step = (*step).max(report.step);
                 self.end.finished |= report.status == "finished";
             }
-            AttemptEvent::RankFailed { step: at, reason, retriable, secondary, .. } => {
+            AttemptEvent::RankFailed { step: at, reason, code, retriable, secondary, .. } => {
                 *step = (*step).max(*at);
-                let (reason, retriable, secondary) = (reason.clone(), *retriable, *secondary);
-                self.end.failure.get_or_insert(Failure { reason, retriable, secondary });
+                let (reason, code) = (reason.clone(), code.clone());
+                let (retriable, secondary) = (*retriable, *secondary);
+                self.end.failure.get_or_insert(Failure { reason, code, retriable, secondary });
             }
             _ => {}
         }

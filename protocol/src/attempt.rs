@@ -1,0 +1,91 @@
+//! An attempt as `GET /jobs/{id}/attempts` shows it: one start of a job's ranks, and how it ended.
+
+use crate::reason::Reason;
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+use utoipa::ToSchema;
+
+/// Where an attempt stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum AttemptState {
+    Starting,
+    Running,
+    Pausing,
+    Succeeded,
+    Failed,
+    /// Its agent was silent past the lease.
+    Lost,
+    Cancelled,
+    Paused,
+    /// Its agent was stopped in order; the job waits for another one.
+    Stopped,
+    /// It ended before servers kept how.
+    Ended,
+}
+
+impl AttemptState {
+    const ALL: [AttemptState; 10] = [
+        AttemptState::Starting,
+        AttemptState::Running,
+        AttemptState::Pausing,
+        AttemptState::Succeeded,
+        AttemptState::Failed,
+        AttemptState::Lost,
+        AttemptState::Cancelled,
+        AttemptState::Paused,
+        AttemptState::Stopped,
+        AttemptState::Ended,
+    ];
+
+    /// The word used in SQL, JSON and on pages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            AttemptState::Starting => "starting",
+            AttemptState::Running => "running",
+            AttemptState::Pausing => "pausing",
+            AttemptState::Succeeded => "succeeded",
+            AttemptState::Failed => "failed",
+            AttemptState::Lost => "lost",
+            AttemptState::Cancelled => "cancelled",
+            AttemptState::Paused => "paused",
+            AttemptState::Stopped => "stopped",
+            AttemptState::Ended => "ended",
+        }
+    }
+}
+
+impl fmt::Display for AttemptState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for AttemptState {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = AttemptState::ALL.into_iter().find(|s| s.as_str() == text);
+        found.ok_or_else(|| format!("no state of an attempt is called {text:?}"))
+    }
+}
+
+/// One start of a job's ranks. Nothing of it is overwritten by later ones. Times are RFC 3339 UTC.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Attempt {
+    /// From 1.
+    pub attempt: u32,
+    pub state: AttemptState,
+    /// Why it ended, or is ending; absent when it succeeded.
+    pub reason: Option<Reason>,
+    /// Id of the checkpoint that it began from; absent when it began from the start.
+    pub checkpoint: Option<String>,
+    /// Optimizer steps of the run that were done when it ended.
+    pub step: Option<u64>,
+    /// Names of the agents that had its ranks, in rank order, without repetition.
+    pub agents: Vec<String>,
+    #[schema(value_type = String)]
+    pub started_at: jiff::Timestamp,
+    #[schema(value_type = Option<String>)]
+    pub ended_at: Option<jiff::Timestamp>,
+}

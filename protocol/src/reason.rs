@@ -1,0 +1,305 @@
+//! Why a job, or one of its attempts, is where it is: a code that programs may decide on, the facts that belong to
+//! it, and the English that is made of both. Nothing decides on the English.
+
+use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
+use std::fmt;
+use utoipa::ToSchema;
+
+mod code;
+mod words;
+
+pub use code::ReasonCode;
+use words::words;
+
+/// The longest text in a reason that is kept, in bytes.
+pub const TEXT_BYTES: usize = 2000;
+
+/// What belongs to a code; each has its own.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Facts {
+    /// The rank that it began with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+    /// Optimizer steps done then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempt: Option<u32>,
+    /// The agent's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signal: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exit_status: Option<i32>,
+    /// How long something did not happen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub secs: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    /// Id of another job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// Id of a checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<String>,
+    /// Name of a dataset.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dataset: Option<String>,
+    /// `cpu` or `cuda`, of the slots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_needed: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_free: Option<u32>,
+    /// Of the machine that comes nearest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_total: Option<u32>,
+    /// What only the place where it happened could say, for a person.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+}
+
+/// What follows from a reason.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "does", rename_all = "snake_case")]
+pub enum Next {
+    /// Another attempt; without a step from the start.
+    Restart { attempt: u32, from_step: Option<u64> },
+    /// It waits for slots, and then goes on.
+    Continue { from_step: Option<u64> },
+    /// It goes on when somebody resumes it.
+    ContinueWhenResumed { from_step: Option<u64> },
+    /// No further attempt: so many restarts were all that `recovery.max_restarts` allows.
+    GiveUp { restarts: u32 },
+}
+
+impl fmt::Display for Next {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let from = |step: &Option<u64>| step.map_or("the start".to_owned(), |step| format!("step {step}"));
+        match self {
+            Next::Restart { attempt, from_step } => {
+                write!(f, "attempt {attempt} starts from {}", from(from_step))
+            }
+            Next::Continue { from_step } => write!(f, "goes on from {}", from(from_step)),
+            Next::ContinueWhenResumed { from_step } => {
+                write!(f, "goes on from {} when resumed", from(from_step))
+            }
+            Next::GiveUp { restarts: 0 } => f.write_str("no restart is allowed (recovery.max_restarts = 0)"),
+            Next::GiveUp { restarts } => {
+                write!(f, "it had been restarted {restarts} times, as often as recovery.max_restarts allows")
+            }
+        }
+    }
+}
+
+/// Why a job or an attempt is where it is. Its words are made when it is, so that a reader of another version, which
+/// may not know the code, shows the same.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Reason {
+    #[schema(value_type = String, example = "rank_killed")]
+    code: ReasonCode,
+    // Boxed: messages that may hold a reason stay small.
+    #[serde(flatten)]
+    #[schema(value_type = Facts)]
+    facts: Box<Facts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next: Option<Next>,
+    /// For a person: `rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000`.
+    words: String,
+}
+
+impl Reason {
+    pub fn new(code: ReasonCode, mut facts: Facts) -> Self {
+        facts.shorten();
+        let words = words(&code, &facts);
+        let mut this = Self { code, facts: Box::new(facts), next: None, words };
+        shorten(&mut this.words);
+        this
+    }
+
+    /// The same with what follows from it.
+    #[must_use]
+    pub fn then(mut self, next: Next) -> Self {
+        self.words = format!("{}; {next}", self.words);
+        shorten(&mut self.words);
+        self.next = Some(next);
+        self
+    }
+
+    pub fn code(&self) -> &ReasonCode {
+        &self.code
+    }
+
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    pub fn next(&self) -> Option<&Next> {
+        self.next.as_ref()
+    }
+
+    /// For a person.
+    pub fn words(&self) -> &str {
+        &self.words
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.words)
+    }
+}
+
+impl From<ReasonCode> for Reason {
+    fn from(code: ReasonCode) -> Self {
+        Self::new(code, Facts::default())
+    }
+}
+
+/// Words without a code, as versions before 0.2 told reasons.
+impl From<String> for Reason {
+    fn from(words: String) -> Self {
+        Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
+    }
+}
+
+impl From<&str> for Reason {
+    fn from(words: &str) -> Self {
+        words.to_owned().into()
+    }
+}
+
+/// Whoever wrote it: a program that told words alone, or one that knows codes, facts and consequences that this one does
+/// not. Only something that is no reason at all is refused.
+impl<'a> Deserialize<'a> for Reason {
+    fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Told {
+            code: ReasonCode,
+            #[serde(flatten)]
+            facts: Facts,
+            #[serde(default)]
+            next: Option<Known>,
+            #[serde(default)]
+            words: String,
+        }
+        /// `None` for one that this version does not know.
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Known {
+            Next(Next),
+            Unknown(IgnoredAny),
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Either {
+            Words(String),
+            Told(Box<Told>),
+        }
+        Ok(match Either::deserialize(from)? {
+            Either::Words(words) => words.into(),
+            Either::Told(told) => {
+                let Told { code, mut facts, next, words: mut told } = *told;
+                facts.shorten();
+                shorten(&mut told);
+                if told.is_empty() {
+                    told = words(&code, &facts);
+                }
+                let next = match next {
+                    Some(Known::Next(next)) => Some(next),
+                    Some(Known::Unknown(_)) | None => None,
+                };
+                Reason { code, facts: Box::new(facts), next, words: told }
+            }
+        })
+    }
+}
+
+fn shorten(text: &mut String) {
+    text.truncate(text.floor_char_boundary(TEXT_BYTES));
+}
+
+impl Facts {
+    fn shorten(&mut self) {
+        let texts = [
+            &mut self.agent,
+            &mut self.job,
+            &mut self.checkpoint,
+            &mut self.dataset,
+            &mut self.device,
+            &mut self.detail,
+        ];
+        texts.into_iter().flatten().for_each(shorten);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{code::CODE_BYTES, *};
+
+    fn killed() -> Reason {
+        let facts = Facts { rank: Some(3), step: Some(1041), signal: Some(9), ..Facts::default() };
+        Reason::new(ReasonCode::RankKilled, facts)
+    }
+
+    #[test]
+    fn words_are_made_of_code_and_facts() {
+        let next = Next::Restart { attempt: 2, from_step: Some(1000) };
+        let told = killed().then(next.clone());
+        assert_eq!(
+            told.words(),
+            "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000"
+        );
+        let json = serde_json::to_value(&told).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": told.words(),
+                "next": {"does": "restart", "attempt": 2, "from_step": 1000}})
+        );
+        assert_eq!(serde_json::from_value::<Reason>(json).unwrap(), told);
+    }
+
+    #[test]
+    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+        let read = |text: &str| serde_json::from_str::<Reason>(text).unwrap();
+        let old = read(r#""rank 1 was killed by signal 9""#);
+        assert_eq!((old.code(), old.words()), (&ReasonCode::Unspecified, "rank 1 was killed by signal 9"));
+        let newer = read(
+            r#"{"code": "moon_phase", "rank": 1, "phase": 0.5, "next": {"does": "wait", "until": 3}, "words": "too dark"}"#,
+        );
+        assert_eq!((newer.code().as_str(), newer.words()), ("moon_phase", "too dark"));
+        assert_eq!((newer.facts().rank, newer.next()), (Some(1), None));
+        // The code is kept when it is written again.
+        assert_eq!(serde_json::to_value(&newer).unwrap()["code"], "moon_phase");
+    }
+
+    #[test]
+    fn every_code_has_a_name_and_words() {
+        for code in ReasonCode::KNOWN {
+            assert_eq!(ReasonCode::from(code.as_str()), *code);
+            assert!(!Reason::from(code.clone()).words().is_empty(), "{code}");
+        }
+    }
+
+    #[test]
+    fn texts_have_a_limit() {
+        let of = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
+        assert_eq!(of(TEXT_BYTES).words().len(), TEXT_BYTES);
+        assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
+        let code = |bytes: usize| ReasonCode::from("x".repeat(bytes).as_str()).as_str().len();
+        assert_eq!((code(CODE_BYTES), code(CODE_BYTES + 1)), (CODE_BYTES, CODE_BYTES));
+        let long = format!(
+            r#"{{"code": "stalled", "words": "{}", "agent": "{}"}}"#,
+            "w".repeat(3000),
+            "a".repeat(3000)
+        );
+        let read: Reason = serde_json::from_str(&long).unwrap();
+        assert_eq!(
+            (read.words().len(), read.facts().agent.as_ref().unwrap().len()),
+            (TEXT_BYTES, TEXT_BYTES)
+        );
+    }
+}

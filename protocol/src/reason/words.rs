@@ -1,0 +1,109 @@
+//! The English of reasons: the one place where it is made.
+
+use super::{Facts, ReasonCode};
+
+/// English, of a code and its facts.
+pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
+    use ReasonCode::*;
+    let Facts { rank, step, attempt, signal, exit_status, secs, .. } = facts;
+    let (rank, step, attempt) = (rank.unwrap_or(0), step.unwrap_or(0), attempt.unwrap_or(0));
+    let secs = secs.unwrap_or(0.0);
+    let detail = facts.detail.as_deref().unwrap_or_default();
+    let more = |between: &str| facts.detail.as_ref().map_or(String::new(), |d| format!("{between}{d}"));
+    let agent = format!("agent {:?}", facts.agent.as_deref().unwrap_or_default());
+    // As far as the server had heard.
+    let at_step = facts.step.filter(|s| *s > 0).map_or(String::new(), |step| format!(" at step {step}"));
+    match code {
+        RankKilled => format!("rank {rank} was killed by signal {} at step {step}", signal.unwrap_or(0)),
+        RankExited => {
+            let status = exit_status.unwrap_or(0);
+            format!("rank {rank} ended with exit status {status} at step {step}{}", more(": "))
+        }
+        RankStopped => {
+            format!("rank {rank} was told to stop at step {step} by somebody other than its agent")
+        }
+        RankVanished => format!("rank {rank} died at step {step} while no agent was watching it"),
+        Stalled if facts.secs.is_some() => {
+            format!("rank {rank} made no progress for {secs} s at step {step}{}", more("; "))
+        }
+        OutOfMemory if signal.is_some() => format!(
+            "killed: out of memory ({detail}). Lower train.batch_size or parallel.ranks, or use a machine with more \
+             memory"
+        ),
+        NotStarted | DatasetUnusable | DiskFull | SharedMemoryTooSmall if facts.rank.is_none() => {
+            format!("the ranks were not started: {detail}")
+        }
+        Unkillable => format!(
+            "{detail} does not end, not even by SIGKILL: it holds its memory until {} is restarted",
+            facts.agent.as_deref().unwrap_or("its machine")
+        ),
+        ServerSilent => format!("the server was silent for {secs} s, so its agent ended the ranks"),
+        SpoolFull => {
+            let size = facts.size_bytes.unwrap_or(0) as f64 / 1e6;
+            format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
+        }
+        Unexplained => "the ranks ended".into(),
+        CancelledByUser => format!("cancelled on request{}", more("; ")),
+        Cancelling => "being cancelled: its ranks are told to stop".into(),
+        PausedByUser => match &facts.detail {
+            Some(why) => format!("paused on request ({why})"),
+            None => "paused on request".into(),
+        },
+        Pausing => "being paused: its ranks finish their step and keep a checkpoint of it".into(),
+        ResumedByUser => "resumed on request".into(),
+        RetriedByUser => "retried on request".into(),
+        Forked => {
+            let id = facts.job.as_deref().unwrap_or_default();
+            format!("forked from {detail:?} ({id}) at step {step}")
+        }
+        AgentLost => format!("{agent} was silent for {secs} s{at_step}"),
+        AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
+        AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
+        AgentStopped => format!("{agent} was stopped in order ({detail})"),
+        AgentLeft => format!("{agent} went away before it could start"),
+        DatasetMissing => {
+            let name = facts.dataset.as_deref().unwrap_or_default();
+            format!("dataset {name:?} is no longer registered; add it again and retry the job")
+        }
+        CheckpointMissing => {
+            let id = facts.checkpoint.as_deref().unwrap_or_default();
+            format!("model.pretrained: checkpoint {id:?} is no longer there; it was deleted or not kept")
+        }
+        UnreadableSpec => format!(
+            "was stored by another version of lockstep and cannot be started by this one ({detail}); start that \
+             version again, or submit the job anew"
+        ),
+        NoAgentOnline => "no agent is online; start one with `lockstep agent --server URL`".into(),
+        NoAgentAccepts => "no agent that is online takes this job".into(),
+        TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
+            format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
+        }
+        TooFewSlots => format!(
+            "needs {} on one machine; the largest, {:?}, has {}",
+            facts.slots(facts.slots_needed),
+            facts.agent.as_deref().unwrap_or_default(),
+            facts.slots_total.unwrap_or(0)
+        ),
+        WaitingForSlots => format!(
+            "waits for {}: {} of {} on {:?} free",
+            facts.slots(facts.slots_needed),
+            facts.slots_free.unwrap_or(0),
+            facts.slots_total.unwrap_or(0),
+            facts.agent.as_deref().unwrap_or_default()
+        ),
+        // Whatever a rank says of itself, in its own words.
+        _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
+        _ if facts.detail.is_some() => detail.to_owned(),
+        other => other.as_str().replace('_', " "),
+    }
+}
+
+impl Facts {
+    fn slots(&self, number: Option<u32>) -> String {
+        let unit = if self.device.as_deref() == Some("cuda") { "GPU" } else { "slot" };
+        match number.unwrap_or(0) {
+            1 => format!("1 {unit}"),
+            n => format!("{n} {unit}s"),
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What a job's newest values and its sparkline come from.
+
+use lockstep_protocol::metric::MetricColumn;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Points of a job's sparkline.
+const SPARKLINE: usize = 40;
+
+/// What a job's newest values and its sparkline are computed from.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Progress {
+    /// Sum and number of the losses in each of [`SPARKLINE`] equal parts of the run.
+    parts: Vec<(f64, u32)>,
+    /// Each rank's newest loss and accuracy, none when it was not finite; their mean is shown.
+    pub(super) loss: BTreeMap<u32, Option<f64>>,
+    pub(super) accuracy: BTreeMap<u32, Option<f64>>,
+    /// The newest checkpoint's step.
+    pub(super) checkpoint: Option<u64>,
+}
+
+impl Progress {
+    pub(super) fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
+        self.parts.resize(SPARKLINE, (0.0, 0));
+        let total = total_steps.max(1);
+        for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
+            let at = u128::from(step.saturating_sub(1)) * SPARKLINE as u128 / u128::from(total);
+            let part = &mut self.parts[(at as usize).min(SPARKLINE - 1)];
+            part.0 += f64::from(*value);
+            part.1 += 1;
+        }
+    }
+
+    /// Forgets what an attempt that starts again from `step` will measure anew.
+    pub(super) fn restart_at(&mut self, step: u64, total_steps: u64) {
+        self.loss.clear();
+        self.accuracy.clear();
+        let keep = u128::from(step) * SPARKLINE as u128 / u128::from(total_steps.max(1));
+        self.parts.truncate(keep as usize);
+    }
+
+    /// About [`SPARKLINE`] mean losses, in the order of steps.
+    pub fn sparkline(&self) -> Vec<f32> {
+        self.parts.iter().filter(|(_, n)| *n > 0).map(|(sum, n)| (sum / f64::from(*n)) as f32).collect()
+    }
+}

@@ -1,0 +1,71 @@
+//! Rows that this version cannot read, or not wholly: told of once, and never a reason to stop what reads them.
+
+use super::Result;
+use lockstep_protocol::spec::{self, JobSpec};
+use serde_json::Value;
+use std::{
+    collections::HashSet,
+    sync::{Mutex, PoisonError},
+};
+
+/// Different complaints that are remembered; lists are read several times a second.
+const REMEMBERED: usize = 10_000;
+/// The longest account of what cannot be read, in bytes.
+const DETAIL_BYTES: usize = 500;
+
+static TOLD: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+
+/// Logs what is wrong with a row, the first time that it is found.
+pub(crate) fn tell(what: &str) {
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let told = told.get_or_insert_default();
+    if told.len() < REMEMBERED && told.insert(what.to_owned()) {
+        tracing::error!(what, "something stored cannot be read; it is left as it is, and passed over");
+    }
+}
+
+/// Those that can be read.
+pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
+    rows.into_iter().filter_map(|row| row.map_err(|error| tell(&error.to_string())).ok()).collect()
+}
+
+/// A stored specification as far as this version understands it, with defaults for the rest, and what that rest is: a
+/// newer or an older version wrote it.
+pub(super) fn read_spec(stored: &str) -> (JobSpec, Option<String>) {
+    let flaw = match serde_json::from_str::<JobSpec>(stored) {
+        Ok(spec) => return (spec, None),
+        Err(error) => error,
+    };
+    let Ok(document) = serde_json::from_str::<Value>(stored) else {
+        return (JobSpec::default(), Some(format!("its specification: {flaw}")));
+    };
+    let (spec, mistakes) = spec::read_leniently(&document);
+    let mistakes: Vec<_> =
+        mistakes.iter().map(|m| format!("{} {}", m.pointer, m.detail).trim().to_owned()).collect();
+    let mut detail = mistakes.join("; ");
+    detail.truncate(detail.floor_char_boundary(DETAIL_BYTES));
+    (spec, (!detail.is_empty()).then_some(detail))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_specification_of_another_version_is_read_as_far_as_it_goes() {
+        let mut document = serde_json::to_value(JobSpec::default()).unwrap();
+        assert_eq!(read_spec(&document.to_string()), (JobSpec::default(), None));
+        document["train"]["optimizer"] = "adamw".into();
+        document["train"]["lr"] = json!(0.5);
+        document["moon"] = json!({"phase": 1});
+        let (spec, flaw) = read_spec(&document.to_string());
+        let flaw = flaw.unwrap();
+        assert!(flaw.contains("/train/optimizer") && flaw.contains("/moon"), "{flaw}");
+        assert_eq!((spec.train.lr, spec.train.optimizer), (0.5, JobSpec::default().train.optimizer));
+        for broken in ["", "nonsense", "[1]", "{\"train\": 3}", "null"] {
+            let (spec, flaw) = read_spec(broken);
+            assert!(spec == JobSpec::default() && flaw.is_some(), "{broken}");
+        }
+    }
+}

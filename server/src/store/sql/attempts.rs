@@ -1,0 +1,134 @@
+//! Attempts: claims, those that may write, and all there were.
+
+use super::{
+    DbRow, SqlStore,
+    jobs::{change, load, read, stop_reason},
+};
+use crate::{
+    lifecycle,
+    store::{
+        AttemptRow, Claim, Claimed, Place, Result, StoreError,
+        quarantine::readable,
+        values::{json, reached, small, time, uint},
+    },
+};
+use lockstep_protocol::{
+    agent::AttemptRef,
+    attempt::{Attempt, AttemptState},
+    job::{JobId, JobState},
+};
+use sqlx::Row;
+
+impl SqlStore {
+    pub(super) async fn list_attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
+        let rows = sqlx::query(
+            "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.token AS job_token FROM attempts a \
+             JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt",
+        )
+        .bind(job.as_str())
+        .fetch_all(&self.reader)
+        .await?;
+        Ok(readable(rows.iter().map(|row| attempt(job, row))))
+    }
+
+    pub(super) async fn make_attempt(&self, claim: Claim) -> Result<Option<Claimed>> {
+        let mut db = self.begin().await?;
+        reached("claim.begin")?;
+        // The one statement that decides: of two claims only one finds the job still waiting.
+        let claimed = sqlx::query(
+            "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
+             AND state IN ('queued', 'restarting') RETURNING attempt",
+        )
+        .bind(claim.job.as_str())
+        .bind(i64::from(claim.after_attempt))
+        .fetch_optional(&mut *db)
+        .await?;
+        let Some(claimed) = claimed else { return Ok(None) };
+        let attempt = small(claimed.try_get("attempt")?);
+        let resume: Option<(i64, i64)> = sqlx::query_as(
+            "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
+        )
+        .bind(claim.job.as_str())
+        .fetch_optional(&mut *db)
+        .await?;
+        let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
+        let token: i64 = sqlx::query_scalar(
+            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES ($1, $2, $3, $4, $5) \
+             RETURNING token",
+        )
+        .bind(claim.job.as_str())
+        .bind(i64::from(attempt))
+        .bind(json(&claim.places)?)
+        .bind(&resume)
+        .bind(claim.at.as_millisecond())
+        .fetch_one(&mut *db)
+        .await?;
+        let token = uint(token);
+        let mut agents: Vec<String> = Vec::new();
+        for place in &claim.places {
+            if !agents.contains(&place.agent) {
+                agents.push(place.agent.clone());
+            }
+        }
+        let row = load(&mut db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
+        let changed = change(&mut db, row, claim.at, |row| {
+            row.token = Some(token);
+            row.job.agents = agents;
+            lifecycle::started(row, claim.at)
+        })
+        .await?;
+        reached("claim.commit")?;
+        db.commit().await?;
+        reached("claim.committed")?;
+        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, token }, resume, changed }))
+    }
+
+    pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
+        let rows = sqlx::query(
+            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
+             JOIN jobs j ON j.id = a.job_id AND j.token = a.token WHERE j.deleted_at IS NULL ORDER BY a.token",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        let live = |row: &DbRow| {
+            let id: String = row.try_get("job_id")?;
+            Ok(AttemptRow {
+                // Without its places an attempt is lost with its lease, as if nobody had it.
+                places: read(&id, "places", row.try_get("places")?),
+                attempt: AttemptRef {
+                    job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                    attempt: small(row.try_get("attempt")?),
+                    token: uint(row.try_get("token")?),
+                },
+                stop: row.try_get::<Option<String>, _>("stop")?.map(|text| stop_reason(&text)),
+                pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
+            })
+        };
+        Ok(readable(rows.iter().map(live)))
+    }
+}
+
+/// An attempt as it is shown; of the one that may write the job tells the state.
+fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
+    let text = |name: &str| row.try_get::<Option<String>, _>(name);
+    let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+    let mut agents: Vec<String> = Vec::new();
+    for place in places {
+        if !agents.contains(&place.agent) {
+            agents.push(place.agent);
+        }
+    }
+    let live = row.try_get::<Option<i64>, _>("job_token")? == Some(row.try_get("token")?);
+    let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
+    let ended_at: Option<i64> = row.try_get("ended_at")?;
+    Ok(Attempt {
+        attempt: small(row.try_get("attempt")?),
+        state: text(state)?.and_then(|s| s.parse().ok()).unwrap_or(AttemptState::Ended),
+        reason: text(reason)?.and_then(|reason| read(job.as_str(), "reason", &reason)),
+        checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),
+        step: row.try_get::<Option<i64>, _>("step")?.map(uint),
+        agents,
+        started_at: time(row.try_get("started_at")?)?,
+        ended_at: ended_at.map(time).transpose()?,
+    })
+}

@@ -1,0 +1,215 @@
+//! One stored row, or one record, that cannot be read or stored: everything else goes on.
+
+use crate::{
+    agent::{Agent, line, losses, running},
+    house::House,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
+    job::JobState,
+    stream::Frame,
+};
+use serde_json::{Value, json};
+
+async fn set(house: &House, table: &str, column: &str, value: &str, condition: &str) {
+    let value = value.replace('\'', "''");
+    let rows = house.execute(&format!("UPDATE {table} SET {column} = '{value}' WHERE {condition}")).await;
+    assert!(rows > 0, "{table}.{column}");
+}
+
+#[tokio::test]
+async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    // One that runs, so that the others wait.
+    let runs = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    let newer = house.submit(|s| s["priority"] = json!(9)).await;
+    let broken = house.submit(|s| s["priority"] = json!(8)).await;
+    let archived = house.submit(|s| s["priority"] = json!(7)).await;
+    let sound = house.submit(|_| {}).await.id.to_string();
+    let of = |id: &dyn std::fmt::Display| format!("id = '{id}'");
+
+    let mut spec = serde_json::to_value(&newer.spec).unwrap();
+    spec["train"]["optimizer"] = json!("adamw");
+    spec["train"]["lr"] = json!(0.25);
+    spec["moon"] = json!({"phase": 3});
+    set(&house, "jobs", "spec", &spec.to_string(), &of(&newer.id)).await;
+    set(&house, "jobs", "spec", "no JSON at all", &of(&broken.id)).await;
+    set(&house, "jobs", "state", "archived", &of(&archived.id)).await;
+    // The one that runs has a specification of a newer version, too, and more that cannot be read.
+    set(&house, "jobs", "spec", &spec.to_string(), &of(&runs)).await;
+    for column in ["progress", "agents", "last", "best", "cause"] {
+        set(&house, "jobs", column, "{\"torn\": ", &of(&runs)).await;
+    }
+
+    // The list tells all of them, with what can be read.
+    let (status, list) = house.get("/jobs").await;
+    assert_eq!(status, 200, "{list}");
+    assert_eq!(list["jobs"].as_array().unwrap().len(), 5);
+    let (_, told) = house.get(&format!("/jobs/{}", newer.id)).await;
+    let flaw = told["unreadable"].as_str().unwrap();
+    assert!(flaw.contains("/train/optimizer") && flaw.contains("moon"), "{flaw}");
+    assert_eq!(told["spec"]["train"]["lr"], 0.25);
+    let (_, told) = house.get(&format!("/jobs/{}", archived.id)).await;
+    assert!(told["unreadable"].as_str().unwrap().contains("archived"), "{told}");
+    let (status, told) = house.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
+    assert!(status == 409 && told["detail"].as_str().unwrap().contains("archived"), "{told}");
+    for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
+        assert_eq!(house.text(path).await.0, 200, "{path}");
+    }
+
+    // What the running one reports is stored, and it ends.
+    agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(house.job(&runs).await.state, JobState::Succeeded);
+
+    // The slots go past those with more priority, to the one that can be read.
+    let next = agent.started().await.attempt;
+    assert_eq!(next.job.to_string(), sound);
+    for id in [&newer.id, &broken.id] {
+        let mut stream = house.stream(id.as_str(), 0).await;
+        stream.until(|f| f["cause"]["code"] == "unreadable_spec").await;
+        let job = house.job(id.as_str()).await;
+        assert_eq!(job.state, JobState::Queued);
+        assert!(job.reason.unwrap().contains("another version of lockstep"));
+    }
+    // A change of priority leaves what is stored as it is.
+    let patch = house.http.patch(house.url(&format!("/api/v1/jobs/{}", newer.id)));
+    assert_eq!(house.send(patch.json(&json!({"priority": 3}))).await.0, 200);
+    let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%adamw%' AND spec LIKE '%\"priority\":3%'";
+    assert_eq!(house.number(kept).await, 1);
+    // Nothing is overwritten by being looked at.
+    assert_eq!(house.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
+    let (status, told) = house.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
+    assert_eq!(status, 409, "{told}");
+
+    // After a restart the same; the version that can read them starts them.
+    agent.vanish();
+    let house = House::open(house.stop().await, |_| {}).await;
+    assert_eq!(house.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
+    let spec = serde_json::to_string(&newer.spec).unwrap();
+    set(&house, "jobs", "spec", &spec, &of(&newer.id)).await;
+    assert_eq!(house.get(&format!("/jobs/{}", newer.id)).await.1.get("unreadable"), None);
+    assert_eq!(house.post(&format!("/jobs/{}/cancel", broken.id), &Value::Null).await.0, 202);
+    for id in [&broken.id, &archived.id] {
+        assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn what_else_cannot_be_read_is_passed_over() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let records =
+        vec![running(100, 0), losses(0, 1..=3), line(0, 1, "one"), losses(0, 4..=6), line(0, 2, "two")];
+    agent.report(&attempt, Source::Rank(0), 0, records).await;
+    // A registered dataset, an agent of long ago, notes, and one event of each kind.
+    let copy = |table: &str, columns: &str, values: &str| {
+        format!("INSERT INTO {table} ({columns}) SELECT {values} FROM {table}")
+    };
+    house.execute(&copy("datasets", "name, path, info, added_at", "'torn', path, '{', added_at")).await;
+    house
+        .execute(&copy(
+            "agents",
+            "id, name, machine, slots, last_seen_at",
+            "'x', 'torn', '{', slots, last_seen_at",
+        ))
+        .await;
+    house.execute(&format!("INSERT INTO annotations (job_id, note, tags) VALUES ('{id}', 'n', '{{')")).await;
+    for kind in ["metrics", "log"] {
+        let first = format!("kind = '{kind}' AND seq = (SELECT min(seq) FROM events WHERE kind = '{kind}')");
+        set(&house, "events", "body", "{", &first).await;
+    }
+    for path in ["/datasets", "/agents", "/annotations", "/jobs"] {
+        let (status, told) = house.get(path).await;
+        assert_eq!(status, 200, "{path}: {told}");
+    }
+    assert_eq!(house.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
+    let (status, told) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!((status, &told["series"][0]["steps"]), (200, &json!([4, 5, 6])), "{told}");
+    let (status, told) = house.get(&format!("/jobs/{id}/logs")).await;
+    assert_eq!((status, &told["lines"][0]["text"]), (200, &json!("two")), "{told}");
+    // Jobs are still submitted, and end.
+    house.submit(|_| {}).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    agent.started().await;
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_record_that_the_database_refuses_holds_nobody_up() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let mut attempts = Vec::new();
+    for _ in 0..2 {
+        house.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
+        attempts.push(agent.started().await.attempt);
+    }
+    // Two checkpoints of steps that no database tells apart, as 64 bits with a sign do not hold them.
+    let checkpoint = |step| {
+        AttemptEvent::Checkpoint(CheckpointInfo {
+            epoch: 1,
+            step,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        })
+    };
+    let events = vec![
+        running(100, 0),
+        losses(0, 1..=3),
+        checkpoint(u64::MAX),
+        checkpoint(u64::MAX - 1),
+        losses(0, 4..=6),
+    ];
+    for (attempt, events) in [(&attempts[0], events), (&attempts[1], vec![running(100, 0), losses(0, 1..=2)])]
+    {
+        let attempt = attempt.clone();
+        agent.send(FromAgent::Report { attempt, source: Source::Rank(0), first: 0, events }).await;
+    }
+    let mut acknowledged = Vec::new();
+    while acknowledged.len() < 2 {
+        match agent.next().await {
+            Some(ToAgent::Ack(ack)) => acknowledged.push((ack.attempt.attempt, ack.attempt.job, ack.records)),
+            other => panic!("{other:?}"),
+        }
+    }
+    acknowledged.sort_by_key(|a| a.2);
+    assert_eq!((acknowledged[0].2, acknowledged[1].2), (2, 5), "all of it is acknowledged");
+    // What came before and after the one that was refused is there, and was numbered without a gap.
+    let id = attempts[0].job.to_string();
+    let (_, told) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!(told["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
+    let (_, told) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(told["checkpoints"].as_array().unwrap().len(), 1);
+    let numbers: Vec<_> = house.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
+    for attempt in &attempts {
+        agent.end(attempt, Ending::Succeeded { step: 100 }).await;
+        assert_eq!(house.job(attempt.job.as_str()).await.state, JobState::Succeeded);
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_loss_that_is_no_number_is_read_back_by_whoever_watches() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
+    let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
+    agent.report(&attempt, Source::Rank(0), 0, records).await;
+    let frames = house.stored(&id).await;
+    assert!(frames.iter().any(|f| f["type"] == "evaluation" && f["loss"].is_null()));
+    for frame in frames {
+        serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));
+    }
+    house.stop().await;
+}

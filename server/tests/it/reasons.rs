@@ -1,0 +1,243 @@
+//! Why jobs and attempts ended: told in codes and words, and kept for ever. And what a fork began from.
+
+use crate::{
+    agent::{Agent, hello, losses, running},
+    house::{House, spec},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source},
+    job::JobState,
+    reason::{Facts, Reason, ReasonCode},
+};
+use serde_json::{Value, json};
+
+fn killed(rank: u32, step: u64) -> Ending {
+    let facts = Facts { rank: Some(rank), step: Some(step), signal: Some(9), ..Facts::default() };
+    Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
+}
+
+fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo {
+        epoch: 1,
+        step,
+        val_accuracy: None,
+        val_loss: None,
+        best: true,
+        size_bytes: 1,
+    })
+}
+
+#[tokio::test]
+async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempts = format!("/jobs/{id}/attempts");
+    assert_eq!(house.get(&attempts).await, (200, json!({"attempts": []})));
+
+    let first = agent.started().await.attempt;
+    let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
+    agent.report(&first, Source::Rank(0), 0, records).await;
+    let (_, told) = house.get(&attempts).await;
+    assert_eq!(
+        (&told["attempts"][0]["state"], &told["attempts"][0]["ended_at"]),
+        (&json!("running"), &Value::Null)
+    );
+    agent.end(&first, killed(1, 41)).await;
+    let second = agent.started().await.attempt;
+    let job = house.job(&id).await;
+    assert_eq!((job.reason, job.cause), (None, None), "the job itself has moved on");
+    let restarting = house.stored(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
+    assert_eq!(
+        restarting["reason"],
+        "rank 1 was killed by signal 9 at step 41; attempt 2 starts from step 40"
+    );
+    assert_eq!(
+        (&restarting["cause"]["code"], &restarting["cause"]["next"]),
+        (&json!("rank_killed"), &json!({"does": "restart", "attempt": 2, "from_step": 40}))
+    );
+    // A pause, a cancellation and an end as it should be.
+    agent.report(&second, Source::Rank(0), 0, vec![running(100, 40)]).await;
+    assert_eq!(house.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
+    agent.next().await;
+    agent.end(&second, Ending::Stopped).await;
+    assert_eq!(house.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
+    let third = agent.started().await.attempt;
+    assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+    agent.next().await;
+    agent.end(&third, Ending::Stopped).await;
+    assert_eq!(house.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+    let fourth = agent.started().await.attempt;
+    agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
+    agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
+
+    let (_, told) = house.get(&attempts).await;
+    let from = json!(format!("{id}-1-40"));
+    let expected = [
+        ("failed", json!("rank_killed"), Value::Null, json!(41)),
+        ("paused", json!("paused_by_user"), from.clone(), json!(40)),
+        ("cancelled", json!("cancelled_by_user"), from.clone(), json!(40)),
+        ("succeeded", Value::Null, from, json!(100)),
+    ];
+    for ((number, (state, code, from, step)), told) in
+        (1..).zip(expected).zip(told["attempts"].as_array().unwrap())
+    {
+        assert_eq!((&told["attempt"], &told["state"]), (&json!(number), &json!(state)), "{told}");
+        assert_eq!(
+            (&told["reason"]["code"], &told["checkpoint"], &told["step"]),
+            (&code, &from, &step),
+            "{told}"
+        );
+        assert!(told["ended_at"].is_string() && told["agents"] == json!(["a"]), "{told}");
+    }
+    let why = &told["attempts"][0]["reason"];
+    assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
+    assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
+    let (_, page) = house.text(&format!("/jobs/{id}")).await;
+    assert!(page.contains("data-code=\"rank_killed\"") && page.contains("rank 1 was killed by signal 9"));
+
+    // Also after the server has started again.
+    let house = House::open(house.stop().await, |_| {}).await;
+    assert_eq!(house.get(&attempts).await.1, told);
+    assert_eq!(house.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_of_an_earlier_version_and_one_of_a_later_are_understood() {
+    let house = House::new().await;
+    Agent::with_pictures(&house, 1).await.vanish();
+    let mut earlier = hello("b", 2, Vec::new());
+    if let FromAgent::Hello { protocol, .. } = &mut earlier {
+        *protocol = 1;
+    }
+    let mut agent = Agent::greet(&house, earlier).await.unwrap();
+    for reason in [
+        // Words alone.
+        json!("rank 0 was killed by signal 9 at step 3"),
+        // A code and facts of a version to come.
+        json!({"code": "eclipse", "moons": 2, "words": "too dark", "next": {"does": "wait", "nights": 1}}),
+    ] {
+        let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        let event = json!({"type": "ended", "how": "failed", "reason": reason, "retriable": true});
+        let unknown = json!({"type": "weather", "wind": 7});
+        agent
+            .send(json!({"type": "report", "attempt": attempt, "source": "agent", "first": 0, "events": [unknown, event]}))
+            .await;
+        agent.next().await;
+        let job = house.job(&id).await;
+        let words = reason.as_str().unwrap_or("too dark");
+        let whole = format!("{words}; no restart is allowed (recovery.max_restarts = 0)");
+        assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some(whole.as_str())));
+        let (_, told) = house.get(&format!("/jobs/{id}/attempts")).await;
+        let code = reason["code"].as_str().unwrap_or("unspecified");
+        assert_eq!(told["attempts"][0]["reason"]["code"], code, "{told}");
+        assert_eq!(told["attempts"][0]["reason"]["words"], words, "{told}");
+    }
+    let mut later = hello("c", 1, Vec::new());
+    if let FromAgent::Hello { protocol, .. } = &mut later {
+        *protocol += 1;
+    }
+    let told = Agent::greet(&house, later).await.err().unwrap();
+    assert!(told.contains("run the same version of lockstep on both"), "{told}");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_fork_tells_its_parent_also_when_that_is_gone() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    std::fs::create_dir_all(house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"))).unwrap();
+    let (status, fork) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+    assert_eq!(status, 202, "{fork}");
+    let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
+    assert_eq!(fork["parent"], parent);
+    assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
+    let forked = fork["id"].as_str().unwrap();
+    agent.started().await;
+    assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(house.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
+    let (_, told) = house.get(&format!("/jobs/{forked}/attempts")).await;
+    assert_eq!(told["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
+    let (_, page) = house.text(&format!("/jobs/{forked}")).await;
+    assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to it");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_key_belongs_to_the_path_that_it_came_with() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let mut checkpoints = Vec::new();
+    for _ in 0..2 {
+        let id = house.submit(|_| {}).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
+        agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+        std::fs::create_dir_all(house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"))).unwrap();
+        checkpoints.push(id);
+    }
+    let fork = |id: &str| {
+        let url = house.url(&format!("/api/v1/jobs/{id}/fork"));
+        house.send(house.http.post(url).header("idempotency-key", "k").json(&json!({})))
+    };
+    let (status, one) = fork(&checkpoints[0]).await;
+    assert_eq!(status, 202, "{one}");
+    let (status, same) = fork(&checkpoints[0]).await;
+    assert_eq!((status, &same["id"]), (200, &one["id"]));
+    // The same body and key, of another job: not answered with the first one's fork.
+    assert_eq!(fork(&checkpoints[1]).await.0, 409);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_list_holds_as_many_jobs_as_is_documented() {
+    let house = House::new().await;
+    Agent::with_pictures(&house, 2).await.vanish();
+    let one = house.submit(|_| {}).await;
+    // As many more as make 1,001: only their number matters.
+    let stored = spec().to_string().replace('\'', "''");
+    house
+        .execute(&format!(
+            "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
+             INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) \
+             SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{stored}', 2, n FROM n"
+        ))
+        .await;
+    let (status, page) = house.get("/jobs?limit=1000").await;
+    assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
+    assert_eq!(page["jobs"][0]["id"], one.id.as_str());
+    let (_, rest) = house.get(&format!("/jobs?limit=1000&cursor={}", page["next"].as_str().unwrap())).await;
+    assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next"]), (1, &Value::Null));
+    for limit in ["0", "1001"] {
+        let (status, told) = house.get(&format!("/jobs?limit={limit}")).await;
+        assert_eq!(status, 400);
+        assert!(told["detail"].as_str().unwrap().contains("1 to 1000"), "{told}");
+    }
+    let (_, document) = house.get("/openapi.json").await;
+    let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
+    let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();
+    assert_eq!((&limit["schema"]["minimum"], &limit["schema"]["maximum"]), (&json!(1), &json!(1000)));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_large_is_that_in_every_format() {
+    let house = House::new().await;
+    for kind in ["application/json", "application/toml"] {
+        for (bytes, expected) in [(1 << 20, 422), ((1 << 20) + 1, 413)] {
+            // Sound in both formats but for its size: an empty table, and a comment.
+            let mut body = if kind.ends_with("json") { "{}".to_owned() } else { "#".to_owned() };
+            body += &" ".repeat(bytes - body.len());
+            let request = house.http.post(house.url("/api/v1/jobs")).header("content-type", kind).body(body);
+            let (status, told) = house.send(request).await;
+            assert_eq!(status, expected, "{kind} {bytes}: {told}");
+        }
+    }
+    house.stop().await;
+}

@@ -6,10 +6,12 @@ pub mod agent;
 pub mod dataset;
 pub mod fault;
 pub mod job;
+pub mod limits;
 pub mod look;
 pub mod metric;
 pub mod spec;
 pub mod stream;
+pub mod wire;
 
 pub use job::{Job, JobId, JobState};
 pub use spec::JobSpec;

@@ -22,6 +22,10 @@ pub struct ServeConfig {
     pub lease: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
+    /// A request's head must have come within this time, counted from the connection's begin or its last answer.
+    pub head_patience: Duration,
+    /// Connections at once; as many as the process's file descriptors allow when absent.
+    pub connections: Option<usize>,
 }
 
 impl ServeConfig {
@@ -34,6 +38,8 @@ impl ServeConfig {
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
             stream_patience: Duration::from_secs(20),
+            head_patience: Duration::from_secs(30),
+            connections: None,
         }
     }
 }

@@ -10,12 +10,15 @@ mod handlers;
 mod hub;
 mod ingest;
 pub mod lifecycle;
+mod listener;
 mod metrics;
+mod private;
 mod router;
 mod serve;
 pub mod store;
 
 pub use config::{ServeConfig, ServeError};
+pub use private::keep_files_private;
 pub use router::openapi;
 pub use serve::serve;
 

@@ -16,7 +16,10 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::agent::{AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent};
+use lockstep_protocol::{
+    agent::{AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
+    wire,
+};
 use std::{ops::ControlFlow, time::Duration};
 use tokio::sync::mpsc;
 
@@ -52,7 +55,7 @@ pub(crate) async fn socket(
 type Sink = SplitSink<WebSocket, Message>;
 
 async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
-    let bytes = rmp_serde::to_vec_named(message).map_err(|e| e.to_string())?;
+    let bytes = wire::encode(message).map_err(|e| e.to_string())?;
     match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("it takes nothing".into()),
@@ -67,7 +70,7 @@ async fn close(to: &mut Sink, code: u16, reason: &str) {
 fn read(message: &Message) -> std::result::Result<Option<FromAgent>, String> {
     match message {
         Message::Binary(bytes) => {
-            rmp_serde::from_slice(bytes).map(Some).map_err(|e| format!("it sent what cannot be read: {e}"))
+            wire::decode(bytes).map(Some).map_err(|e| format!("it sent what cannot be read: {e}"))
         }
         Message::Text(_) => Err("it sent text".into()),
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),

@@ -1,12 +1,14 @@
 //! Extractors whose refusals are problems like every other error.
 
+mod json;
+
 use crate::error::{Error, Result};
 use axum::{
     extract::{FromRequest, FromRequestParts, Request},
     http::{StatusCode, header},
 };
 use bytes::Bytes;
-use lockstep_protocol::{JobId, spec};
+use lockstep_protocol::{JobId, limits::SEARCH_CHARS, spec};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -37,17 +39,22 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
                 "the body must be JSON, with content-type: application/json".into(),
             ));
         }
-        let bytes =
-            Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
-                }
-                _ => Error::BadRequest(rejection.body_text()),
-            })?;
-        let value = serde_json::from_slice(&bytes)
+        let bytes = whole(request, state).await?;
+        let value = json::check(&bytes)
+            .and_then(|()| serde_json::from_slice(&bytes))
             .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
         Ok(Self(value, bytes))
     }
+}
+
+/// The body, within its limit.
+async fn whole<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
+        }
+        _ => Error::BadRequest(rejection.body_text()),
+    })
 }
 
 /// A job's specification as JSON or as TOML (`application/toml`), and the bytes that it was.
@@ -65,12 +72,25 @@ impl<S: Send + Sync> FromRequest<S> for Document {
             let Body(document, bytes) = Body::from_request(request, state).await?;
             return Ok(Self(document, bytes));
         }
-        let bytes =
-            Bytes::from_request(request, state).await.map_err(|e| Error::BadRequest(e.body_text()))?;
+        let bytes = whole(request, state).await?;
         let text =
             std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
         let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;
         Ok(Self(document, bytes))
+    }
+}
+
+/// A text to search for. Databases take no pattern of any length, and call one that is too long their own fault.
+///
+/// # Errors
+/// It is too long.
+pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
+    match text.map(|text| text.chars().count()) {
+        Some(chars) if chars > SEARCH_CHARS => Err(Error::Refused(
+            StatusCode::UNPROCESSABLE_ENTITY,
+            format!("{key} has {chars} characters; search for at most {SEARCH_CHARS}"),
+        )),
+        _ => Ok(()),
     }
 }
 

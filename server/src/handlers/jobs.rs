@@ -1,6 +1,6 @@
 //! Jobs: submit, list, show, pause, resume, cancel, retry, delete.
 
-use super::extract::{Document, Path, Query, job_id};
+use super::extract::{Document, Path, Query, job_id, search_text};
 use crate::{
     app::App,
     dispatch::{self, Wish, device_for, slots_for},
@@ -18,7 +18,7 @@ use bytes::Bytes;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
-    spec::{self, Device, SpecError, Validation, nearest},
+    spec::{self, Device, SpecError, Validation, nearest, shortened},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -45,7 +45,7 @@ pub(crate) struct JobList {
 pub(crate) struct ListQuery {
     /// One of the states.
     state: Option<String>,
-    /// Part of the name.
+    /// Part of the name, at most 200 characters.
     name: Option<String>,
     /// At most so many, up to 1000; 50 when absent.
     pub(crate) limit: Option<u32>,
@@ -55,7 +55,7 @@ pub(crate) struct ListQuery {
 
 impl ListQuery {
     /// # Errors
-    /// A state or cursor that is none.
+    /// A state or cursor that is none, or a name too long to search for.
     pub(crate) fn filter(&self) -> Result<JobFilter> {
         let state = self
             .state
@@ -64,6 +64,7 @@ impl ListQuery {
             .map(str::parse)
             .transpose()
             .map_err(Error::BadRequest)?;
+        search_text("name", self.name.as_deref())?;
         let cursor = self.cursor.as_deref().map(str::parse).transpose();
         Ok(JobFilter {
             state,
@@ -203,7 +204,7 @@ pub(super) async fn check(app: &App, document: &Value) -> Result<(JobSpec, Datas
             (Some(near), _) => format!("did you mean {near:?}?"),
             (None, _) => format!("there are {}", names.join(", ")),
         };
-        errors.push(at("/data/dataset", format!("no dataset is called {name:?}; {known}")));
+        errors.push(at("/data/dataset", format!("no dataset is called {:?}; {known}", shortened(name))));
     }
     if let Some(spec) = &spec {
         errors.extend(slots_mistake(app, spec));

@@ -60,7 +60,10 @@ pub(crate) async fn of_dataset(
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
                 validation: false,
-                places: (query.offset..query.offset + u64::from(limit.div_ceil(VERSIONS))).collect(),
+                // A place beyond the last picture is the agent's to refuse.
+                places: (query.offset
+                    ..query.offset.saturating_add(u64::from(limit.div_ceil(VERSIONS))))
+                    .collect(),
                 epochs: (0..VERSIONS).collect(),
             }
         }

@@ -8,7 +8,10 @@ use super::{
 };
 use crate::look;
 use futures_util::{SinkExt, StreamExt};
-use lockstep_protocol::agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent};
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent},
+    wire,
+};
 use std::{
     collections::{HashMap, HashSet},
     path::Path,
@@ -326,7 +329,7 @@ fn seconds(secs: f64) -> Duration {
 }
 
 async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
-    let bytes = rmp_serde::to_vec_named(message).map_err(|e| e.to_string())?;
+    let bytes = wire::encode(message).map_err(|e| e.to_string())?;
     socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
 }
 
@@ -339,7 +342,7 @@ async fn receive(socket: &mut Socket) -> Result<Option<ToAgent>, String> {
             Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
             _ => "the server closed it".into(),
         }),
-        Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes) {
+        Some(Ok(Message::Binary(bytes))) => match wire::decode(&bytes) {
             Ok(message) => Ok(Some(message)),
             Err(error) => {
                 tracing::warn!(%error, "the server said something that this version does not understand");

@@ -11,6 +11,7 @@ use crate::{
     look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
     metric::MetricColumn,
     spec::JobSpec,
+    wire::Part,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -79,6 +80,8 @@ pub enum FromAgent {
     Answer { request: u64, answer: Result<Answer, String> },
     /// An orderly stop: no new work, please.
     Leaving { reason: String },
+    /// A part of any of these that is too long to go at once.
+    Part(Part),
 }
 
 /// Who wrote a file of records.
@@ -252,6 +255,8 @@ pub enum ToAgent {
         request: u64,
         question: Question,
     },
+    /// A part of any of these that is too long to go at once.
+    Part(Part),
 }
 
 /// Start these ranks of an attempt.
@@ -280,6 +285,10 @@ pub struct StartAttempt {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Question {
+    /// Whether these files or folders are there. Answered at once, whatever else is being answered.
+    HasFiles {
+        paths: Vec<String>,
+    },
     InspectDataset {
         path: String,
     },
@@ -296,10 +305,29 @@ pub enum Question {
     },
 }
 
+impl Question {
+    /// Files and folders that whoever answers needs.
+    pub fn paths(&self) -> Vec<String> {
+        match self {
+            Question::HasFiles { paths } => paths.clone(),
+            Question::InspectDataset { path } | Question::Samples { path, .. } => vec![path.clone()],
+            Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
+            Question::Predict { model, .. } => vec![model.clone()],
+        }
+    }
+
+    /// Whether it may take minutes: such questions have a queue of their own, so that short ones need not wait for them.
+    pub fn is_long(&self) -> bool {
+        matches!(self, Question::Evaluate(_))
+    }
+}
+
 /// The answers, in kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Answer {
+    /// In the order of the question's paths.
+    Files { there: Vec<bool> },
     Dataset { path: String, info: DatasetInfo },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),

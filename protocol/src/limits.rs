@@ -16,3 +16,10 @@ pub const MESSAGE_NESTING: usize = 64;
 pub const MISTAKES: usize = 100;
 /// A text to search for, in characters. Databases limit patterns, too, with less helpful words.
 pub const SEARCH_CHARS: usize = 200;
+/// A message between server and agent, all its parts together. Pictures to classify are the longest there are: 24 MiB
+/// of them, a third more as base64.
+pub const MESSAGE_BYTES: usize = 64 << 20;
+/// What of a message goes at once: short enough for heartbeats to come between on a slow line.
+pub const PART_BYTES: usize = 1 << 20;
+/// Messages of which some parts have come and others not.
+pub const UNFINISHED_MESSAGES: usize = 8;

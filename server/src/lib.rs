@@ -13,6 +13,7 @@ pub mod lifecycle;
 mod listener;
 mod metrics;
 mod private;
+mod questions;
 mod router;
 mod serve;
 pub mod store;

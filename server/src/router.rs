@@ -67,7 +67,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(
             OpenApiRouter::new()
                 .routes(routes!(predict::predict))
-                .layer(DefaultBodyLimit::max(predict::BYTES)),
+                .layer(DefaultBodyLimit::max(predict::BODY_BYTES)),
         )
         .routes(routes!(datasets::list, datasets::create))
         .routes(routes!(datasets::inspect))

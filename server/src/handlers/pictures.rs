@@ -7,6 +7,7 @@ use super::{
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    questions,
 };
 use axum::{Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
@@ -109,7 +110,7 @@ pub(crate) async fn of_job(
 }
 
 async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
-    match app.agents.ask(Question::Samples { path, pick }, PATIENCE).await {
+    match questions::ask(app, Question::Samples { path, pick }, PATIENCE).await {
         Ok(Answer::Samples(samples)) => Ok(Json(samples)),
         Ok(_) => Err(Error::Refused(StatusCode::BAD_GATEWAY, "the agent answered something else".into())),
         Err(error) => Err(error.without_pointer()),

@@ -4,6 +4,7 @@ use super::{checkpoints, extract::Path};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    questions,
 };
 use axum::{
     Json,
@@ -18,11 +19,16 @@ use lockstep_protocol::{
 };
 use serde::Serialize;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use utoipa::ToSchema;
 
 /// Pictures of one request, and their bytes together.
 const PICTURES: usize = 100;
-pub(crate) const BYTES: usize = 24 << 20;
+const BYTES: usize = 24 << 20;
+/// Of a body: what a form has around its pictures comes on top.
+pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
+/// Requests whose pictures are in memory at the same time; others wait.
+static ROOM: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What the model says, in the order of the pictures.
@@ -49,9 +55,10 @@ pub(crate) async fn predict(
     if !folder.exists() {
         return Err(checkpoints::removed());
     }
+    let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = pictures(request).await?;
     let question = Question::Predict { model: folder.to_string_lossy().into_owned(), pictures };
-    match app.agents.ask(question, PATIENCE).await {
+    match questions::ask(&app, question, PATIENCE).await {
         Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
         Err(error) => Err(error.without_pointer()),
@@ -66,6 +73,9 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if !kind.starts_with("multipart/form-data") {
         let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
+        if bytes.len() > BYTES {
+            return Err(too_large());
+        }
         if bytes.is_empty() {
             return Err(Error::BadRequest("the body must be a JPEG or PNG picture".into()));
         }
@@ -74,9 +84,14 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let mut form =
         Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
     let mut pictures = Vec::new();
+    let mut together = 0;
     while let Some(field) = form.next_field().await.map_err(|e| Error::BadRequest(e.body_text()))? {
         let name = field.file_name().unwrap_or_default().chars().take(200).collect();
         let bytes = field.bytes().await.map_err(|_| too_large())?;
+        together += bytes.len();
+        if together > BYTES {
+            return Err(too_large());
+        }
         pictures.push(named(name, &bytes));
         if pictures.len() > PICTURES {
             return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));

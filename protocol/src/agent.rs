@@ -327,9 +327,16 @@ impl Question {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Answer {
     /// In the order of the question's paths.
-    Files { there: Vec<bool> },
-    Dataset { path: String, info: DatasetInfo },
+    Files {
+        there: Vec<bool>,
+    },
+    Dataset {
+        path: String,
+        info: DatasetInfo,
+    },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),
-    Predictions { predictions: Vec<Prediction> },
+    Predictions {
+        predictions: Vec<Prediction>,
+    },
 }

@@ -34,7 +34,10 @@ pub(crate) struct Online {
 pub(crate) enum AskError {
     NobodyOnline,
     /// No agent that is online has these files.
-    NobodyHasFiles { path: String, asked: Vec<String> },
+    NobodyHasFiles {
+        path: String,
+        asked: Vec<String>,
+    },
     /// The agent went away, or took too long, with so many questions before this one.
     NoAnswer(Place),
     /// The agent's own words.
@@ -194,8 +197,7 @@ impl Agents {
         let asked = lock(&self.asked);
         let mine = asked.get(&request)?;
         let before = asked.range(..request).map(|(_, other)| other);
-        let ahead =
-            before.filter(|o| o.connection == mine.connection && o.is_long == mine.is_long).count();
+        let ahead = before.filter(|o| o.connection == mine.connection && o.is_long == mine.is_long).count();
         Some(Place { agent: mine.agent.clone(), ahead })
     }
 

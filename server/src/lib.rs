@@ -4,6 +4,7 @@ mod agents;
 pub mod app;
 pub mod config;
 mod dispatch;
+mod document;
 mod error;
 mod guard;
 mod handlers;

@@ -32,10 +32,7 @@ fn measure(text: &str) -> Result<(), (usize, String)> {
     for token in Source::new(text).lex() {
         match token.kind() {
             TokenKind::Dot => parts += 1,
-            TokenKind::Whitespace
-            | TokenKind::Atom
-            | TokenKind::LiteralString
-            | TokenKind::BasicString => {}
+            TokenKind::Whitespace | TokenKind::Atom | TokenKind::LiteralString | TokenKind::BasicString => {}
             kind => {
                 parts = 1;
                 match kind {

@@ -99,9 +99,7 @@ impl From<String> for End {
 
 impl From<axum::Error> for End {
     fn from(error: axum::Error) -> Self {
-        let why = error.to_string();
-        let code = if why.contains("too long") { close_code::SIZE } else { close_code::PROTOCOL };
-        Self { why, code }
+        Self { code: super::close_code_of(&error), why: error.to_string() }
     }
 }
 

@@ -35,8 +35,6 @@ use utoipa::{IntoParams, ToSchema};
 
 /// A large validation split on a busy machine's CPU.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// A request waits so long; then it is answered 202 and asked again.
-const WAIT: Duration = Duration::from_secs(20);
 
 /// Done or failed, in words; none while it runs.
 type Outcome = Option<std::result::Result<(), String>>;
@@ -112,7 +110,7 @@ pub(crate) async fn evaluation(
     }
     let mut running = start(&app, &row, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    let outcome = match tokio::time::timeout(WAIT, done).await {
+    let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {
         Err(_) => return Ok((StatusCode::ACCEPTED, Json(running.under_way(&app, &row))).into_response()),
         Ok(Ok(outcome)) => outcome,
         Ok(Err(_)) => Some(Err("the server is stopping; ask again".into())),

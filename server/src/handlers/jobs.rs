@@ -91,7 +91,7 @@ pub(crate) struct Plan {
 ///
 /// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
 /// the job that it made.
-#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body = JobSpec,
+#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
@@ -168,7 +168,7 @@ pub(super) fn idempotency_key(headers: &HeaderMap, body: &Bytes) -> Result<Optio
 }
 
 /// Check a specification without submitting it
-#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body = JobSpec,
+#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
     let (spec, dataset) = check(&app, &document).await?;
@@ -323,7 +323,8 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
 }
 
 /// List jobs
-#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery), responses((status = 200, body = JobList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
+    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(State(app): State<App>, Query(query): Query<ListQuery>) -> Result<Json<JobList>> {
     let page = app.store.jobs(&query.filter()?).await?;
     Ok(Json(JobList { jobs: page.jobs, next: page.next.map(|id| id.to_string()) }))

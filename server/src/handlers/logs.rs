@@ -77,7 +77,7 @@ pub(crate) struct Line {
 ///
 /// As JSON, or with `Accept: text/plain` as a file of all lines that match.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
-    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem)))]
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(app): State<App>,
     Path(id): Path<String>,

@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Problem, Result},
     questions,
 };
-use axum::{Json, extract::State, http::StatusCode};
+use axum::{Json, extract::State};
 use lockstep_protocol::{
     agent::{Answer, Question},
     look::{Pick, Samples},
@@ -62,8 +62,7 @@ pub(crate) async fn of_dataset(
                 seed: spec.train.seed,
                 validation: false,
                 // A place beyond the last picture is the agent's to refuse.
-                places: (query.offset
-                    ..query.offset.saturating_add(u64::from(limit.div_ceil(VERSIONS))))
+                places: (query.offset..query.offset.saturating_add(u64::from(limit.div_ceil(VERSIONS))))
                     .collect(),
                 epochs: (0..VERSIONS).collect(),
             }
@@ -112,7 +111,7 @@ pub(crate) async fn of_job(
 async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
     match questions::ask(app, Question::Samples { path, pick }, PATIENCE).await {
         Ok(Answer::Samples(samples)) => Ok(Json(samples)),
-        Ok(_) => Err(Error::Refused(StatusCode::BAD_GATEWAY, "the agent answered something else".into())),
+        Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }

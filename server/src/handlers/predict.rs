@@ -8,7 +8,7 @@ use crate::{
 };
 use axum::{
     Json,
-    extract::{FromRequest, Multipart, Request, State},
+    extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
     http::{StatusCode, header},
 };
 use base64::Engine as _;
@@ -42,7 +42,7 @@ pub(crate) struct Predictions {
 /// One JPEG or PNG as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path)),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem), (status = 413, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
@@ -77,7 +77,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
             return Err(too_large());
         }
         if bytes.is_empty() {
-            return Err(Error::BadRequest("the body must be a JPEG or PNG picture".into()));
+            return Err(Error::BadRequest("the body is empty; it must be a JPEG or PNG picture".into()));
         }
         return Ok(vec![named(String::new(), &bytes)]);
     }
@@ -85,9 +85,13 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
         Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
     let mut pictures = Vec::new();
     let mut together = 0;
-    while let Some(field) = form.next_field().await.map_err(|e| Error::BadRequest(e.body_text()))? {
+    let unreadable = |e: MultipartError| match e.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => too_large(),
+        _ => Error::BadRequest(e.body_text()),
+    };
+    while let Some(field) = form.next_field().await.map_err(unreadable)? {
         let name = field.file_name().unwrap_or_default().chars().take(200).collect();
-        let bytes = field.bytes().await.map_err(|_| too_large())?;
+        let bytes = field.bytes().await.map_err(unreadable)?;
         together += bytes.len();
         if together > BYTES {
             return Err(too_large());

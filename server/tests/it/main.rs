@@ -8,9 +8,12 @@ mod postgres;
 
 mod databases;
 mod dispatching;
+mod document;
 mod ingest;
 mod life;
+mod limits;
 mod metrics;
+mod questions;
 mod refusals;
 mod safety;
 mod starting;

@@ -7,7 +7,13 @@ use crate::{
     specs,
 };
 use serde_json::Value;
-use std::{fs, net::TcpStream, os::unix::fs::PermissionsExt, path::Path, process::Command};
+use std::{
+    fs,
+    net::TcpStream,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Stdio},
+};
 
 #[test]
 fn a_key_on_the_command_line_has_a_depth() {
@@ -123,7 +129,14 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
 /// Runs a command on a terminal of its own (util-linux's `script`) and returns what the terminal got.
 fn on_a_terminal(command: &str, folder: &Path) -> String {
     let typescript = folder.join("typescript");
-    let done = Command::new("script").args(["-qec", command]).arg(&typescript).output().expect("script runs");
+    let mut script = Command::new("script");
+    script.args(["-qec", command]).arg(&typescript);
+    script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = script.spawn().expect("script runs");
+    // An end of its input would be a key pressed on the terminal, which shows it.
+    let keyboard = child.stdin.take();
+    let done = child.wait_with_output().expect("script runs");
+    drop(keyboard);
     assert!(done.status.success(), "{command}: {done:?}");
     String::from_utf8(done.stdout).expect("UTF-8")
 }

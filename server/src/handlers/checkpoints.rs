@@ -27,6 +27,9 @@ use utoipa::ToSchema;
 /// The files of a checkpoint; nothing else in its folder is served.
 const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
 
+/// Whoever has a file may keep it, and asks whether it is still the same.
+const CACHING: &str = "private, no-cache";
+
 /// A job's checkpoints.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CheckpointList {
@@ -103,7 +106,8 @@ pub(crate) async fn file(
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
         if conditional::is_known(request.headers(), tag) {
-            return Ok((StatusCode::NOT_MODIFIED, [(header::ETAG, tag.clone())]).into_response());
+            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
+            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
         }
         if !conditional::range_counts(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
@@ -120,7 +124,9 @@ pub(crate) async fn file(
     }
     let headers = response.headers_mut();
     if let (Some(checksum), Some(tag)) = (checksum, tag) {
-        for (key, value) in [("x-checksum-sha256", checksum), ("etag", tag)] {
+        for (key, value) in
+            [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
+        {
             let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
             headers.insert(key, value);
         }

@@ -258,7 +258,7 @@ async fn what_is_answered_is_documented() {
     // Files: whole, in part, known already, and ranges that there are not.
     let (template, file) =
         ("/api/v1/checkpoints/{id}/{file}", format!("/api/v1/checkpoints/{checkpoint}/model.safetensors"));
-    let header = |pairs: &'static [(&str, &str)]| {
+    let header = |pairs: &'static [(&'static str, &'static str)]| {
         move |r: RequestBuilder| pairs.iter().fold(r, |r, (name, value)| r.header(*name, *value))
     };
     for (pairs, expected) in [

@@ -114,3 +114,24 @@ pub fn answer(question: Question) -> Result<Answer, String> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::look::Pick;
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn short_questions_do_not_wait_for_long_ones() {
+        let _evaluations = LONG.acquire_many(AT_ONCE as u32).await.unwrap();
+        let here = env!("CARGO_MANIFEST_DIR");
+        let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
+        let looked = ask(Path::new("/bin/false"), &Question::HasFiles { paths }).await;
+        assert_eq!(looked, Ok(Answer::Files { there: vec![true, false, true] }));
+        let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
+        let question = Question::Samples { path: here.into(), pick };
+        let answering = ask(Path::new("/bin/false"), &question);
+        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
+        assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
+    }
+}

@@ -30,21 +30,31 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
-        let kind =
-            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-        // A browser cannot send this type across origins without asking first.
-        if kind.split(';').next().map(str::trim) != Some("application/json") {
-            return Err(Error::Refused(
-                StatusCode::UNSUPPORTED_MEDIA_TYPE,
-                "the body must be JSON, with content-type: application/json".into(),
-            ));
+        let bytes = json_bytes(request, state).await?;
+        // Of a list its elements would be taken for the fields, in their order.
+        if bytes.trim_ascii_start().first() != Some(&b'{') {
+            return Err(Error::BadRequest("the body must be a JSON object".into()));
         }
-        let bytes = whole(request, state).await?;
-        let value = json::check(&bytes)
-            .and_then(|()| serde_json::from_slice(&bytes))
-            .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
-        Ok(Self(value, bytes))
+        Ok(Self(read(&bytes)?, bytes))
     }
+}
+
+async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    // A browser cannot send this type across origins without asking first.
+    if kind.split(';').next().map(str::trim) != Some("application/json") {
+        return Err(Error::Refused(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "the body must be JSON, with content-type: application/json".into(),
+        ));
+    }
+    whole(request, state).await
+}
+
+fn read<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
+    json::check(bytes)
+        .and_then(|()| serde_json::from_slice(bytes))
+        .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))
 }
 
 /// The body, within its limit.
@@ -69,8 +79,8 @@ impl<S: Send + Sync> FromRequest<S> for Document {
             request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         // Like JSON's, a type that a browser cannot send across origins without asking first.
         if kind.split(';').next().map(str::trim) != Some("application/toml") {
-            let Body(document, bytes) = Body::from_request(request, state).await?;
-            return Ok(Self(document, bytes));
+            let bytes = json_bytes(request, state).await?;
+            return Ok(Self(read(&bytes)?, bytes));
         }
         let bytes = whole(request, state).await?;
         let text =

@@ -146,7 +146,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Tells a reader that takes nothing why it is given up. The close frame comes after all that was sent before, so
-    /// it waits until that is read; nothing is held meanwhile but the connection.
+    /// it waits until that is read.
     async fn give_up(&mut self) {
         self.given_up = true;
         self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);

@@ -191,9 +191,9 @@ async fn what_is_answered_is_documented() {
                     }
                     held.ask(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
                 }
-                // A client that is refused while it sends may not come to read the answer.
+                // Of a type that is not taken, the client may not come to read that while it sends.
                 let body = vec![b' '; (1 << 20) + 1];
-                if !path.ends_with("/predict") {
+                if kind == "application/json" && !path.ends_with("/predict") {
                     held.ask(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
                 }
             }

@@ -96,6 +96,8 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     assert!(status == 400 && body["detail"].as_str().unwrap().contains("\"name\" is there twice"), "{body}");
     let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
     assert_eq!(send(json, inner).await.0, 400);
+    // A list's elements are no fields.
+    assert_eq!(house.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
 
     let toml = "application/toml";
     let document = |x: &str| format!("x = {x}\n[data]\ndataset = \"pictures\"\n");
@@ -183,8 +185,10 @@ async fn closed_with(
 async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
     let house = House::new().await;
     let url = format!("ws://{}/api/v1/agent/socket", house.address);
-    let mut deep = vec![0x91; MESSAGE_NESTING * 100];
-    deep.push(0xc0);
+    // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
+    let mut deep = b"\x82\xa1x".to_vec();
+    deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
+    deep.extend(b"\xc0\xa4type\xa7leaving");
     let twice = wire::encode(&hello("twice", 1, Vec::new())).unwrap();
     let part = |bytes: Vec<u8>| {
         let part = wire::Part { message: 1, last: true, bytes };

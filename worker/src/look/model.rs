@@ -13,6 +13,7 @@ use std::{
     collections::HashMap,
     fs::File,
     io::Read,
+    ops::RangeInclusive,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -21,6 +22,10 @@ use std::{
 pub(super) const BATCH: usize = 32;
 /// Headers are a few kilobytes; a file that asks for more is none of ours.
 const HEADER_BYTES: u64 = 16 << 20;
+/// Pixels of an input's side, as in a specification.
+const SIDES: RangeInclusive<usize> = 8..=4096;
+/// Far more than any data set of pictures has.
+const CLASSES: RangeInclusive<usize> = 1..=100_000;
 
 pub(super) struct Model {
     engine: Box<dyn Engine>,
@@ -52,6 +57,19 @@ impl Model {
         };
         let (image_size, channels) = (number("image_size")?, number("channels")?);
         let classes: Vec<String> = value(text("classes")?)?;
+        let (mean, std): (Vec<f32>, Vec<f32>) = (value(text("mean")?)?, value(text("std")?)?);
+        // What a job may have: memory is taken by these, and pixels are counted by them.
+        if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes.len()) {
+            return Err(format!(
+                "{}: is no model of ours: {image_size} pixels, {channels} channels, {} classes",
+                path.display(),
+                classes.len()
+            ));
+        }
+        if mean.len() != channels || std.len() != channels || std.iter().any(|s| !s.is_finite() || *s <= 0.0)
+        {
+            return Err(format!("{}: its mean and std are not those of {channels} channels", path.display()));
+        }
         let spec: serde_json::Value = value(text("spec")?)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| e.to_string())?;
@@ -71,7 +89,6 @@ impl Model {
         };
         let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(Alone))
             .map_err(|e| format!("{}: {e}", path.display()))?;
-        let (mean, std) = (value(text("mean")?)?, value(text("std")?)?);
         Ok(Self { engine, classes, image_size, channels, mean, std })
     }
 
@@ -119,4 +136,47 @@ fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
     let header: Header =
         serde_json::from_slice(&bytes).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
     Ok(header.metadata)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Why a file with this in its metadata and no tensors cannot be opened.
+    fn refused(change: &[(&str, &str)]) -> String {
+        let mut about = json!({
+            "classes": "[\"a\", \"b\"]", "image_size": "28", "channels": "1", "mean": "[0.5]", "std": "[0.5]",
+            "spec": "{\"model\": {\"arch\": \"resnet20\"}}",
+        });
+        for (key, value) in change {
+            about[*key] = json!(value);
+        }
+        let header = json!({ "__metadata__": about }).to_string();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(file.path(), bytes).unwrap();
+        Model::open(file.path()).err().expect("there are no tensors in it")
+    }
+
+    #[test]
+    fn what_a_file_says_of_itself_has_limits() {
+        let classes = |count: usize| json!(vec!["c"; count]).to_string();
+        let (most, too_many) = (classes(100_000), classes(100_001));
+        let (three, no_std) = ("[0.5, 0.5, 0.5]", "[0]");
+        for (sound, wrong) in [
+            (&[("image_size", "4096")][..], &[("image_size", "4097")][..]),
+            (&[("image_size", "8")], &[("image_size", "7")]),
+            (&[("channels", "3"), ("mean", three), ("std", three)], &[("channels", "2")]),
+            (&[("classes", &most)], &[("classes", &too_many)]),
+            (&[("classes", "[\"a\"]")], &[("classes", "[]")]),
+        ] {
+            let error = refused(sound);
+            assert!(!error.contains("no model of ours"), "{sound:?}: {error}");
+            assert!(refused(wrong).contains("no model of ours"), "{wrong:?}");
+        }
+        for wrong in [&[("mean", "[]")][..], &[("mean", three)], &[("std", no_std)], &[("channels", "3")]] {
+            assert!(refused(wrong).contains("mean and std"), "{wrong:?}");
+        }
+    }
 }

@@ -12,6 +12,7 @@ use crate::{
     metric::MetricColumn,
     reason::{Reason, ReasonCode},
     spec::JobSpec,
+    wire::Part,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -83,6 +84,8 @@ pub enum FromAgent {
     Answer { request: u64, answer: Result<Answer, String> },
     /// An orderly stop: no new work, please.
     Leaving { reason: String },
+    /// A part of any of these that is too long to go at once.
+    Part(Part),
 }
 
 /// Who wrote a file of records.
@@ -268,6 +271,8 @@ pub enum ToAgent {
         request: u64,
         question: Question,
     },
+    /// A part of any of these that is too long to go at once.
+    Part(Part),
 }
 
 /// Start these ranks of an attempt.
@@ -296,6 +301,10 @@ pub struct StartAttempt {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Question {
+    /// Whether these files or folders are there. Answered at once, whatever else is being answered.
+    HasFiles {
+        paths: Vec<String>,
+    },
     InspectDataset {
         path: String,
     },
@@ -312,12 +321,38 @@ pub enum Question {
     },
 }
 
+impl Question {
+    /// Files and folders that whoever answers needs.
+    pub fn paths(&self) -> Vec<String> {
+        match self {
+            Question::HasFiles { paths } => paths.clone(),
+            Question::InspectDataset { path } | Question::Samples { path, .. } => vec![path.clone()],
+            Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
+            Question::Predict { model, .. } => vec![model.clone()],
+        }
+    }
+
+    /// Whether it may take minutes: such questions have a queue of their own, so that short ones need not wait for them.
+    pub fn is_long(&self) -> bool {
+        matches!(self, Question::Evaluate(_))
+    }
+}
+
 /// The answers, in kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Answer {
-    Dataset { path: String, info: DatasetInfo },
+    /// In the order of the question's paths.
+    Files {
+        there: Vec<bool>,
+    },
+    Dataset {
+        path: String,
+        info: DatasetInfo,
+    },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),
-    Predictions { predictions: Vec<Prediction> },
+    Predictions {
+        predictions: Vec<Prediction>,
+    },
 }

@@ -7,11 +7,13 @@ pub mod attempt;
 pub mod dataset;
 pub mod fault;
 pub mod job;
+pub mod limits;
 pub mod look;
 pub mod metric;
 pub mod reason;
 pub mod spec;
 pub mod stream;
+pub mod wire;
 
 pub use job::{Job, JobId, JobState};
 pub use reason::{Reason, ReasonCode};

@@ -5,6 +5,9 @@ use crate::spec::{DataSpec, JobSpec};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// Questions of a kind (long or short) that an agent answers at the same time; others wait.
+pub const AT_ONCE: usize = 2;
+
 /// Which pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "which", rename_all = "snake_case")]

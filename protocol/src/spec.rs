@@ -8,7 +8,7 @@ mod document;
 mod keys;
 
 pub use check::{SpecError, from_json, from_toml, read_leniently};
-pub use document::{apply_set, toml_document};
+pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
 pub use keys::{KEYS, Kind, Section, nearest};
 
 use serde::{Deserialize, Serialize};

@@ -7,7 +7,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -33,8 +33,13 @@ pub(crate) struct Online {
 #[derive(Debug)]
 pub(crate) enum AskError {
     NobodyOnline,
-    /// The agent went away, or took too long.
-    NoAnswer,
+    /// No agent that is online has these files.
+    NobodyHasFiles {
+        path: String,
+        asked: Vec<String>,
+    },
+    /// The agent went away, or took too long, with so many questions before this one.
+    NoAnswer(Place),
     /// The agent's own words.
     Refused(String),
 }
@@ -46,10 +51,34 @@ impl AskError {
             Self::NobodyOnline => {
                 "no agent is online to look at files; start one with `lockstep agent --server URL`".into()
             }
-            Self::NoAnswer => "the agent went away or did not answer in time; try again".into(),
+            Self::NobodyHasFiles { path, asked } => {
+                format!("no machine that is online has {path} (asked: {})", asked.join(", "))
+            }
+            Self::NoAnswer(Place { agent, ahead: 0 }) => {
+                format!("{agent} went away or did not answer in time; try again")
+            }
+            Self::NoAnswer(Place { agent, ahead }) => {
+                format!("{agent} did not answer in time, as it had {ahead} such questions before; try again")
+            }
             Self::Refused(detail) => detail,
         }
     }
+}
+
+/// Who answers a question, and how many of its kind come before it there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) agent: String,
+    pub(crate) ahead: usize,
+}
+
+/// A question that was sent and not answered.
+#[derive(Debug)]
+struct Asked {
+    connection: u64,
+    agent: String,
+    is_long: bool,
+    asker: Asker,
 }
 
 type Asker = oneshot::Sender<Result<Answer, String>>;
@@ -58,8 +87,8 @@ type Asker = oneshot::Sender<Result<Answer, String>>;
 #[derive(Debug, Default)]
 pub(crate) struct Agents {
     online: Mutex<HashMap<String, Online>>,
-    /// By request: the connection that was asked, and who waits.
-    asked: Mutex<HashMap<u64, (u64, Asker)>>,
+    /// By request, the oldest first.
+    asked: Mutex<BTreeMap<u64, Asked>>,
     next: AtomicU64,
     /// Ids of those that are to take no new work, connected or not.
     draining: Mutex<HashSet<String>>,
@@ -95,7 +124,7 @@ impl Agents {
 
     /// Forgets a connection, unless a newer one has taken its place. Questions to it stay unanswered.
     pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
-        lock(&self.asked).retain(|_, (asked, _)| *asked != connection);
+        lock(&self.asked).retain(|_, asked| asked.connection != connection);
         let mut online = lock(&self.online);
         let mine = online.get(id).is_some_and(|o| o.connection == connection);
         if mine { online.remove(id) } else { None }
@@ -133,29 +162,66 @@ impl Agents {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
 
-    /// Asks any agent.
-    pub(crate) async fn ask(&self, question: Question, patience: Duration) -> Result<Answer, AskError> {
-        let agent = self.online().into_iter().find(|o| o.leaving.is_none()).ok_or(AskError::NobodyOnline)?;
+    /// Sends a question to an agent; the answer is awaited with [`Agents::answer`].
+    pub(crate) fn ask(&self, agent: &Online, question: Question) -> Waiting {
         let request = self.next.fetch_add(1, Ordering::Relaxed);
-        let (to, answer) = oneshot::channel();
-        lock(&self.asked).insert(request, (agent.connection, to));
-        let told = agent.to.send(ToAgent::Ask { request, question }).is_ok();
-        let answer = if told { tokio::time::timeout(patience, answer).await.ok() } else { None };
+        let (asker, answer) = oneshot::channel();
+        let asked = Asked {
+            connection: agent.connection,
+            agent: agent.row.name.clone(),
+            is_long: question.is_long(),
+            asker,
+        };
+        lock(&self.asked).insert(request, asked);
+        if agent.to.send(ToAgent::Ask { request, question }).is_err() {
+            // Its connection is gone; so is whoever would answer.
+            lock(&self.asked).remove(&request);
+        }
+        Waiting { request, agent: agent.row.name.clone(), answer }
+    }
+
+    /// Waits for the answer.
+    pub(crate) async fn answer(&self, waiting: Waiting, patience: Duration) -> Result<Answer, AskError> {
+        let Waiting { request, agent, answer } = waiting;
+        let answer = tokio::time::timeout(patience, answer).await;
+        let place = self.place_of(request).unwrap_or(Place { agent, ahead: 0 });
         lock(&self.asked).remove(&request);
         match answer {
-            Some(Ok(answer)) => answer.map_err(AskError::Refused),
-            _ => Err(AskError::NoAnswer),
+            Ok(Ok(answer)) => answer.map_err(AskError::Refused),
+            _ => Err(AskError::NoAnswer(place)),
         }
+    }
+
+    /// Where a question waits; none when it is answered.
+    pub(crate) fn place_of(&self, request: u64) -> Option<Place> {
+        let asked = lock(&self.asked);
+        let mine = asked.get(&request)?;
+        let before = asked.range(..request).map(|(_, other)| other);
+        let ahead = before.filter(|o| o.connection == mine.connection && o.is_long == mine.is_long).count();
+        Some(Place { agent: mine.agent.clone(), ahead })
+    }
+
+    /// Questions of a kind that a connection has not answered.
+    pub(crate) fn unanswered(&self, connection: u64, is_long: bool) -> usize {
+        lock(&self.asked).values().filter(|a| a.connection == connection && a.is_long == is_long).count()
     }
 
     /// An agent's answer.
     pub(crate) fn answered(&self, connection: u64, request: u64, answer: Result<Answer, String>) {
         let mut asked = lock(&self.asked);
-        if asked.get(&request).is_some_and(|(of, _)| *of == connection)
-            && let Some((_, to)) = asked.remove(&request)
+        if asked.get(&request).is_some_and(|asked| asked.connection == connection)
+            && let Some(asked) = asked.remove(&request)
         {
             // Whoever asked may have gone away.
-            let _ = to.send(answer);
+            let _ = asked.asker.send(answer);
         }
     }
+}
+
+/// A question on its way.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) request: u64,
+    agent: String,
+    answer: oneshot::Receiver<Result<Answer, String>>,
 }

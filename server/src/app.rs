@@ -9,7 +9,7 @@ use crate::{
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
-    purge,
+    private, purge,
     store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{
@@ -66,7 +66,7 @@ impl App {
     /// A data directory or a database that cannot be used.
     pub async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
         let data_dir = &config.data_dir;
-        config.data_dir = std::fs::create_dir_all(data_dir.join("jobs"))
+        config.data_dir = private::data_dir(data_dir)
             .and_then(|()| data_dir.canonicalize())
             .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
         let store = Location::of(&config)?.open().await?;
@@ -136,6 +136,17 @@ impl App {
     /// A checkpoint's folder.
     pub(crate) fn checkpoint_dir(&self, row: &CheckpointRow) -> PathBuf {
         self.job_dir(&row.job).join("checkpoints").join(format!("{}-{}", row.info.epoch, row.info.step))
+    }
+
+    /// The folder of the database's file, when it is one outside the data directory.
+    pub(crate) fn database_dir(&self) -> Option<PathBuf> {
+        match Location::of(&self.config) {
+            Ok(Location::Sqlite(path)) => {
+                let folder = path.canonicalize().ok()?.parent()?.to_owned();
+                (folder != self.config.data_dir).then_some(folder)
+            }
+            _ => None,
+        }
     }
 
     /// A job's folder. Ids are made here and checked when they come in, so it is always below `jobs`.

@@ -22,6 +22,12 @@ pub struct ServeConfig {
     pub lease: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
+    /// A request for an evaluation waits so long for its end; then it is answered 202 and asked again.
+    pub evaluation_wait: Duration,
+    /// A request's head must have come within this time, counted from the connection's begin or its last answer.
+    pub head_patience: Duration,
+    /// Connections at once; as many as the process's file descriptors allow when absent.
+    pub connections: Option<usize>,
 }
 
 impl ServeConfig {
@@ -34,6 +40,9 @@ impl ServeConfig {
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
             stream_patience: Duration::from_secs(20),
+            evaluation_wait: Duration::from_secs(20),
+            head_patience: Duration::from_secs(30),
+            connections: None,
         }
     }
 }
@@ -94,6 +103,29 @@ pub enum ServeError {
         found: i64,
         /// The newest migration here.
         known: i64,
+    },
+    /// A migration that was begun and not ended.
+    #[error(
+        "migration {version} of the database {path} was begun and never finished, so its tables may be half changed; \
+         put back a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
+         --database URL`)"
+    )]
+    DatabaseHalfMigrated {
+        /// The database.
+        path: String,
+        /// The migration.
+        version: i64,
+    },
+    /// A migration that is another here.
+    #[error(
+        "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
+         build has; use the build that made it, or back up with that one and restore into a new database with this one"
+    )]
+    DatabaseOfAnotherBuild {
+        /// The database.
+        path: String,
+        /// The migration.
+        version: i64,
     },
     /// Another server, or another command of this program, has the database.
     #[error(

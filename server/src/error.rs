@@ -138,7 +138,9 @@ impl AskError {
     /// As an error of a request that names no path.
     pub(crate) fn without_pointer(self) -> Error {
         match self {
-            AskError::Refused(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
+            AskError::Refused(_) | AskError::NobodyHasFiles { .. } => {
+                Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, self.in_words())
+            }
             other => Error::Unavailable(other.in_words()),
         }
     }
@@ -147,7 +149,9 @@ impl AskError {
 impl From<AskError> for Error {
     fn from(error: AskError) -> Self {
         match error {
-            AskError::Refused(detail) => Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]),
+            AskError::Refused(_) | AskError::NobodyHasFiles { .. } => {
+                Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: error.in_words() }])
+            }
             other => Error::Unavailable(other.in_words()),
         }
     }

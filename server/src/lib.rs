@@ -4,19 +4,24 @@ mod agents;
 pub mod app;
 pub mod config;
 mod dispatch;
+mod document;
 mod error;
 mod guard;
 mod handlers;
 mod hub;
 mod ingest;
 pub mod lifecycle;
+mod listener;
 mod metrics;
+mod private;
 mod purge;
+mod questions;
 mod router;
 mod serve;
 pub mod store;
 
 pub use config::{ServeConfig, ServeError};
+pub use private::keep_files_private;
 pub use router::openapi;
 pub use serve::serve;
 

@@ -3,6 +3,7 @@
 
 use crate::{
     app::App,
+    document,
     error::Error,
     guard,
     handlers::{
@@ -12,9 +13,9 @@ use crate::{
 };
 use axum::{
     Json, Router,
-    extract::DefaultBodyLimit,
+    extract::{DefaultBodyLimit, Request},
     http::StatusCode,
-    middleware,
+    middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{any, get},
 };
@@ -26,7 +27,6 @@ use tower_http::{
         CompressionLayer,
         predicate::{DefaultPredicate, NotForContentType, Predicate},
     },
-    timeout::TimeoutLayer,
 };
 use utoipa::OpenApi;
 use utoipa_axum::{router::OpenApiRouter, routes};
@@ -68,7 +68,7 @@ fn api() -> OpenApiRouter<App> {
         .merge(
             OpenApiRouter::new()
                 .routes(routes!(predict::predict))
-                .layer(DefaultBodyLimit::max(predict::BYTES)),
+                .layer(DefaultBodyLimit::max(predict::BODY_BYTES)),
         )
         .routes(routes!(datasets::list, datasets::create))
         .routes(routes!(datasets::inspect))
@@ -80,7 +80,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agent_socket::socket))
         .routes(routes!(stream::job_stream))
         .routes(routes!(stream::list_stream))
-        .routes(routes!(document));
+        .routes(routes!(served_document));
     OpenApiRouter::with_openapi(Document::openapi())
         .nest("/api/v1", v1)
         .routes(routes!(health::healthz))
@@ -90,12 +90,12 @@ fn api() -> OpenApiRouter<App> {
 
 /// The document of `GET /api/v1/openapi.json`.
 pub fn openapi() -> utoipa::openapi::OpenApi {
-    api().into_openapi()
+    document::complete(api().into_openapi())
 }
 
 /// This document
 #[utoipa::path(get, path = "/openapi.json", tag = "document", responses((status = 200, body = Object)))]
-async fn document() -> Json<utoipa::openapi::OpenApi> {
+async fn served_document() -> Json<utoipa::openapi::OpenApi> {
     Json(openapi())
 }
 
@@ -117,7 +117,7 @@ pub fn build_router(app: App) -> Router {
         .fallback(pages::not_found)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES))
-        .layer(TimeoutLayer::with_status_code(StatusCode::GATEWAY_TIMEOUT, PATIENCE))
+        .layer(middleware::from_fn(in_time))
         // Weights do not compress, and ranges are of the file's own bytes.
         // The quickest way: charts wait for their answers, and the slowest saves a tenth more.
         .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
@@ -126,6 +126,17 @@ pub fn build_router(app: App) -> Router {
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn(guard::guard))
         .with_state(app)
+}
+
+/// Answers for a handler that has not begun to answer in time.
+async fn in_time(request: Request, next: Next) -> Response {
+    match tokio::time::timeout(PATIENCE, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let detail = format!("this was not done within {} s; try again", PATIENCE.as_secs());
+            Error::Refused(StatusCode::GATEWAY_TIMEOUT, detail).into_response()
+        }
+    }
 }
 
 async fn no_such_call() -> Error {

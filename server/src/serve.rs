@@ -3,6 +3,7 @@
 use crate::{
     app::{App, build_router},
     config::{ServeConfig, ServeError},
+    listener, private,
 };
 use std::{
     fs::{File, TryLockError},
@@ -38,28 +39,24 @@ pub async fn serve(
 
     let app = App::open(config).await?;
     ready(address);
+    let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.stopping.clone();
-    let stop = {
-        let stopping = stopping.clone();
-        async move {
-            shutdown.await;
-            // Websockets and the server's own tasks end with this; requests under way are finished.
-            stopping.cancel();
-        }
-    };
-    let late = async {
-        stopping.cancelled().await;
+    let stop = async {
+        shutdown.await;
+        // Websockets and the server's own tasks end with this; requests under way are finished.
+        stopping.cancel();
         tokio::time::sleep(PATIENCE).await;
     };
-    let served = tokio::select! {
-        served = axum::serve(listener, build_router(app.clone())).with_graceful_shutdown(stop) => served,
-        () = late => Ok(()), // Someone is still downloading; they can go on with a range.
-    };
+    let patience = app.config.head_patience;
+    tokio::select! {
+        () = listener::serve(listener, build_router(app.clone()), limit, patience, stopping.clone()) => {}
+        () = stop => {} // Someone is still downloading; they can go on with a range.
+    }
     stopping.cancel();
     app.tasks.close();
     let _ = tokio::time::timeout(PATIENCE, app.tasks.wait()).await;
     app.store.close().await;
-    served.map_err(ServeError::Stopped)
+    Ok(())
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
@@ -77,14 +74,8 @@ pub(crate) fn lock_path(data_dir: &Path) -> PathBuf {
 /// Makes the data directory and takes its lock, which the system frees when this process ends however it ends.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
-    std::fs::create_dir_all(path.join("jobs")).map_err(failed)?;
-    let mut file = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(lock_path(path))
-        .map_err(failed)?;
+    private::data_dir(path).map_err(failed)?;
+    let mut file = private::lock_file(&lock_path(path)).map_err(failed)?;
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {

@@ -43,6 +43,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     init_tracing("info");
     let token = match &args.token_file {
         Some(path) => Some(

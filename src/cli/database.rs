@@ -66,6 +66,7 @@ pub(crate) struct RestoreArgs {
 /// # Errors
 /// Exit status 2 when it cannot be opened or a server has it.
 pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
     block_on(async {
@@ -82,6 +83,7 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 when there is no such database, 1 when it cannot be read or the file not be written.
 pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     let location = args.which.location()?;
     let done = block_on(async { backup(&location, &args.output).await.map_err(told) })?;
     report("backed up", &location, &args.output, &done, args.which.json)
@@ -92,6 +94,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 when the file or the database is not as it must be, 1 when writing fails; then nothing was changed.
 pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
     let done = block_on(async { restore(&location, &args.file).await.map_err(told) })?;

@@ -48,6 +48,7 @@ pub(crate) struct Args {
 /// # Errors
 /// The job did not succeed, or the server could not start.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     init_tracing("warn");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {

@@ -4,7 +4,10 @@ use super::{
     api::{Api, ServerArgs},
     block_on, output, watch, wrong,
 };
-use lockstep_protocol::{Job, spec::apply_set};
+use lockstep_protocol::{
+    Job,
+    spec::{apply_set, shortened},
+};
 use serde_json::{Value, json};
 
 /// Start a new job from a checkpoint of another one, with changed settings
@@ -32,7 +35,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut set = Value::Object(serde_json::Map::new());
     for one in &args.sets {
-        apply_set(&mut set, one).map_err(|e| wrong(format!("--set {one}: {e}")))?;
+        apply_set(&mut set, one).map_err(|e| wrong(format!("--set {}: {e}", shortened(one))))?;
     }
     let api = Api::new(&args.server.server)?;
     block_on(async {

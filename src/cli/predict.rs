@@ -39,6 +39,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut pictures = Vec::new();
     for image in &args.images {
         let bytes = std::fs::read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
+        if bytes.is_empty() {
+            return Err(wrong(format!("{}: is empty; give a JPEG or PNG picture", image.display())));
+        }
         pictures.push((image.display().to_string(), bytes));
     }
     let predictions = match &args.model {

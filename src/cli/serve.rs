@@ -43,6 +43,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
     init_tracing("info");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;

@@ -6,7 +6,7 @@ use super::{
 };
 use lockstep_protocol::{
     Job,
-    spec::{apply_set, from_json, toml_document},
+    spec::{apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let text = std::fs::read_to_string(path).map_err(|e| wrong(format!("{shown}: {e}")))?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     for set in sets {
-        apply_set(&mut document, set).map_err(|e| wrong(format!("--set {set}: {e}")))?;
+        apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
     }
     make_dataset_absolute(&mut document);
     from_json(&document).map_err(|mistakes| {

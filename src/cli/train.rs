@@ -11,7 +11,7 @@ use lockstep_protocol::{
     JobSpec,
     agent::{AttemptRef, StartAttempt},
     job::JobId,
-    spec::{Device, apply_set, from_json, toml_document},
+    spec::{Device, apply_set, from_json, shortened, toml_document},
 };
 use lockstep_worker::{
     checkpoint,
@@ -254,7 +254,7 @@ fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
         sets.push(format!("parallel.ranks={ranks}"));
     }
     for set in sets {
-        apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {set}: {e}")))?;
+        apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
     }
     from_json(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();

@@ -37,8 +37,9 @@ export class Evaluation {
     const mine = ++this.#asked, out = byId("evaluation-out"), status = byId("evaluation-status"), began = Date.now();
     out.hidden = true;
     if (!this.choice.value) return text(status, "No checkpoint yet. The first one can be looked at here.");
+    let doing = "Evaluating on the validation pictures";
     for (;;) {
-      text(status, `Evaluating on the validation pictures … ${Math.round((Date.now() - began) / 1000)} s`);
+      text(status, `${doing} … ${Math.round((Date.now() - began) / 1000)} s`);
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/evaluation?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
         if (mine !== this.#asked) return;
@@ -47,6 +48,7 @@ export class Evaluation {
       }
       if (mine !== this.#asked) return;
       if (found?.confusion) { text(status, ""); return this.#show(found); }
+      if (found?.detail) doing = found.detail.replace("; ask again", "");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
     }
   }

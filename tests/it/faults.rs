@@ -113,7 +113,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
     assert_eq!((&why["code"], &why["rank"], &why["signal"]), (&json!("rank_killed"), &json!(1), &json!(9)));
     assert!(number(&why["step"]) >= from, "{why}");
     assert!(second["checkpoint"].as_str().is_some_and(|c| c.ends_with(&format!("-{from}"))), "{second}");
-    let shown = server.cli(&["show", &id]).ok();
+    let shown = server.cli(&["show", &id]).ok().to_owned();
     assert!(shown.contains("rank 1 was killed by signal 9") && shown.contains("attempt 2"), "{shown}");
     let shown = server.cli(&["show", &id, "--json"]).json();
     assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &attempts["attempts"]));

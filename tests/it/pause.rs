@@ -131,7 +131,7 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
         let parent = &fork["parent"];
         assert_eq!(parent["job"], id.as_str());
-        let shown = server.cli(&["show", fork_id]).ok();
+        let shown = server.cli(&["show", fork_id]).ok().to_owned();
         assert!(
             shown
                 .contains(&format!("job {id}, checkpoint {}", parent["checkpoint"].as_str().expect("an id"))),

@@ -403,7 +403,7 @@ impl Shelf {
 }
 
 fn send(stream: &mut TcpStream, message: &impl Serialize) -> io::Result<()> {
-    let body = rmp_serde::to_vec_named(message).map_err(io::Error::other)?;
+    let body = lockstep_protocol::wire::encode(message).map_err(io::Error::other)?;
     let mut bytes = Vec::from((body.len() as u32).to_le_bytes());
     bytes.extend_from_slice(&body);
     stream.write_all(&bytes)
@@ -418,7 +418,7 @@ fn receive<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     }
     let mut body = vec![0; length as usize];
     stream.read_exact(&mut body)?;
-    rmp_serde::from_slice(&body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    lockstep_protocol::wire::decode(&body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
 }
 
 /// A port of this machine that is free now.

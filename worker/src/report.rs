@@ -80,7 +80,7 @@ impl Records {
     /// # Errors
     /// The disk does not take it: it is kept and written before the next record.
     pub fn append(&mut self, event: &AttemptEvent) -> io::Result<()> {
-        let payload = rmp_serde::to_vec_named(event).map_err(io::Error::other)?;
+        let payload = lockstep_protocol::wire::encode(event).map_err(io::Error::other)?;
         let length = u32::try_from(payload.len()).ok().filter(|l| *l <= LONGEST_RECORD);
         let length = length.ok_or_else(|| io::Error::other("a record of more than 64 MiB"))?;
         self.pending.extend_from_slice(&length.to_le_bytes());

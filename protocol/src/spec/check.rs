@@ -3,9 +3,10 @@
 
 use super::{
     JobSpec,
-    document::toml_document,
+    document::{shortened, toml_document},
     keys::{KEYS, Section, nearest, type_of},
 };
+use crate::limits::{KEY_BYTES, MISTAKES};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
@@ -115,16 +116,25 @@ fn check_section(
             table.remove(*key);
         }
     }
-    let unknown: Vec<String> = table.keys().filter(|k| !names.contains(&k.as_str())).cloned().collect();
-    for key in unknown {
-        errors.push(SpecError { pointer: pointer(&key), detail: unknown_key(&key, section.name, names) });
-        table.remove(&key);
+    let mut untold = 0;
+    table.retain(|key, _| {
+        let known = names.contains(&key.as_str());
+        if !known && errors.len() < MISTAKES {
+            // A pointer is as long as its key; the detail has the beginning of a very long one.
+            let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
+            errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
+        } else if !known {
+            untold += 1;
+        }
+        known
+    });
+    if untold > 0 {
+        errors.push(SpecError { pointer: pointer(""), detail: format!("and {untold} more unknown keys") });
     }
 }
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
-    let shown: String = key.chars().take(60).collect();
-    let mut detail = format!("no key is called {shown:?} here");
+    let mut detail = format!("no key is called {:?} here", shortened(key));
     if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(home) =

@@ -1,24 +1,58 @@
-//! A specification before it is checked: TOML as JSON, and single keys set from a command line.
+//! A specification before it is checked: TOML as JSON, and single keys set from a command line or a fork. Depth is
+//! limited before anything is built, as what is nested is also copied, compared and dropped by recursion.
 
 use super::SpecError;
+use crate::limits::{KEY_BYTES, KEY_PARTS, TOML_NESTING};
 use serde_json::{Map, Value};
+use toml_parser::{Source, lexer::TokenKind};
 
 /// A TOML document as JSON, not checked any further.
 ///
 /// # Errors
-/// A syntax error, with its line and column.
+/// A syntax error, or nesting beyond the limits, with its line and column.
 pub fn toml_document(text: &str) -> Result<Value, SpecError> {
-    let failed = |detail: String| SpecError { pointer: String::new(), detail };
-    let table: toml::Table = toml::from_str(text).map_err(|e| {
-        let at = e.span().map_or_else(String::new, |span| {
-            let before = &text[..span.start.min(text.len())];
+    let failed = |at: Option<usize>, detail: &str| {
+        let at = at.map_or_else(String::new, |at| {
+            let before = text.get(..at).unwrap_or(text);
             let line = before.matches('\n').count() + 1;
             let column = before.chars().rev().take_while(|c| *c != '\n').count() + 1;
             format!("line {line}, column {column}: ")
         });
-        failed(format!("{at}{}", e.message().replace('\n', " ")))
-    })?;
+        SpecError { pointer: String::new(), detail: format!("{at}{detail}") }
+    };
+    measure(text).map_err(|(at, detail)| failed(Some(at), &detail))?;
+    let table: toml::Table = toml::from_str(text)
+        .map_err(|e| failed(e.span().map(|span| span.start), &e.message().replace('\n', " ")))?;
     Ok(json_of(toml::Value::Table(table)))
+}
+
+/// Looks how deep a document would be, token by token. The error has its place, in bytes.
+fn measure(text: &str) -> Result<(), (usize, String)> {
+    let (mut nesting, mut parts) = (0, 1);
+    for token in Source::new(text).lex() {
+        match token.kind() {
+            TokenKind::Dot => parts += 1,
+            TokenKind::Whitespace | TokenKind::Atom | TokenKind::LiteralString | TokenKind::BasicString => {}
+            kind => {
+                parts = 1;
+                match kind {
+                    TokenKind::LeftSquareBracket | TokenKind::LeftCurlyBracket => nesting += 1,
+                    TokenKind::RightSquareBracket | TokenKind::RightCurlyBracket => {
+                        nesting = usize::saturating_sub(nesting, 1);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        if parts > KEY_PARTS {
+            return Err((token.span().start(), format!("a key has more than {KEY_PARTS} parts")));
+        }
+        if nesting > TOML_NESTING {
+            let detail = format!("lists and tables are nested more than {TOML_NESTING} deep");
+            return Err((token.span().start(), detail));
+        }
+    }
+    Ok(())
 }
 
 /// JSON has no NaN, infinity or dates: they stay text, which no number's check accepts.
@@ -44,34 +78,67 @@ fn json_of(value: toml::Value) -> Value {
 pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
     let (path, text) = argument
         .split_once('=')
-        .ok_or_else(|| format!("{argument:?} has no '='; write it as train.lr=0.1"))?;
-    let path: Vec<&str> = path.trim().split('.').collect();
-    let (Some((last, parents)), false) = (path.split_last(), path.iter().any(|p| p.is_empty())) else {
-        return Err(format!("{argument:?} names no key; write it as train.lr=0.1"));
-    };
+        .ok_or_else(|| format!("{:?} has no '='; write it as train.lr=0.1", shortened(argument)))?;
     let text = text.trim();
     let value = if text.is_empty() {
         Value::Null
     } else {
-        toml::from_str::<toml::Table>(&format!("value = {text}"))
+        toml_document(&format!("value = {text}"))
             .ok()
-            .and_then(|mut t| t.remove("value"))
-            .map(json_of)
+            .and_then(|mut document| document.as_object_mut()?.remove("value"))
             .unwrap_or_else(|| Value::String(text.to_owned()))
     };
+    set_key(document, path.trim(), value)
+}
+
+/// The parts of a path such as `train.lr`, none of them empty.
+///
+/// # Errors
+/// A sentence: the path names no key, is too long or has too many parts.
+pub fn key_parts(path: &str) -> Result<Vec<&str>, String> {
+    let shown = shortened(path);
+    // Counted before they are collected.
+    if path.len() > KEY_BYTES || path.split('.').count() > KEY_PARTS {
+        return Err(format!(
+            "{shown:?} names no key: a path has at most {KEY_PARTS} parts and {KEY_BYTES} bytes"
+        ));
+    }
+    if path.split('.').any(str::is_empty) {
+        return Err(format!("{shown:?} names no key; write it as train.lr=0.1"));
+    }
+    Ok(path.split('.').collect())
+}
+
+/// Puts a value at a path such as `train.lr`, with the tables on the way to it.
+///
+/// # Errors
+/// As [`key_parts`], or the path leads through what is no table.
+pub fn set_key(document: &mut Value, path: &str, value: Value) -> Result<(), String> {
+    let shown = shortened(path);
+    let parts = key_parts(path)?;
+    let Some((last, parents)) = parts.split_last() else { return Ok(()) };
     let mut table = document;
     for name in parents {
-        if !table.is_object() {
-            return Err(format!("{argument:?}: the part before {name:?} is no table"));
-        }
-        table = &mut table[*name];
+        let Value::Object(entries) = table else {
+            return Err(format!("{shown:?}: the part before {name:?} is no table"));
+        };
+        table = entries.entry(*name).or_insert(Value::Null);
         if table.is_null() {
             *table = Value::Object(Map::new());
         }
     }
     let Value::Object(table) = table else {
-        return Err(format!("{argument:?}: the part before {last:?} is no table"));
+        return Err(format!("{shown:?}: the part before {last:?} is no table"));
     };
     table.insert((*last).to_owned(), value);
     Ok(())
+}
+
+/// What people wrote, short enough for a message.
+pub fn shortened(text: &str) -> String {
+    const SHOWN: usize = 60;
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
 }

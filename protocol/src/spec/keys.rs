@@ -1,6 +1,7 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::Arch;
+use super::{Arch, shortened};
+use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
 /// What a key may hold.
@@ -253,8 +254,7 @@ fn shown(value: &Value) -> String {
     let text = value.to_string();
     match value {
         Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),
-        _ if text.chars().count() > 60 => format!("{}...", text.chars().take(60).collect::<String>()),
-        _ => text,
+        _ => shortened(&text),
     }
 }
 
@@ -273,8 +273,10 @@ fn grouped(n: i64) -> String {
 
 /// The name that a person who typed `word` most likely meant.
 pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    // Comparing takes time with the length of both, and nobody meant one of our names with more.
+    let word = Some(word.to_lowercase()).filter(|word| word.len() <= KEY_BYTES)?;
     names
-        .map(|n| (strsim::jaro_winkler(&word.to_lowercase(), &n.to_lowercase()), n))
+        .map(|n| (strsim::jaro_winkler(&word, &n.to_lowercase()), n))
         .filter(|(score, _)| *score > 0.8)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, n)| n)

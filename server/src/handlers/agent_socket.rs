@@ -10,7 +10,7 @@ use crate::{
 use axum::{
     extract::{
         State, WebSocketUpgrade,
-        ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
+        ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
     },
     http::StatusCode,
     response::Response,
@@ -19,8 +19,9 @@ use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::{
     agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
     reason::ReasonCode,
+    wire::{self, Unfinished},
 };
-use std::{ops::ControlFlow, time::Duration};
+use std::{collections::VecDeque, ops::ControlFlow, time::Duration};
 use tokio::sync::mpsc;
 
 /// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
@@ -30,6 +31,11 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest name of an agent, in bytes; its id alike.
 const NAME_BYTES: usize = 100;
 const SLOTS: usize = 1024;
+/// Attempts that an agent may hold: one a slot, and those that it has not told to their end.
+const ATTEMPTS: usize = 4 * SLOTS;
+const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
+/// What a machine says of itself, in bytes each.
+const DESCRIPTION_BYTES: usize = 500;
 
 /// For agents
 ///
@@ -55,7 +61,10 @@ pub(crate) async fn socket(
 type Sink = SplitSink<WebSocket, Message>;
 
 async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
-    let bytes = rmp_serde::to_vec_named(message).map_err(|e| e.to_string())?;
+    send_bytes(to, wire::encode(message).map_err(|e| e.to_string())?).await
+}
+
+async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
     match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("it takes nothing".into()),
@@ -63,16 +72,52 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 }
 
 async fn close(to: &mut Sink, code: u16, reason: &str) {
+    // A close frame has room for 123 bytes.
+    let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
     let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
 }
 
-fn read(message: &Message) -> std::result::Result<Option<FromAgent>, String> {
+/// Why a connection ends: for the log, and as the close frame tells the agent.
+struct End {
+    why: String,
+    code: u16,
+}
+
+impl End {
+    /// What an agent says is not what the protocol has.
+    fn protocol(why: impl Into<String>) -> Self {
+        Self { why: why.into(), code: close_code::PROTOCOL }
+    }
+}
+
+/// Anything else that is no fault.
+impl From<String> for End {
+    fn from(why: String) -> Self {
+        Self { why, code: close_code::NORMAL }
+    }
+}
+
+impl From<axum::Error> for End {
+    fn from(error: axum::Error) -> Self {
+        Self { code: super::close_code_of(&error), why: error.to_string() }
+    }
+}
+
+/// The message that has come; none before the last of its parts.
+fn read(message: &Message, unfinished: &mut Unfinished) -> std::result::Result<Option<FromAgent>, End> {
+    let understood = |bytes: &[u8]| {
+        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
+    };
     match message {
-        Message::Binary(bytes) => {
-            rmp_serde::from_slice(bytes).map(Some).map_err(|e| format!("it sent what cannot be read: {e}"))
-        }
-        Message::Text(_) => Err("it sent text".into()),
+        Message::Binary(bytes) => match understood(bytes)? {
+            FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
+                Some(whole) => understood(&whole).map(Some),
+                None => Ok(None),
+            },
+            whole => Ok(Some(whole)),
+        },
+        Message::Text(_) => Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED }),
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),
     }
 }
@@ -104,23 +149,38 @@ fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
     if slots.len() > SLOTS {
         return Err(format!("an agent may have at most {SLOTS} slots"));
     }
+    if attempts.len() > ATTEMPTS {
+        return Err(TOO_MANY_ATTEMPTS.into());
+    }
+    let (mut machine, mut slots) = (machine, slots);
+    for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
+        text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+    }
+    for slot in &mut slots {
+        for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
+            text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+        }
+    }
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     Ok(Hello { row, attempts, only_job })
 }
 
 async fn serve(app: App, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
+    let mut unfinished = Unfinished::default();
+    let hello_by = tokio::time::Instant::now() + PATIENCE;
     let first = loop {
-        match tokio::time::timeout(PATIENCE, from.next()).await {
-            Ok(Some(Ok(message))) => match read(&message) {
-                Ok(Some(message)) => break message,
-                Ok(None) => {}
-                Err(reason) => {
-                    tracing::warn!(reason, "a connection that is no agent's");
-                    return close(&mut to, 1008, "no agent").await;
-                }
-            },
-            _ => return close(&mut to, 1008, "no Hello came").await,
+        let message = match tokio::time::timeout_at(hello_by, from.next()).await {
+            Ok(Some(message)) => message,
+            Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
+        };
+        match message.map_err(End::from).and_then(|message| read(&message, &mut unfinished)) {
+            Ok(Some(message)) => break message,
+            Ok(None) => {}
+            Err(End { why, code }) => {
+                tracing::warn!(reason = why, "a connection that is no agent's");
+                return close(&mut to, code, &why).await;
+            }
         }
     };
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
@@ -132,7 +192,7 @@ async fn serve(app: App, socket: WebSocket) {
         Err(reason) => {
             tracing::warn!(reason, "an agent was refused");
             let _ = send(&mut to, &ToAgent::Refused { reason }).await;
-            return close(&mut to, 1008, "refused").await;
+            return close(&mut to, close_code::POLICY, "refused").await;
         }
     };
     let id = hello.row.id.clone();
@@ -141,31 +201,53 @@ async fn serve(app: App, socket: WebSocket) {
     let mut agent =
         Connection { app: &app, id: id.clone(), name: name.clone(), number: connection, cut, leaving: None };
     let welcomed = agent.welcome(&mut to, hello).await;
-    let why = match welcomed {
-        Err(why) => why,
+    // Parts of long messages that are still to go, with others between them.
+    let (mut parts, mut in_parts) = (VecDeque::new(), 0);
+    let End { why, code } = match welcomed {
+        Err(why) => why.into(),
         Ok(()) => {
             tracing::info!(agent = name, "an agent is online");
             app.dispatch.poke();
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(app.config.lease, from.next()) => match message {
-                        Ok(Some(Ok(message))) => match read(&message) {
-                            Ok(Some(message)) => if let ControlFlow::Break(why) = agent.hear(message) { break why },
-                            Ok(None) => {}
-                            Err(why) => break why,
-                        },
-                        Ok(Some(Err(error))) => break error.to_string(),
-                        Ok(None) => break "it closed the connection".to_owned(),
-                        Err(_) => break "it was silent for the length of a lease".to_owned(),
+                        Ok(Some(message)) => {
+                            let message = message.map_err(End::from);
+                            match message.and_then(|message| read(&message, &mut unfinished)) {
+                                Ok(Some(message)) => if let ControlFlow::Break(end) = agent.hear(message) { break end },
+                                Ok(None) => {}
+                                Err(end) => break end,
+                            }
+                        }
+                        Ok(None) => break "it closed the connection".to_owned().into(),
+                        Err(_) => break "it was silent for the length of a lease".to_owned().into(),
                     },
                     message = outbox.recv() => match message {
-                        Some(message) => if let Err(why) = send(&mut to, &message).await { break why },
-                        None => break "it has connected anew".to_owned(),
+                        Some(message) => match wire::frames(&message, &mut in_parts, ToAgent::Part) {
+                            Ok(frames) if frames.len() > 1 => parts.extend(frames),
+                            Ok(frames) => {
+                                let mut frames = frames.into_iter();
+                                if let Some(frame) = frames.next()
+                                    && let Err(why) = send_bytes(&mut to, frame).await
+                                {
+                                    break why.into();
+                                }
+                            }
+                            Err(error) => tracing::error!(%error, "a message for an agent cannot be written"),
+                        },
+                        None => break "it has connected anew".to_owned().into(),
                     },
-                    _ = cut_off.recv() => break "records are missing; it is to begin again".to_owned(),
+                    // Sent below, as what is begun must not be dropped half way.
+                    () = std::future::ready(()), if !parts.is_empty() => {
+                        if let Some(part) = parts.pop_front()
+                            && let Err(why) = send_bytes(&mut to, part).await
+                        {
+                            break why.into();
+                        }
+                    }
+                    _ = cut_off.recv() => break "records are missing; it is to begin again".to_owned().into(),
                     () = app.stopping.cancelled() => {
-                        close(&mut to, 1001, "the server is stopping").await;
-                        break "the server is stopping".to_owned();
+                        break End { why: "the server is stopping".into(), code: close_code::AWAY };
                     }
                 }
             }
@@ -185,7 +267,7 @@ async fn serve(app: App, socket: WebSocket) {
         }
     }
     app.dispatch.poke();
-    close(&mut to, 1000, "").await;
+    close(&mut to, code, &why).await;
 }
 
 struct Connection<'a> {
@@ -231,10 +313,13 @@ impl Connection<'_> {
         Ok(())
     }
 
-    fn hear(&mut self, message: FromAgent) -> ControlFlow<String> {
+    fn hear(&mut self, message: FromAgent) -> ControlFlow<End> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
+                if attempts.len() > ATTEMPTS {
+                    return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
+                }
                 app.agents.heard(&self.id, crate::now(), None);
                 for attempt in app.dispatch.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
@@ -247,7 +332,8 @@ impl Connection<'_> {
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };
                 let work = Work::Report { agent: self.id.clone(), connection: self.cut.clone(), report };
                 if !app.ingest.put(work) {
-                    return ControlFlow::Break("the database is behind; it is to come back".into());
+                    let why = "the database is behind; it is to come back".into();
+                    return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 }
             }
             FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),
@@ -256,7 +342,9 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), Some(&reason));
                 self.leaving = Some(reason);
             }
-            FromAgent::Hello { .. } => return ControlFlow::Break("it said Hello twice".into()),
+            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),
+            // Put together before this.
+            FromAgent::Part(_) => {}
         }
         ControlFlow::Continue(())
     }

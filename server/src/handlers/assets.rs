@@ -1,6 +1,6 @@
 //! Styles and scripts, embedded in the binary.
 
-use super::{bundle, extract::Path};
+use super::{bundle, conditional, extract::Path};
 use crate::error::{Error, Result};
 use axum::{
     http::{HeaderMap, StatusCode, header},
@@ -68,8 +68,7 @@ pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Resul
         let _ = write!(tag, "{byte:02x}");
     }
     tag.push('"');
-    let known =
-        headers.get(header::IF_NONE_MATCH).and_then(|v| v.to_str().ok()).is_some_and(|v| v.contains(&tag));
+    let known = conditional::is_known(&headers, &tag);
     let keep = if own { "public, max-age=31536000, immutable" } else { "no-cache" };
     let common = [(header::ETAG, tag), (header::CACHE_CONTROL, keep.to_owned())];
     if known {

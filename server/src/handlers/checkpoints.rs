@@ -1,6 +1,9 @@
 //! Checkpoints: their list, and their files with ranges and checksums.
 
-use super::extract::{Path, job_id};
+use super::{
+    conditional,
+    extract::{Path, job_id},
+};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
@@ -23,6 +26,9 @@ use utoipa::ToSchema;
 
 /// The files of a checkpoint; nothing else in its folder is served.
 const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
+
+/// Whoever has a file may keep it, and asks whether it is still the same.
+const CACHING: &str = "private, no-cache";
 
 /// A job's checkpoints.
 #[derive(Debug, Serialize, ToSchema)]
@@ -78,14 +84,17 @@ pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Resu
 
 /// A file of a checkpoint
 ///
-/// `Range` is honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the manifest.
+/// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
+/// manifest.
 #[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
     params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, optimizer.safetensors, state.json or MANIFEST.json")),
-    responses((status = 200, content_type = "application/octet-stream"), (status = 206), (status = 404, body = Problem), (status = 416)))]
+    responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
+        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
+        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem), (status = 416, description = "There is no such range")))]
 pub(crate) async fn file(
     State(app): State<App>,
     Path((id, file)): Path<(String, String)>,
-    request: Request<Body>,
+    mut request: Request<Body>,
 ) -> Result<Response> {
     let Some(name) = FILES.into_iter().find(|name| *name == file) else {
         return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
@@ -94,16 +103,32 @@ pub(crate) async fn file(
     let manifest = manifest(&app, &row).await?;
     let checksum =
         manifest.pointer(&format!("/files/{name}/sha256")).and_then(Value::as_str).map(str::to_owned);
+    let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
+    if let Some(tag) = &tag {
+        if conditional::is_known(request.headers(), tag) {
+            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
+            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+        }
+        if !conditional::range_counts(request.headers(), tag) {
+            request.headers_mut().remove(header::RANGE);
+        }
+        // Whoever sends a tag means that, and not the time.
+        if request.headers().contains_key(header::IF_NONE_MATCH) {
+            request.headers_mut().remove(header::IF_MODIFIED_SINCE);
+        }
+    }
     let path = folder(&app, &row).join(name);
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
         return Err(removed());
     }
     let headers = response.headers_mut();
-    if let Some(checksum) = checksum {
-        let quoted = HeaderValue::from_str(&format!("\"{checksum}\""));
-        for (key, value) in [("x-checksum-sha256", HeaderValue::from_str(&checksum)), ("etag", quoted)] {
-            headers.insert(key, value.map_err(|e| Error::Internal(e.to_string()))?);
+    if let (Some(checksum), Some(tag)) = (checksum, tag) {
+        for (key, value) in
+            [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
+        {
+            let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
+            headers.insert(key, value);
         }
     }
     let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };

@@ -4,6 +4,7 @@ use super::extract::{Body, Path};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    questions,
 };
 use axum::{
     Json,
@@ -96,7 +97,7 @@ pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
 }
 
 async fn look(app: &App, path: String) -> Result<(String, DatasetInfo)> {
-    match app.agents.ask(Question::InspectDataset { path }, INSPECTION).await? {
+    match questions::ask(app, Question::InspectDataset { path }, INSPECTION).await? {
         Answer::Dataset { path, info } => Ok((path, info)),
         _ => Err(Error::Internal("an agent answered something else than a dataset".into())),
     }

@@ -7,40 +7,78 @@ use super::{
     jobs,
 };
 use crate::{
+    agents::Place,
     app::App,
     error::{Error, Problem, Result},
+    questions,
     store::CheckpointRow,
 };
 use axum::{
+    Json,
     extract::State,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
     agent::{Answer, Question},
-    look::{EvaluateModel, ModelEvaluation},
+    look::{AT_ONCE, EvaluateModel, ModelEvaluation},
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::{
     collections::HashMap,
     path::PathBuf,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 use tokio::sync::watch;
-use utoipa::IntoParams;
+use utoipa::{IntoParams, ToSchema};
 
 /// A large validation split on a busy machine's CPU.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// A request waits so long; then it is answered 202 and asked again.
-const WAIT: Duration = Duration::from_secs(20);
 
 /// Done or failed, in words; none while it runs.
 type Outcome = Option<std::result::Result<(), String>>;
 
 /// Evaluations under way, by checkpoint.
 #[derive(Debug, Default)]
-pub(crate) struct Evaluations(Mutex<HashMap<String, watch::Receiver<Outcome>>>);
+pub(crate) struct Evaluations(Mutex<HashMap<String, Running>>);
+
+/// One that is under way.
+#[derive(Debug, Clone)]
+struct Running {
+    /// The question, once it is sent.
+    request: Arc<OnceLock<u64>>,
+    outcome: watch::Receiver<Outcome>,
+}
+
+/// Why there is no answer yet.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct UnderWay {
+    /// For people.
+    detail: String,
+    /// The machine that computes it, once one is chosen.
+    agent: Option<String>,
+    /// Evaluations that the machine has before this one; it computes two at a time.
+    ahead: usize,
+}
+
+impl Running {
+    fn under_way(&self, app: &App, row: &CheckpointRow) -> UnderWay {
+        let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
+        let place = self.request.get().and_then(|request| app.agents.place_of(*request));
+        let detail = match &place {
+            None => format!("{name} is about to be evaluated; ask again"),
+            Some(Place { agent, ahead }) if *ahead < AT_ONCE => {
+                format!("{name} is being evaluated on {agent}; ask again")
+            }
+            Some(Place { agent, ahead }) => {
+                format!("{name} waits on {agent}, behind {ahead} others; ask again")
+            }
+        };
+        let (agent, ahead) = place.map_or((None, 0), |place| (Some(place.agent), place.ahead));
+        UnderWay { detail, agent, ahead }
+    }
+}
 
 /// Which checkpoint.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -55,7 +93,7 @@ pub(crate) struct Which {
 /// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures.
 /// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
-    responses((status = 200, body = ModelEvaluation), (status = 202, description = "Under way"), (status = 404, body = Problem),
+    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn evaluation(
     State(app): State<App>,
@@ -71,15 +109,9 @@ pub(crate) async fn evaluation(
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
     let mut running = start(&app, &row, file.clone()).await?;
-    let done = async { running.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    let outcome = match tokio::time::timeout(WAIT, done).await {
-        Err(_) => {
-            let words =
-                format!("checkpoint {}-{} is being evaluated; ask again", row.info.epoch, row.info.step);
-            return Ok(
-                (StatusCode::ACCEPTED, axum::Json(serde_json::json!({ "detail": words }))).into_response()
-            );
-        }
+    let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {
+        Err(_) => return Ok((StatusCode::ACCEPTED, Json(running.under_way(&app, &row))).into_response()),
         Ok(Ok(outcome)) => outcome,
         Ok(Err(_)) => Some(Err("the server is stopping; ask again".into())),
     };
@@ -92,7 +124,7 @@ pub(crate) async fn evaluation(
 }
 
 /// Joins an evaluation under way, or begins one.
-async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<watch::Receiver<Outcome>> {
+async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running> {
     let model = checkpoints::folder(app, row);
     if !model.exists() {
         return Err(checkpoints::removed());
@@ -108,7 +140,9 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<watch::R
         dataset: dataset.path,
         spec: Box::new(spec),
     });
-    let (tell, told) = watch::channel(None);
+    let (tell, outcome) = watch::channel(None);
+    let request = Arc::new(OnceLock::new());
+    let told = Running { request: request.clone(), outcome };
     {
         let mut running = app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = running.get(&row.id) {
@@ -119,7 +153,13 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<watch::R
     let (app, id) = (app.clone(), row.id.clone());
     tokio::spawn(async move {
         let work = async {
-            match app.agents.ask(question, PATIENCE).await {
+            let answer = async {
+                let waiting = questions::begin(&app, question).await?;
+                // Set once: nobody else has this one.
+                let _ = request.set(waiting.request);
+                app.agents.answer(waiting, PATIENCE).await
+            };
+            match answer.await {
                 Ok(Answer::Evaluation(found)) => keep(&file, &found).await.map_err(|e| e.to_string()),
                 Ok(_) => Err("the agent answered something else".to_owned()),
                 Err(error) => Err(error.in_words()),

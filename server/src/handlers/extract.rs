@@ -1,12 +1,14 @@
 //! Extractors whose refusals are problems like every other error.
 
+mod json;
+
 use crate::error::{Error, Result};
 use axum::{
     extract::{FromRequest, FromRequestParts, Request},
     http::{StatusCode, header},
 };
 use bytes::Bytes;
-use lockstep_protocol::{JobId, spec};
+use lockstep_protocol::{JobId, limits::SEARCH_CHARS, spec};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -28,24 +30,35 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
-        let kind =
-            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-        // A browser cannot send this type across origins without asking first.
-        if kind.split(';').next().map(str::trim) != Some("application/json") {
-            return Err(Error::Refused(
-                StatusCode::UNSUPPORTED_MEDIA_TYPE,
-                "the body must be JSON, with content-type: application/json".into(),
-            ));
+        let bytes = json_bytes(request, state).await?;
+        // Of a list its elements would be taken for the fields, in their order.
+        if bytes.trim_ascii_start().first() != Some(&b'{') {
+            return Err(Error::BadRequest("the body must be a JSON object".into()));
         }
-        let bytes = body(request, state).await?;
-        let value = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))?;
-        Ok(Self(value, bytes))
+        Ok(Self(read(&bytes)?, bytes))
     }
 }
 
-/// The whole body, of whatever type.
-async fn body<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    // A browser cannot send this type across origins without asking first.
+    if kind.split(';').next().map(str::trim) != Some("application/json") {
+        return Err(Error::Refused(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "the body must be JSON, with content-type: application/json".into(),
+        ));
+    }
+    whole(request, state).await
+}
+
+fn read<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
+    json::check(bytes)
+        .and_then(|()| serde_json::from_slice(bytes))
+        .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))
+}
+
+/// The body, within its limit.
+async fn whole<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
     Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => {
             Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
@@ -66,14 +79,28 @@ impl<S: Send + Sync> FromRequest<S> for Document {
             request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         // Like JSON's, a type that a browser cannot send across origins without asking first.
         if kind.split(';').next().map(str::trim) != Some("application/toml") {
-            let Body(document, bytes) = Body::from_request(request, state).await?;
-            return Ok(Self(document, bytes));
+            let bytes = json_bytes(request, state).await?;
+            return Ok(Self(read(&bytes)?, bytes));
         }
-        let bytes = body(request, state).await?;
+        let bytes = whole(request, state).await?;
         let text =
             std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
         let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;
         Ok(Self(document, bytes))
+    }
+}
+
+/// A text to search for. Databases take no pattern of any length, and call one that is too long their own fault.
+///
+/// # Errors
+/// It is too long.
+pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
+    match text.map(|text| text.chars().count()) {
+        Some(chars) if chars > SEARCH_CHARS => Err(Error::Refused(
+            StatusCode::UNPROCESSABLE_ENTITY,
+            format!("{key} has {chars} characters; search for at most {SEARCH_CHARS}"),
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -21,7 +21,7 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{SpecError, apply_set},
+    spec::{SpecError, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -129,6 +129,9 @@ fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
 
 /// Puts a value at a path of keys; a table is laid over the one that is there.
 fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
+    // Before it grows with every table inside another.
+    key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
         for (key, value) in inner {
             merge(document, &format!("{path}.{key}"), value)?;
@@ -136,12 +139,7 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
         return Ok(());
     }
     // One way to read paths: the command line's.
-    apply_set(document, &format!("{path}=")).map_err(|detail| {
-        Error::Invalid(vec![SpecError { pointer: format!("/{}", path.replace('.', "/")), detail }])
-    })?;
-    if let Some(place) = document.pointer_mut(&format!("/{}", path.replace('.', "/"))) {
-        *place = value;
-    }
+    set_key(document, path, value).map_err(mistake)?;
     // One of the two says how large a step is.
     let (given, other) = match path {
         "train.batch_size" => (true, "global_batch_size"),

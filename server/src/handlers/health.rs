@@ -2,10 +2,18 @@
 
 use crate::{
     app::App,
-    error::{Problem, Result},
+    error::{Error, Problem, Result},
 };
 use axum::{extract::State, http::header, response::IntoResponse};
-use std::{fmt::Write as _, sync::atomic::Ordering};
+use std::{
+    fmt::Write as _,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::atomic::Ordering,
+};
+
+/// What a job's first files take.
+const PROBE_BYTES: usize = 64 << 10;
 
 /// The process answers
 #[utoipa::path(get, path = "/healthz", tag = "health", responses((status = 200, body = String)))]
@@ -14,10 +22,33 @@ pub(crate) async fn healthz() -> &'static str {
 }
 
 /// Jobs can be stored now
+///
+/// Something is written to the database and to the data directory, so a disk that is full or read-only is told.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
 pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
     app.store.ready().await?;
+    let mut folders = vec![app.config.data_dir.join("jobs")];
+    // The database's file may lie on another disk.
+    folders.extend(app.database_dir());
+    let folders = folders.into_iter().map(|folder| tokio::task::spawn_blocking(move || probe(&folder)));
+    for probed in folders.collect::<Vec<_>>() {
+        probed.await.map_err(|e| Error::Internal(e.to_string()))??;
+    }
     Ok("ready\n")
+}
+
+/// Writes a file and removes it.
+fn probe(folder: &Path) -> Result<()> {
+    let path: PathBuf = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
+    let written = fs::File::create_new(&path).and_then(|mut file| {
+        io::Write::write_all(&mut file, &[0; PROBE_BYTES])?;
+        // Some file systems say only now that they have no room.
+        file.sync_data()
+    });
+    let removed = fs::remove_file(&path);
+    written.and(removed).map_err(|error| {
+        Error::Unavailable(format!("nothing can be written in {}: {error}", folder.display()))
+    })
 }
 
 /// Numbers in Prometheus' text format 0.0.4

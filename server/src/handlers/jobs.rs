@@ -1,7 +1,7 @@
 //! Jobs: submit, list, show, pause, resume, cancel, retry, delete.
 
 use super::{
-    extract::{Document, Path, Query, job_id},
+    extract::{Document, Path, Query, job_id, search_text},
     fit,
 };
 use crate::{
@@ -21,7 +21,7 @@ use bytes::Bytes;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
-    spec::{self, Device, SpecError, Validation, nearest},
+    spec::{self, Device, SpecError, Validation, nearest, shortened},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -49,7 +49,7 @@ pub(crate) struct JobList {
 pub(crate) struct ListQuery {
     /// One of the states.
     state: Option<String>,
-    /// Part of the name.
+    /// Part of the name, at most 200 characters.
     name: Option<String>,
     /// At most so many: 1 to 1000; 50 when absent.
     #[param(minimum = 1, maximum = 1000)]
@@ -60,7 +60,7 @@ pub(crate) struct ListQuery {
 
 impl ListQuery {
     /// # Errors
-    /// A state, limit or cursor that is none.
+    /// A state, limit or cursor that is none, or a name too long to search for.
     pub(crate) fn filter(&self) -> Result<JobFilter> {
         let state = self
             .state
@@ -69,6 +69,7 @@ impl ListQuery {
             .map(str::parse)
             .transpose()
             .map_err(Error::BadRequest)?;
+        search_text("name", self.name.as_deref())?;
         let cursor = self.cursor.as_deref().map(str::parse).transpose();
         let limit = self.limit.unwrap_or(DEFAULT_LIMIT);
         if !(1..=MAX_LIMIT).contains(&limit) {
@@ -99,7 +100,7 @@ pub(crate) struct Plan {
 ///
 /// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
 /// the job that it made.
-#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body = JobSpec,
+#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
@@ -184,7 +185,7 @@ pub(super) fn idempotency_key(
 }
 
 /// Check a specification without submitting it
-#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body = JobSpec,
+#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
     let (spec, dataset) = check(&app, &document).await?;
@@ -220,7 +221,7 @@ pub(super) async fn check(app: &App, document: &Value) -> Result<(JobSpec, Datas
             (Some(near), _) => format!("did you mean {near:?}?"),
             (None, _) => format!("there are {}", names.join(", ")),
         };
-        errors.push(at("/data/dataset", format!("no dataset is called {name:?}; {known}")));
+        errors.push(at("/data/dataset", format!("no dataset is called {:?}; {known}", shortened(name))));
     }
     if let Some(spec) = &spec {
         errors.extend(slots_mistake(app, spec));
@@ -339,7 +340,8 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
 }
 
 /// List jobs
-#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery), responses((status = 200, body = JobList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
+    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(State(app): State<App>, Query(query): Query<ListQuery>) -> Result<Json<JobList>> {
     let page = app.store.jobs(&query.filter()?).await?;
     Ok(Json(JobList { jobs: page.jobs, next: page.next.map(|id| id.to_string()) }))

@@ -1,6 +1,6 @@
 //! Log lines of a job.
 
-use super::extract::{Path, Query, job_id};
+use super::extract::{Path, Query, job_id, search_text};
 use crate::{
     app::App,
     error::{Problem, Result},
@@ -50,7 +50,7 @@ pub(crate) struct LogsQuery {
     tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
-    /// Only lines that contain this, in capitals or not. A long log is searched for a third of a second at a time: `next` goes on.
+    /// Only lines that contain this, at most 200 characters, in capitals or not. A long log is searched for a third of a second at a time: `next` goes on.
     q: Option<String>,
 }
 
@@ -77,13 +77,14 @@ pub(crate) struct Line {
 ///
 /// As JSON, or with `Accept: text/plain` as a file of all lines that match.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
-    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem)))]
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(app): State<App>,
     Path(id): Path<String>,
     headers: HeaderMap,
     Query(query): Query<LogsQuery>,
 ) -> Result<Response> {
+    search_text("q", query.q.as_deref())?;
     let job = jobs::find(&app, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if accepts.starts_with("text/plain") || query.format.as_deref() == Some("text") {

@@ -7,6 +7,7 @@ pub(crate) mod assets;
 pub(crate) mod attempts;
 mod bundle;
 pub(crate) mod checkpoints;
+mod conditional;
 pub(crate) mod datasets;
 pub(crate) mod evaluation;
 pub(crate) mod extract;
@@ -20,3 +21,10 @@ pub(crate) mod pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
 pub(crate) mod stream;
+
+/// The close code for what is wrong with a websocket's frames: too large, or not as the protocol has them.
+fn close_code_of(error: &axum::Error) -> u16 {
+    use axum::extract::ws::close_code;
+    // The library keeps its kinds of errors to itself.
+    if error.to_string().contains("too long") { close_code::SIZE } else { close_code::PROTOCOL }
+}

@@ -7,8 +7,9 @@ use super::{
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    questions,
 };
-use axum::{Json, extract::State, http::StatusCode};
+use axum::{Json, extract::State};
 use lockstep_protocol::{
     agent::{Answer, Question},
     look::{Pick, Samples},
@@ -60,7 +61,9 @@ pub(crate) async fn of_dataset(
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
                 validation: false,
-                places: (query.offset..query.offset + u64::from(limit.div_ceil(VERSIONS))).collect(),
+                // A place beyond the last picture is the agent's to refuse.
+                places: (query.offset..query.offset.saturating_add(u64::from(limit.div_ceil(VERSIONS))))
+                    .collect(),
                 epochs: (0..VERSIONS).collect(),
             }
         }
@@ -106,9 +109,9 @@ pub(crate) async fn of_job(
 }
 
 async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
-    match app.agents.ask(Question::Samples { path, pick }, PATIENCE).await {
+    match questions::ask(app, Question::Samples { path, pick }, PATIENCE).await {
         Ok(Answer::Samples(samples)) => Ok(Json(samples)),
-        Ok(_) => Err(Error::Refused(StatusCode::BAD_GATEWAY, "the agent answered something else".into())),
+        Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }

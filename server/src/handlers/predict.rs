@@ -4,10 +4,11 @@ use super::{checkpoints, extract::Path};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    questions,
 };
 use axum::{
     Json,
-    extract::{FromRequest, Multipart, Request, State},
+    extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
     http::{StatusCode, header},
 };
 use base64::Engine as _;
@@ -18,11 +19,16 @@ use lockstep_protocol::{
 };
 use serde::Serialize;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use utoipa::ToSchema;
 
 /// Pictures of one request, and their bytes together.
 const PICTURES: usize = 100;
-pub(crate) const BYTES: usize = 24 << 20;
+const BYTES: usize = 24 << 20;
+/// Of a body: what a form has around its pictures comes on top.
+pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
+/// Requests whose pictures are in memory at the same time; others wait.
+static ROOM: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What the model says, in the order of the pictures.
@@ -36,7 +42,7 @@ pub(crate) struct Predictions {
 /// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path)),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem), (status = 413, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
@@ -49,9 +55,10 @@ pub(crate) async fn predict(
     if !folder.exists() {
         return Err(checkpoints::removed());
     }
+    let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = pictures(request).await?;
     let question = Question::Predict { model: folder.to_string_lossy().into_owned(), pictures };
-    match app.agents.ask(question, PATIENCE).await {
+    match questions::ask(&app, question, PATIENCE).await {
         Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
         Err(error) => Err(error.without_pointer()),
@@ -66,9 +73,12 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if !kind.starts_with("multipart/form-data") {
         let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
+        if bytes.len() > BYTES {
+            return Err(too_large());
+        }
         if bytes.is_empty() {
             return Err(Error::BadRequest(
-                "the body must be a picture: JPEG, PNG, WebP, GIF, BMP or TIFF".into(),
+                "the body is empty; it must be a picture: JPEG, PNG, WebP, GIF, BMP or TIFF".into(),
             ));
         }
         return Ok(vec![named(String::new(), &bytes)]);
@@ -76,9 +86,18 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let mut form =
         Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
     let mut pictures = Vec::new();
-    while let Some(field) = form.next_field().await.map_err(|e| Error::BadRequest(e.body_text()))? {
+    let mut together = 0;
+    let unreadable = |e: MultipartError| match e.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => too_large(),
+        _ => Error::BadRequest(e.body_text()),
+    };
+    while let Some(field) = form.next_field().await.map_err(unreadable)? {
         let name = field.file_name().unwrap_or_default().chars().take(200).collect();
-        let bytes = field.bytes().await.map_err(|_| too_large())?;
+        let bytes = field.bytes().await.map_err(unreadable)?;
+        together += bytes.len();
+        if together > BYTES {
+            return Err(too_large());
+        }
         pictures.push(named(name, &bytes));
         if pictures.len() > PICTURES {
             return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));

@@ -83,15 +83,29 @@ pub(crate) async fn job_stream(
     }))
 }
 
+/// How long a reader that was given up may take to read what was sent before, and with it that it was given up. A
+/// laptop that wakes up later finds a broken connection.
+const FAREWELL: Duration = Duration::from_secs(60);
+
 /// The connection is no more.
 struct Gone;
+
+/// Why a reader's half of a connection ended.
+enum Closed {
+    ByReader,
+    /// It sent what no reader may, with the close code for that.
+    Wrongly(u16),
+}
 
 /// The writing half of a browser's connection; its reading half is watched for the close.
 struct Reader<'a> {
     app: &'a App,
     to: SplitSink<WebSocket, Message>,
-    closed: tokio::task::JoinHandle<()>,
+    closed: tokio::task::JoinHandle<Closed>,
+    /// The number of the last event that is on its way; the next message may still be written.
     sent: u64,
+    /// Given up: no longer among those that are counted.
+    given_up: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -99,22 +113,31 @@ impl<'a> Reader<'a> {
         app.stream_clients.fetch_add(1, Ordering::Relaxed);
         let (to, mut from) = socket.split();
         let closed = tokio::spawn(async move {
-            while let Some(Ok(message)) = from.next().await {
-                if matches!(message, Message::Close(_)) {
-                    break;
+            loop {
+                match from.next().await {
+                    Some(Ok(Message::Close(_))) | None => return Closed::ByReader,
+                    Some(Ok(_)) => {}
+                    Some(Err(error)) => return Closed::Wrongly(super::close_code_of(&error)),
                 }
             }
         });
-        Self { app, to, closed, sent: 0 }
+        Self { app, to, closed, sent: 0, given_up: false }
     }
 
     /// Sends, or closes a reader that takes nothing: it can come back with the number it was sent last.
-    async fn send(&mut self, message: Message) -> std::result::Result<(), Gone> {
+    async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Gone> {
+        let Self { app, to, sent, .. } = self;
+        let sending = async {
+            to.feed(message).await?;
+            // It will come before whatever follows.
+            *sent = seq.unwrap_or(*sent);
+            to.flush().await
+        };
         tokio::select! {
-            sent = self.to.send(message) => return sent.map_err(|_| Gone),
-            () = self.app.stopping.cancelled() => {}
-            () = tokio::time::sleep(self.app.config.stream_patience) => {
-                self.close(CLOSE_TOO_SLOW, &self.sent.to_string()).await;
+            sent = sending => return sent.map_err(|_| Gone),
+            () = app.stopping.cancelled() => {}
+            () = tokio::time::sleep(app.config.stream_patience) => {
+                self.give_up().await;
                 return Err(Gone);
             }
         }
@@ -122,15 +145,43 @@ impl<'a> Reader<'a> {
         Err(Gone)
     }
 
+    /// Tells a reader that takes nothing why it is given up. The close frame comes after all that was sent before, so
+    /// it waits until that is read.
+    async fn give_up(&mut self) {
+        self.given_up = true;
+        self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
+        let reason = self.sent.to_string();
+        let frame = CloseFrame { code: CLOSE_TOO_SLOW, reason: reason.into() };
+        let told = async {
+            self.to.send(Message::Close(Some(frame))).await?;
+            // The system throws away what is not read when a connection ends with something unread on our side.
+            let _ = (&mut self.closed).await;
+            Ok::<_, axum::Error>(())
+        };
+        tokio::select! {
+            _ = tokio::time::timeout(FAREWELL, told) => {}
+            () = self.app.stopping.cancelled() => {}
+        }
+    }
+
     async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Gone> {
         let text = serde_json::to_string(frame).map_err(|_| Gone)?;
-        self.send(Message::Text(text.into())).await
+        self.send(Message::Text(text.into()), None).await
     }
 
     async fn event(&mut self, event: &EventRow) -> std::result::Result<(), Gone> {
-        self.send(Message::Text(event.frame().into())).await?;
-        self.sent = event.seq;
-        Ok(())
+        self.send(Message::Text(event.frame().into()), Some(event.seq)).await
+    }
+
+    async fn ping(&mut self) -> std::result::Result<(), Gone> {
+        self.send(Message::Ping(bytes::Bytes::new()), None).await
+    }
+
+    /// Answers the end of the reader's half.
+    async fn ended(&mut self, closed: std::result::Result<Closed, tokio::task::JoinError>) {
+        if let Ok(Closed::Wrongly(code)) = closed {
+            self.close(code, "a reader of a stream sends nothing but pongs").await;
+        }
     }
 
     async fn close(&mut self, code: u16, reason: &str) {
@@ -142,7 +193,9 @@ impl<'a> Reader<'a> {
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
         self.closed.abort();
-        self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
+        if !self.given_up {
+            self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -196,12 +249,15 @@ async fn follow(
                     }
                     break;
                 }
-                _ = &mut reader.closed => return Ok(()),
+                closed = &mut reader.closed => {
+                    reader.ended(closed).await;
+                    return Ok(());
+                }
                 () = app.stopping.cancelled() => {
                     reader.close(1001, "the server is stopping").await;
                     return Ok(());
                 }
-                () = tokio::time::sleep(PING_EVERY) => reader.send(Message::Ping(bytes::Bytes::new())).await?,
+                () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
             }
         }
     }
@@ -234,7 +290,7 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
     loop {
         tokio::select! {
             frame = list.recv() => match frame {
-                Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into())).await?,
+                Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into()), None).await?,
                 Err(RecvError::Closed) => return Ok(()),
                 // It fell behind: jobs are told as they are, so the newest list makes up for all it missed.
                 Err(RecvError::Lagged(_)) => {
@@ -246,12 +302,15 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
                     }
                 }
             },
-            _ = &mut reader.closed => return Ok(()),
+            closed = &mut reader.closed => {
+                reader.ended(closed).await;
+                return Ok(());
+            }
             () = app.stopping.cancelled() => {
                 reader.close(1001, "the server is stopping").await;
                 return Ok(());
             }
-            () = tokio::time::sleep(PING_EVERY) => reader.send(Message::Ping(bytes::Bytes::new())).await?,
+            () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
         }
     }
 }

@@ -229,7 +229,22 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
     done
 }
 
+/// The newest migration that this build knows of a kind of database.
+fn newest_known(location: &Location) -> i64 {
+    let migrations = match location {
+        Location::Sqlite(_) => &sqlite::MIGRATIONS,
+        Location::Postgres(_) => &postgres::MIGRATIONS,
+    };
+    migrations.iter().map(|m| m.version).max().unwrap_or(0)
+}
+
 async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupError> {
+    let known = newest_known(location);
+    // What a newer version has added, and how to read it, this one cannot know.
+    let check = |found: i64| match found > known {
+        true => Err(ServeError::DatabaseTooNew { path: location.to_string(), found, known }),
+        false => Ok(found),
+    };
     let failed =
         |error: sqlx::Error| ServeError::Database { path: location.to_string(), detail: error.to_string() };
     let newest = "SELECT max(version) FROM _sqlx_migrations";
@@ -238,7 +253,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             let options = sqlite::options(path).pragma("query_only", "1");
             let mut db = sqlx::SqliteConnection::connect_with(&options).await.map_err(failed)?;
             let mut moment = db.begin().await?;
-            let migration = sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?;
+            let migration = check(sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?)?;
             writer.line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })?;
             sqlite::copy::dump(&mut moment, writer).await?;
             moment.rollback().await?;
@@ -250,7 +265,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             let mut moment = db.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
             // A large table takes longer than a request may.
             sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *moment).await?;
-            let migration = sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?;
+            let migration = check(sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?)?;
             writer.line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })?;
             postgres::copy::dump(&mut moment, writer).await?;
             moment.rollback().await?;
@@ -267,11 +282,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
 /// A file that is no whole backup or of a newer version; a database that has rows or is in use.
 pub async fn restore(location: &Location, path: &Path) -> Result<Summary, BackupError> {
     let (heading, summary) = verify(path)?;
-    let newest = match location {
-        Location::Sqlite(_) => &sqlite::MIGRATIONS,
-        Location::Postgres(_) => &postgres::MIGRATIONS,
-    };
-    let known = newest.iter().map(|m| m.version).max().unwrap_or(0);
+    let known = newest_known(location);
     if heading.migration > known {
         let path = path.display().to_string();
         return Err(ServeError::DatabaseTooNew { path, found: heading.migration, known }.into());

@@ -72,6 +72,10 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }
         }
+        MigrateError::Dirty(version) => ServeError::DatabaseHalfMigrated { path, version },
+        MigrateError::VersionMismatch(version) | MigrateError::VersionMissing(version) => {
+            ServeError::DatabaseOfAnotherBuild { path, version }
+        }
         other => ServeError::Database { path, detail: other.to_string() },
     }
 }

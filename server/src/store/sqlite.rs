@@ -5,7 +5,7 @@
 //! ingest puts many reports in one transaction, so the price is one sync a batch.
 
 use super::migration_error;
-use crate::config::ServeError;
+use crate::{config::ServeError, private};
 use sqlx::{
     migrate::Migrator,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
@@ -66,6 +66,10 @@ impl SqliteStore {
     pub async fn open(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
+        // Made here if need be, so that links can be followed to the file itself: it has one lock, whatever names
+        // lead to it.
+        private::file(path).map_err(|e| failed(e.to_string()))?;
+        let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let lock = lock(path)?;
         let options = options(path).create_if_missing(true);
         let pool = |n| SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
@@ -110,8 +114,7 @@ fn lock(path: &Path) -> Result<File, ServeError> {
         path: name.clone(),
         detail: format!("its lock {}: {e}", beside.display()),
     };
-    let mut file =
-        File::options().read(true).write(true).create(true).truncate(false).open(&beside).map_err(failed)?;
+    let mut file = private::lock_file(&beside).map_err(failed)?;
     match file.try_lock() {
         Ok(()) => {
             file.set_len(0).map_err(failed)?;

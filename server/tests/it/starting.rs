@@ -3,6 +3,11 @@
 use crate::house::{DEADLINE, House, config};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use sqlx::{Connection, SqliteConnection};
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::Path,
+};
 
 async fn refused(config: ServeConfig) -> ServeError {
     let ready = |_| panic!("it must not start");
@@ -84,5 +89,129 @@ async fn a_database_that_is_none_is_named() {
         let mut config = config(&dir);
         config.database = Some(url.into());
         assert!(matches!(refused(config).await, ServeError::DatabaseUrl(..)), "{url}");
+    }
+}
+
+#[tokio::test]
+async fn a_database_has_one_server_whatever_its_name() {
+    let house = House::with(|c| c.database = None).await;
+    let file = house.dir.path().join("lockstep.db");
+    let other = tempfile::tempdir().unwrap();
+    // A link to the file, one to a link, one to its folder, and a path with detours.
+    symlink(&file, other.path().join("link.db")).unwrap();
+    symlink("link.db", other.path().join("twice.db")).unwrap();
+    symlink(house.dir.path(), other.path().join("folder")).unwrap();
+    for name in ["link.db", "twice.db", "folder/lockstep.db", "folder/jobs/../lockstep.db"] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config(&dir);
+        config.database = Some(format!("sqlite://{}", other.path().join(name).display()));
+        let error = refused(config).await;
+        assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
+    }
+    house.stop().await;
+    // A link to nothing: the file is made where it points, with its lock beside it.
+    let target = other.path().join("real.db");
+    symlink(&target, other.path().join("dangling.db")).unwrap();
+    let url = format!("sqlite://{}", other.path().join("dangling.db").display());
+    let house = House::with(|c| c.database = Some(url)).await;
+    assert!(other.path().join("real.db.lock").exists() && !other.path().join("dangling.db.lock").exists());
+    let dir = tempfile::tempdir().unwrap();
+    let mut second = config(&dir);
+    second.database = Some(format!("sqlite://{}", target.display()));
+    assert!(matches!(refused(second).await, ServeError::DatabaseInUse { .. }));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn locks_are_not_taken_through_links() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    let victim = elsewhere.path().join("victim");
+    fs::write(&victim, "what somebody else wrote").unwrap();
+    for name in ["server.lock", "lockstep.db.lock"] {
+        let dir = tempfile::tempdir().unwrap();
+        symlink(&victim, dir.path().join(name)).unwrap();
+        let mut config = config(&dir);
+        config.database = None;
+        let error = refused(config).await.to_string();
+        assert!(error.contains("symbolic link") && error.contains(name), "{error}");
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "what somebody else wrote");
+    }
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+#[tokio::test]
+async fn a_data_directory_is_closed_to_others_and_somebody_else_s_folder_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    open(dir.path());
+    let dir = House::open(dir, |c| c.database = None).await.stop().await;
+    let path = |name: &str| dir.path().join(name);
+    assert_eq!((mode(dir.path()), mode(&path("jobs"))), (0o700, 0o700));
+    assert_eq!((mode(&path("lockstep.db")), mode(&path("server.lock"))), (0o600, 0o600));
+    // One that an older version made.
+    open(dir.path());
+    fs::set_permissions(path("lockstep.db"), fs::Permissions::from_mode(0o644)).unwrap();
+    let dir = House::open(dir, |c| c.database = None).await.stop().await;
+    assert_eq!((mode(dir.path()), mode(&dir.path().join("lockstep.db"))), (0o700, 0o600));
+
+    // A folder with something else in it: only what is the server's is closed.
+    let shared = tempfile::tempdir().unwrap();
+    open(shared.path());
+    fs::write(shared.path().join("of somebody"), "").unwrap();
+    let shared = House::open(shared, |c| c.database = None).await.stop().await;
+    assert_eq!((mode(shared.path()), mode(&shared.path().join("jobs"))), (0o755, 0o700));
+    assert_eq!(mode(&shared.path().join("lockstep.db")), 0o600);
+}
+
+#[tokio::test]
+async fn ready_is_who_can_write() {
+    let house = House::with(|c| c.database = None).await;
+    assert_eq!(house.text("/readyz").await, (200, "ready\n".into()));
+    let jobs = house.dir.path().join("jobs");
+    assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "what was written to see is gone");
+
+    // Whoever runs these tests may be root, whom no permission stops: a folder that is not there stops everybody.
+    fs::rename(&jobs, house.dir.path().join("away")).unwrap();
+    let (status, body) = house.text("/readyz").await;
+    assert!(status == 503 && body.contains("jobs"), "{status} {body}");
+    fs::rename(house.dir.path().join("away"), &jobs).unwrap();
+    assert_eq!(house.text("/readyz").await.0, 200);
+
+    // A table that takes no row, as a database does that is full or read-only.
+    let url = format!("sqlite://{}", house.dir.path().join("lockstep.db").display());
+    let mut db = SqliteConnection::connect(&url).await.unwrap();
+    let full = "CREATE TRIGGER full BEFORE INSERT ON draining BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END";
+    sqlx::query(full).execute(&mut db).await.unwrap();
+    let (status, body) = house.text("/readyz").await;
+    assert!(status == 503 && body.contains("is full"), "{status} {body}");
+    assert_eq!(house.text("/healthz").await.0, 200, "it is alive all the same");
+    sqlx::query("DROP TRIGGER full").execute(&mut db).await.unwrap();
+    assert_eq!(house.text("/readyz").await.0, 200);
+    db.close().await.unwrap();
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_database_that_was_half_migrated_or_is_of_another_build_says_what_to_do() {
+    for (change, words) in [
+        (
+            "UPDATE _sqlx_migrations SET success = FALSE WHERE version = 1",
+            ["never finished", "lockstep restore"],
+        ),
+        ("UPDATE _sqlx_migrations SET checksum = x'00' WHERE version = 1", ["another build", "restore"]),
+    ] {
+        let dir = House::with(|c| c.database = None).await.stop().await;
+        let path = dir.path().join("lockstep.db");
+        let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
+        let changed = sqlx::query(change).execute(&mut db).await.unwrap();
+        assert_eq!(changed.rows_affected(), 1);
+        db.close().await.unwrap();
+        let mut config = config(&dir);
+        config.database = None;
+        let error = refused(config).await.to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
 }

@@ -8,9 +8,12 @@ use super::{
 };
 use crate::look;
 use futures_util::{SinkExt, StreamExt};
-use lockstep_protocol::agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent};
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent},
+    wire::{self, Unfinished},
+};
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
     path::Path,
     time::{Duration, Instant},
 };
@@ -122,7 +125,7 @@ impl Session {
         let sent = Instant::now();
         let answer = async {
             send(&mut self.socket, &hello).await?;
-            receive(&mut self.socket).await
+            receive(&mut self.socket, &mut Unfinished::default()).await
         };
         let welcome = match time::timeout(CONNECT_TIMEOUT, answer).await {
             Err(_) => Err("it does not answer".to_owned()),
@@ -144,6 +147,9 @@ impl Session {
                     heartbeat_sent: None,
                     heard: Instant::now(),
                     answers: JoinSet::new(),
+                    unfinished: Unfinished::default(),
+                    in_parts: 0,
+                    parts: VecDeque::new(),
                 };
                 connected.serve(agent, signals, revoked).await
             }
@@ -174,6 +180,12 @@ struct Connected {
     /// When the server last said anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
+    /// What has come of messages in parts.
+    unfinished: Unfinished,
+    /// How many messages went in parts.
+    in_parts: u64,
+    /// Parts of long answers that are still to go, with heartbeats and reports between them.
+    parts: VecDeque<Vec<u8>>,
 }
 
 impl Connected {
@@ -189,7 +201,7 @@ impl Connected {
         pump.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
         loop {
             let outcome = tokio::select! {
-                message = receive(&mut self.socket) => match message {
+                message = receive(&mut self.socket, &mut self.unfinished) => match message {
                     Ok(message) => {
                         self.heard = Instant::now();
                         message.map_or(Ok(()), |message| self.obey(agent, message))
@@ -198,7 +210,18 @@ impl Connected {
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
                 _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
-                Some(Ok(answer)) = self.answers.join_next() => self.send(&answer).await,
+                Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
+                    Ok(frames) => {
+                        self.parts.extend(frames);
+                        Ok(())
+                    }
+                    Err(outcome) => Err(outcome),
+                },
+                // Sent below, as what is begun must not be dropped half way.
+                () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
+                    Some(part) => self.send_bytes(part).await,
+                    None => Ok(()),
+                },
                 let_go = signals.next() => match agent.signalled(let_go) {
                     Turn::End => Err(Outcome::End),
                     // The pump tells the server.
@@ -294,7 +317,8 @@ impl Connected {
             }
             ToAgent::Ask { request, question } => self.ask(agent, request, question),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
-            ToAgent::Welcome { .. } => {}
+            // A part is no message before the last has come.
+            ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }
         Ok(())
     }
@@ -313,8 +337,20 @@ impl Connected {
         });
     }
 
+    fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {
+        wire::frames(message, &mut self.in_parts, FromAgent::Part).map_err(Outcome::lost)
+    }
+
+    /// Sends all of a message: reports must come in order.
     async fn send(&mut self, message: &FromAgent) -> Result<(), Outcome> {
-        match time::timeout(SEND_TIMEOUT, send(&mut self.socket, message)).await {
+        for frame in self.frames(message)? {
+            self.send_bytes(frame).await?;
+        }
+        Ok(())
+    }
+
+    async fn send_bytes(&mut self, bytes: Vec<u8>) -> Result<(), Outcome> {
+        match time::timeout(SEND_TIMEOUT, self.socket.send(Message::Binary(bytes.into()))).await {
             Ok(sent) => sent.map_err(Outcome::lost),
             Err(_) => Err(Outcome::lost("the server does not read")),
         }
@@ -326,12 +362,12 @@ fn seconds(secs: f64) -> Duration {
 }
 
 async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
-    let bytes = rmp_serde::to_vec_named(message).map_err(|e| e.to_string())?;
+    let bytes = wire::encode(message).map_err(|e| e.to_string())?;
     socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
 }
 
-/// The next message; none when it is one that this version does not know, or none at all (a ping).
-async fn receive(socket: &mut Socket) -> Result<Option<ToAgent>, String> {
+/// The next message; none when it is one that this version does not know, a part of one, or none at all (a ping).
+async fn receive(socket: &mut Socket, unfinished: &mut Unfinished) -> Result<Option<ToAgent>, String> {
     match socket.next().await {
         None => Err("the connection was closed".into()),
         Some(Err(error)) => Err(error.to_string()),
@@ -339,13 +375,19 @@ async fn receive(socket: &mut Socket) -> Result<Option<ToAgent>, String> {
             Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
             _ => "the server closed it".into(),
         }),
-        Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes) {
-            Ok(message) => Ok(Some(message)),
-            Err(error) => {
-                tracing::warn!(%error, "the server said something that this version does not understand");
-                Ok(None)
-            }
+        Some(Ok(Message::Binary(bytes))) => match understood(&bytes) {
+            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| understood(&whole))),
+            message => Ok(message),
         },
         Some(Ok(_)) => Ok(None),
     }
+}
+
+fn understood(bytes: &[u8]) -> Option<ToAgent> {
+    let message = wire::decode(bytes);
+    message
+        .inspect_err(|error| {
+            tracing::warn!(%error, "the server said something that this version does not understand");
+        })
+        .ok()
 }

@@ -10,7 +10,10 @@ mod samples;
 pub use predict::predict;
 
 use crate::data;
-use lockstep_protocol::agent::{Answer, Question};
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    look::AT_ONCE,
+};
 use std::{
     io::{Read, Write},
     path::Path,
@@ -18,8 +21,11 @@ use std::{
 };
 use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
 
-/// Questions answered at the same time; others wait.
-static ROOM: Semaphore = Semaphore::const_new(2);
+/// Long questions and short ones wait for their own kind alone.
+static LONG: Semaphore = Semaphore::const_new(AT_ONCE);
+static SHORT: Semaphore = Semaphore::const_new(AT_ONCE);
+/// Looks at paths; a file system that hangs holds one up for ever.
+static PATHS: Semaphore = Semaphore::const_new(8);
 /// Training comes first: what people look at waits for idle cores.
 const NICENESS: i32 = 10;
 
@@ -28,7 +34,11 @@ const NICENESS: i32 = 10;
 /// # Errors
 /// A sentence: what is wrong with the question, or with the process.
 pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
-    let _turn = ROOM.acquire().await.map_err(|e| e.to_string())?;
+    if let Question::HasFiles { paths } = question {
+        return has_files(paths.clone()).await;
+    }
+    let room = if question.is_long() { &LONG } else { &SHORT };
+    let _turn = room.acquire().await.map_err(|e| e.to_string())?;
     let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the process that looks at files {what}: {e}");
     let mut child = Command::new(program)
@@ -54,6 +64,15 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
     }
 }
 
+async fn has_files(paths: Vec<String>) -> Result<Answer, String> {
+    let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
+    let looked = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        paths.iter().map(|path| Path::new(path).exists()).collect()
+    });
+    Ok(Answer::Files { there: looked.await.map_err(|e| e.to_string())? })
+}
+
 /// The process itself: a question on standard input, the answer on standard output, both JSON.
 ///
 /// # Errors
@@ -75,6 +94,9 @@ pub fn run() -> std::io::Result<()> {
 /// A sentence: what is wrong with the question or with the files.
 pub fn answer(question: Question) -> Result<Answer, String> {
     match question {
+        Question::HasFiles { paths } => {
+            Ok(Answer::Files { there: paths.iter().map(|path| Path::new(path).exists()).collect() })
+        }
         Question::InspectDataset { path } => {
             let resolved = Path::new(&path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
             let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
@@ -93,5 +115,26 @@ pub fn answer(question: Question) -> Result<Answer, String> {
             let predictions = predict::named(Path::new(&model), pictures)?;
             Ok(Answer::Predictions { predictions })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::look::Pick;
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn short_questions_do_not_wait_for_long_ones() {
+        let _evaluations = LONG.acquire_many(AT_ONCE as u32).await.unwrap();
+        let here = env!("CARGO_MANIFEST_DIR");
+        let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
+        let looked = ask(Path::new("/bin/false"), &Question::HasFiles { paths }).await;
+        assert_eq!(looked, Ok(Answer::Files { there: vec![true, false, true] }));
+        let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
+        let question = Question::Samples { path: here.into(), pick };
+        let answering = ask(Path::new("/bin/false"), &question);
+        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
+        assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
     }
 }

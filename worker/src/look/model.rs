@@ -9,12 +9,14 @@ use crate::{
 };
 use lockstep_protocol::spec::{ModelSpec, OptimizerKind};
 use serde::de::DeserializeOwned;
-use std::{path::Path, sync::Arc};
+use std::{ops::RangeInclusive, path::Path, sync::Arc};
 
 /// Pictures computed together.
 pub(super) const BATCH: usize = 32;
-/// As job files allow.
-const SIDES: std::ops::RangeInclusive<usize> = 8..=4096;
+/// Pixels of an input's side, as in a specification.
+const SIDES: RangeInclusive<usize> = 8..=4096;
+/// Far more than any data set of pictures has.
+const CLASSES: RangeInclusive<usize> = 1..=100_000;
 
 pub(super) struct Model {
     engine: Box<dyn Engine>,
@@ -48,18 +50,20 @@ impl Model {
         };
         let naming = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
-        if !SIDES.contains(&image_size) || !matches!(channels, 1 | 3) {
-            return Err(naming(format!(
-                "no model has inputs of {image_size} pixels and {channels} channels"
-            )));
-        }
         let classes: Vec<String> = value(text("classes")?).map_err(naming)?;
         let (mean, std): (Vec<f32>, Vec<f32>) =
             (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
-        let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
-        if !sound(&mean) || !sound(&std) || std.contains(&0.0) {
+        // What a job may have: memory is taken by these, and pixels are counted by them.
+        if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes.len()) {
             return Err(naming(format!(
-                "its mean {mean:?} and std {std:?} are no normalisation of {channels} channels"
+                "is no model of ours: {image_size} pixels, {channels} channels, {} classes",
+                classes.len()
+            )));
+        }
+        let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
+        if !sound(&mean) || !sound(&std) || std.iter().any(|s| *s <= 0.0) {
+            return Err(naming(format!(
+                "its mean and std, {mean:?} and {std:?}, are not those of {channels} channels"
             )));
         }
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
@@ -123,4 +127,47 @@ pub(super) fn cross_entropy(logits: &[f32], label: usize) -> f64 {
 fn log_sum_exp(logits: &[f32]) -> f64 {
     let highest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     highest + logits.iter().map(|v| (f64::from(*v) - highest).exp()).sum::<f64>().ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Why a file with this in its metadata and no tensors cannot be opened.
+    fn refused(change: &[(&str, &str)]) -> String {
+        let mut about = json!({
+            "classes": "[\"a\", \"b\"]", "image_size": "28", "channels": "1", "mean": "[0.5]", "std": "[0.5]",
+            "spec": "{\"model\": {\"arch\": \"resnet20\"}}",
+        });
+        for (key, value) in change {
+            about[*key] = json!(value);
+        }
+        let header = json!({ "__metadata__": about }).to_string();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(file.path(), bytes).unwrap();
+        Model::open(file.path()).err().expect("there are no tensors in it")
+    }
+
+    #[test]
+    fn what_a_file_says_of_itself_has_limits() {
+        let classes = |count: usize| json!(vec!["c"; count]).to_string();
+        let (most, too_many) = (classes(100_000), classes(100_001));
+        let (three, no_std) = ("[0.5, 0.5, 0.5]", "[0]");
+        for (sound, wrong) in [
+            (&[("image_size", "4096")][..], &[("image_size", "4097")][..]),
+            (&[("image_size", "8")], &[("image_size", "7")]),
+            (&[("channels", "3"), ("mean", three), ("std", three)], &[("channels", "2")]),
+            (&[("classes", &most)], &[("classes", &too_many)]),
+            (&[("classes", "[\"a\"]")], &[("classes", "[]")]),
+        ] {
+            let error = refused(sound);
+            assert!(!error.contains("no model of ours"), "{sound:?}: {error}");
+            assert!(refused(wrong).contains("no model of ours"), "{wrong:?}");
+        }
+        for wrong in [&[("mean", "[]")][..], &[("mean", three)], &[("std", no_std)], &[("channels", "3")]] {
+            assert!(refused(wrong).contains("mean and std"), "{wrong:?}");
+        }
+    }
 }

@@ -60,6 +60,9 @@ fn ranked(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
 
 /// NHWC, normalised.
 fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
+    if bytes.is_empty() {
+        return Err("is empty".into());
+    }
     let mut picture = Picture::decode(bytes)?;
     if model.channels == 1 {
         picture = grey(picture);

@@ -1,7 +1,7 @@
 //! The reading end of a file of records.
 
 use super::{HEADER, LONGEST_RECORD};
-use lockstep_protocol::agent::AttemptEvent;
+use lockstep_protocol::{agent::AttemptEvent, wire};
 use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
@@ -131,7 +131,7 @@ impl Tail {
                 return Err(damaged("its checksum does not match".into()));
             }
             if self.next >= self.from {
-                events.push(rmp_serde::from_slice(&payload).map_err(|e| damaged(e.to_string()))?);
+                events.push(wire::decode(&payload).map_err(|e| damaged(e.to_string()))?);
                 read += u64::from(size);
             }
             self.offset = end;

@@ -178,8 +178,14 @@ impl Store for SqlStore {
         self.count().await
     }
     async fn ready(&self) -> Result<()> {
-        // Taking the write lock and letting it go proves more than a SELECT would.
-        Ok(self.begin().await?.rollback().await?)
+        // Only what is written and committed proves that something can be. It leaves nothing.
+        let mut db = self.begin().await?;
+        for statement in
+            ["INSERT INTO draining (agent_id) VALUES ('')", "DELETE FROM draining WHERE agent_id = ''"]
+        {
+            sqlx::query(statement).execute(&mut *db).await?;
+        }
+        Ok(db.commit().await?)
     }
     async fn close(&self) {
         self.reader.close().await;

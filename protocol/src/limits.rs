@@ -1,0 +1,25 @@
+//! How deep, how long and how many: what input may drive, in one place. Each is far above what anybody needs and far
+//! below what hurts, and each has a test at the limit and one past it.
+
+/// Parts of a key's path (`train.lr` has two).
+pub const KEY_PARTS: usize = 8;
+/// A key's whole path, in bytes.
+pub const KEY_BYTES: usize = 256;
+/// Lists and tables inside each other in a TOML document. A key's path may have [`KEY_PARTS`] in each.
+pub const TOML_NESTING: usize = 8;
+/// Lists and objects inside each other in a JSON body.
+pub const JSON_NESTING: usize = 32;
+/// Lists and maps inside each other in a MessagePack message. Ours need ten; the library's own limit of 1024 leaves
+/// little of a thread's stack.
+pub const MESSAGE_NESTING: usize = 64;
+/// Mistakes of a document that are told; the rest is counted.
+pub const MISTAKES: usize = 100;
+/// A text to search for, in characters. Databases limit patterns, too, with less helpful words.
+pub const SEARCH_CHARS: usize = 200;
+/// A message between server and agent, all its parts together. Pictures to classify are the longest there are: 24 MiB
+/// of them, a third more as base64.
+pub const MESSAGE_BYTES: usize = 64 << 20;
+/// What of a message goes at once: short enough for heartbeats to come between on a slow line.
+pub const PART_BYTES: usize = 1 << 20;
+/// Messages of which some parts have come and others not.
+pub const UNFINISHED_MESSAGES: usize = 8;

@@ -1,0 +1,163 @@
+//! MessagePack with named fields, as server, agents and ranks speak it. What is read may come from anybody, so it is
+//! never nested deeper than our own messages are. A long message goes in parts, with others between them.
+
+use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, UNFINISHED_MESSAGES};
+use rmp_serde::{Deserializer, decode, encode};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::collections::HashMap;
+
+/// A message as bytes.
+///
+/// # Errors
+/// A value that MessagePack cannot hold; none of ours is.
+pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, encode::Error> {
+    rmp_serde::to_vec_named(message)
+}
+
+/// The message that `bytes` are.
+///
+/// # Errors
+/// They are no such message, or nested deeper than [`MESSAGE_NESTING`].
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, decode::Error> {
+    let mut deserializer = Deserializer::from_read_ref(bytes);
+    deserializer.set_max_depth(MESSAGE_NESTING);
+    T::deserialize(&mut deserializer)
+}
+
+/// A part of a message that is too long to go at once.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// Which message of its sender, on this connection.
+    pub message: u64,
+    /// Nothing of the message comes after it.
+    pub last: bool,
+    #[serde(with = "serde_bytes")]
+    pub bytes: Vec<u8>,
+}
+
+/// A message as what goes over the wire: itself, or its parts as messages of their own, made by `wrap`. `number` counts
+/// the messages that went in parts.
+///
+/// # Errors
+/// As [`encode`].
+pub fn frames<T: Serialize>(
+    message: &T,
+    number: &mut u64,
+    wrap: impl Fn(Part) -> T,
+) -> Result<Vec<Vec<u8>>, encode::Error> {
+    let bytes = encode(message)?;
+    if bytes.len() <= PART_BYTES {
+        return Ok(vec![bytes]);
+    }
+    *number += 1;
+    let count = bytes.len().div_ceil(PART_BYTES);
+    let parts = bytes.chunks(PART_BYTES).enumerate().map(|(i, chunk)| {
+        encode(&wrap(Part { message: *number, last: i + 1 == count, bytes: chunk.to_vec() }))
+    });
+    parts.collect()
+}
+
+/// Parts of one connection that wait for the rest of their messages.
+#[derive(Debug, Default)]
+pub struct Unfinished {
+    messages: HashMap<u64, Vec<u8>>,
+    bytes: usize,
+}
+
+impl Unfinished {
+    /// Takes a part in; the whole message when it was the last.
+    ///
+    /// # Errors
+    /// A sentence: too many messages at once, or too long ones.
+    pub fn add(&mut self, part: Part) -> Result<Option<Vec<u8>>, String> {
+        self.bytes += part.bytes.len();
+        if self.bytes > MESSAGE_BYTES {
+            return Err(format!("a message of more than {} MiB", MESSAGE_BYTES >> 20));
+        }
+        let message = self.messages.entry(part.message).or_default();
+        message.extend_from_slice(&part.bytes);
+        if part.last {
+            let whole = self.messages.remove(&part.message).unwrap_or_default();
+            self.bytes -= whole.len();
+            return Ok(Some(whole));
+        }
+        if self.messages.len() > UNFINISHED_MESSAGES {
+            return Err(format!("more than {UNFINISHED_MESSAGES} messages whose end has not come"));
+        }
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::de::IgnoredAny;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    #[serde(tag = "type")]
+    enum Said {
+        Text { text: String },
+        Part(Part),
+    }
+
+    #[test]
+    fn a_long_message_goes_in_parts_and_is_whole_again() {
+        let mut number = 0;
+        // What stands around the text: tag, keys and length.
+        let around = encode(&Said::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
+        for (length, count) in [
+            (PART_BYTES - around, 1),
+            (PART_BYTES - around + 1, 2),
+            (5 * PART_BYTES - around, 5),
+            (5 * PART_BYTES - around + 1, 6),
+        ] {
+            let said = Said::Text { text: "x".repeat(length) };
+            let frames = frames(&said, &mut number, Said::Part).unwrap();
+            assert_eq!(frames.len(), count);
+            assert!(frames.iter().all(|f| f.len() < PART_BYTES + 100));
+            let mut unfinished = Unfinished::default();
+            let mut whole = None;
+            for frame in frames {
+                assert!(whole.is_none(), "only the last part ends it");
+                whole = match decode(&frame).unwrap() {
+                    Said::Part(part) => unfinished.add(part).unwrap().map(|b| decode(&b).unwrap()),
+                    short => Some(short),
+                };
+            }
+            assert_eq!(whole, Some(said));
+            assert_eq!(unfinished.bytes, 0);
+        }
+    }
+
+    #[test]
+    fn parts_are_kept_up_to_a_limit() {
+        let part = |message, length, last| Part { message, last, bytes: vec![0; length] };
+        let mut unfinished = Unfinished::default();
+        assert_eq!(unfinished.add(part(1, MESSAGE_BYTES - 1, false)), Ok(None));
+        let whole = unfinished.add(part(1, 1, true)).unwrap().unwrap();
+        assert_eq!(whole.len(), MESSAGE_BYTES);
+        assert_eq!(unfinished.add(part(2, MESSAGE_BYTES, false)), Ok(None));
+        assert!(unfinished.add(part(3, 1, true)).unwrap_err().contains("64 MiB"));
+
+        let mut unfinished = Unfinished::default();
+        for message in 0..UNFINISHED_MESSAGES as u64 {
+            assert_eq!(unfinished.add(part(message, 0, false)), Ok(None));
+        }
+        assert!(unfinished.add(part(99, 0, false)).unwrap_err().contains("more than 8"));
+    }
+
+    /// Lists inside each other.
+    fn nested(depth: usize) -> Vec<u8> {
+        let mut bytes = vec![0x91; depth];
+        bytes.push(0xc0);
+        bytes
+    }
+
+    #[test]
+    fn a_message_is_read_up_to_the_limit_of_nesting() {
+        assert!(decode::<IgnoredAny>(&nested(MESSAGE_NESTING - 1)).is_ok());
+        let error = decode::<IgnoredAny>(&nested(MESSAGE_NESTING)).unwrap_err();
+        assert!(error.to_string().contains("depth limit"), "{error}");
+        assert!(decode::<IgnoredAny>(&nested(1 << 20)).is_err());
+    }
+}

@@ -1,0 +1,114 @@
+//! What a JSON body must be before it is read as anything: not nested too deep, and no key twice. Of two equal keys
+//! readers take the first or the last, so what one program checked another would not do.
+
+use lockstep_protocol::{limits::JSON_NESTING, spec::shortened};
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use std::{collections::HashSet, fmt};
+
+/// # Errors
+/// What is wrong, with its line and column.
+pub(super) fn check(bytes: &[u8]) -> Result<(), serde_json::Error> {
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    Part { depth: 0 }.deserialize(&mut deserializer)?;
+    deserializer.end()
+}
+
+/// A value at some depth; nothing of it is kept.
+#[derive(Clone, Copy)]
+struct Part {
+    depth: usize,
+}
+
+impl Part {
+    fn inner<E: Error>(self) -> Result<Self, E> {
+        if self.depth == JSON_NESTING {
+            return Err(E::custom(format!("lists and objects are nested more than {JSON_NESTING} deep")));
+        }
+        Ok(Self { depth: self.depth + 1 })
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Part {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Part {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
+        let inner = self.inner()?;
+        while list.next_element_seed(inner)?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<(), A::Error> {
+        let inner = self.inner()?;
+        let mut keys = HashSet::new();
+        while let Some(key) = object.next_key::<String>()? {
+            object.next_value_seed(inner)?;
+            if let Some(twice) = keys.replace(key) {
+                return Err(A::Error::custom(format!("the key {:?} is there twice", shortened(&twice))));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_there_once() {
+        for good in ["{}", r#"{"a": {"b": 1}, "b": [{"a": 1}, {"a": null}]}"#, "[1, -2, 0.5, true, \"x\"]"] {
+            check(good.as_bytes()).unwrap();
+        }
+        for bad in [r#"{"a": 1, "a": 1}"#, r#"{"x": [{"a": 1, "b": 2, "\u0061": 3}]}"#] {
+            let error = check(bad.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains("\"a\" is there twice at line 1"), "{error}");
+        }
+        assert!(check(b"{} {}").is_err(), "two values are no body");
+    }
+
+    #[test]
+    fn nesting_has_a_limit() {
+        let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+        check(nested(JSON_NESTING).as_bytes()).unwrap();
+        for depth in [JSON_NESTING + 1, 500_000] {
+            let error = check(nested(depth).as_bytes()).unwrap_err().to_string();
+            assert!(error.contains("more than 32 deep"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The server's files are its own: what lies in a data directory tells of everything that is trained, and weights are
+//! work. Folders are made 0700 and files 0600, and locks are never taken through a symbolic link.
+
+use rustix::fs::{Mode, OFlags};
+use std::{
+    fs::{self, DirBuilder, File, Permissions},
+    io,
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+    path::Path,
+};
+
+const FOLDER: u32 = 0o700;
+const FILE: u32 = 0o600;
+
+/// Lets files and folders that this process and its children make be read by nobody else, whatever it was told to
+/// allow before.
+pub fn keep_files_private() {
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+}
+
+/// Makes a data directory with its `jobs`. One that others can look into is closed to them, if it is a server's: a
+/// folder with other things in it keeps its permissions.
+///
+/// # Errors
+/// It cannot be made.
+pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
+    let folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
+    folder(path)?;
+    let is_ours = path.join("server.lock").exists() || fs::read_dir(path)?.next().is_none();
+    if is_ours {
+        close(path, FOLDER)?;
+    }
+    folder(&path.join("jobs"))?;
+    close(&path.join("jobs"), FOLDER)
+}
+
+/// Opens a file that is locked as long as a server runs.
+///
+/// # Errors
+/// It is a symbolic link, or cannot be opened.
+pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
+    let opened = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(FILE)
+        .custom_flags(OFlags::NOFOLLOW.bits() as i32)
+        .open(path);
+    opened.map_err(|error| {
+        if path.is_symlink() {
+            let detail = format!("its lock {} is a symbolic link; remove the link", path.display());
+            return io::Error::new(error.kind(), detail);
+        }
+        error
+    })
+}
+
+/// Makes a file when it is missing, and takes it from the eyes of others when it is there.
+///
+/// # Errors
+/// It cannot be made.
+pub(crate) fn file(path: &Path) -> io::Result<()> {
+    File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
+    close(path, FILE)
+}
+
+/// Takes all permissions away but those of `mode`. What belongs to somebody else stays as it is: they have chosen.
+fn close(path: &Path, mode: u32) -> io::Result<()> {
+    let now = fs::metadata(path)?.permissions().mode() & 0o777;
+    if now & !mode == 0 {
+        return Ok(());
+    }
+    match fs::set_permissions(path, Permissions::from_mode(now & mode)) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        other => other,
+    }
+}

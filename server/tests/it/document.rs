@@ -1,0 +1,312 @@
+//! The document of the API against what handlers really answer: every status and media type that is given is
+//! documented, and every success that is documented is given.
+
+use crate::{
+    agent::{Agent, info, line, losses, running},
+    house::{House, spec},
+};
+use lockstep_protocol::{
+    agent::{Answer, AttemptEvent, CheckpointInfo, Ending, FromAgent, Question, Source, ToAgent},
+    look::{ModelEvaluation, Prediction, Samples},
+};
+use reqwest::{Method, RequestBuilder};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// What has been asked, held against the document.
+struct Held<'a> {
+    house: &'a House,
+    document: Value,
+    /// Calls and statuses that were given.
+    given: BTreeSet<(String, u16)>,
+}
+
+impl Held<'_> {
+    /// Sends a request to a call of the document and looks for its answer there.
+    async fn ask(
+        &mut self,
+        method: &str,
+        template: &str,
+        place: &str,
+        change: impl FnOnce(RequestBuilder) -> RequestBuilder,
+    ) -> (u16, Value) {
+        let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
+        let request = change(self.house.http.request(verb, self.house.url(place)));
+        let answer = request.send().await.unwrap();
+        let status = answer.status().as_u16();
+        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let bytes = answer.bytes().await.unwrap();
+        let call = format!("{method} {template}");
+        self.given.insert((call.clone(), status));
+        let documented = &self.document["paths"][template][method]["responses"][status.to_string()];
+        assert!(
+            documented.is_object(),
+            "{call}: {status} is not documented: {}",
+            String::from_utf8_lossy(&bytes)
+        );
+        let content = documented["content"].as_object();
+        if bytes.is_empty() {
+            assert!(content.is_none_or(serde_json::Map::is_empty), "{call}: {status} has no body");
+        } else {
+            let kind = kind.unwrap_or_default();
+            let kind = kind.split(';').next().unwrap_or_default();
+            assert!(
+                content.is_some_and(|content| content.contains_key(kind)),
+                "{call}: {status} as {kind:?} is not documented, but {content:?}"
+            );
+        }
+        (status, serde_json::from_slice(&bytes).unwrap_or_default())
+    }
+}
+
+/// Answers whatever it is asked.
+async fn answer_all(mut agent: Agent) {
+    while let Some(message) = agent.next().await {
+        let ToAgent::Ask { request, question } = message else { continue };
+        let answer = match question {
+            Question::HasFiles { paths } => Answer::Files { there: vec![true; paths.len()] },
+            Question::InspectDataset { path } => Answer::Dataset { path, info: info() },
+            Question::Samples { .. } => {
+                Answer::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
+            }
+            Question::Evaluate(_) => Answer::Evaluation(Box::new(ModelEvaluation {
+                samples: 1,
+                accuracy: 1.0,
+                loss: 0.0,
+                secs: 0.0,
+                classes: Vec::new(),
+                confusion: Vec::new(),
+                mistakes: Vec::new(),
+                right: Vec::new(),
+            })),
+            Question::Predict { pictures, .. } => Answer::Predictions {
+                predictions: pictures
+                    .into_iter()
+                    .map(|p| Prediction { name: p.name, classes: Vec::new(), error: None })
+                    .collect(),
+            },
+        };
+        agent.send(FromAgent::Answer { request, answer: Ok(answer) }).await;
+    }
+}
+
+/// A job that has run and left a checkpoint, its files and all.
+async fn a_job(house: &House, agent: &mut Agent) -> (String, String) {
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let checkpoint = CheckpointInfo {
+        epoch: 1,
+        step: 5,
+        val_accuracy: Some(0.5),
+        val_loss: Some(1.0),
+        best: true,
+        size_bytes: 1,
+    };
+    let events =
+        vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), AttemptEvent::Checkpoint(checkpoint)];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    std::fs::create_dir_all(&folder).unwrap();
+    for file in ["model.safetensors", "optimizer.safetensors", "state.json"] {
+        std::fs::write(folder.join(file), "0123456789").unwrap();
+    }
+    let manifest = json!({"files": {"model.safetensors": {"size": 10, "sha256": "abcd"}, "state.json": {"size": 10, "sha256": "ef"}}});
+    std::fs::write(folder.join("MANIFEST.json"), manifest.to_string()).unwrap();
+    let (_, list) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    (id, list["checkpoints"][0]["id"].as_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn what_is_answered_is_documented() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (job, checkpoint) = a_job(&house, &mut agent).await;
+    let answering = tokio::spawn(answer_all(agent));
+    let (_, document) = house.get("/openapi.json").await;
+    let calls: Vec<(String, String, Value)> = document["paths"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .flat_map(|(path, item)| {
+            let methods = item.as_object().unwrap().iter().filter(|(m, _)| *m != "parameters");
+            methods.map(move |(m, operation)| (m.clone(), path.clone(), operation.clone()))
+        })
+        .collect();
+    let mut held = Held { house: &house, document, given: BTreeSet::new() };
+    // No job starts before the end, so what happens to each is known.
+    let drain = ("/api/v1/agents/{id}/drain", "/api/v1/agents/id-a/drain");
+    assert_eq!(held.ask("post", drain.0, drain.1, |r| r).await.0, 204);
+    let id_of = |path: &str| if path.contains("/checkpoints/") { checkpoint.clone() } else { job.clone() };
+    let filled = |path: &str, id: &str| {
+        path.replace("{id}", id).replace("{name}", "pictures").replace("{file}", "model.safetensors")
+    };
+
+    // Every call: nothing of that name, unreadable names, another host, another origin, bad parameters and bodies.
+    for (method, path, operation) in &calls {
+        let (method, path) = (method.as_str(), path.as_str());
+        let real = filled(path, &id_of(path));
+        let nothing = path.replace("{id}", "j00000000000000000000000000").replace("{name}", "nothing");
+        held.ask(method, path, &nothing.replace("{file}", "nothing"), |r| r).await;
+        if path.contains('{') {
+            let unreadable = path.replace("{id}", "%ff").replace("{name}", "%ff").replace("{file}", "%ff");
+            held.ask(method, path, &unreadable, |r| r).await;
+        }
+        held.ask(method, path, &real, |r| r.header("host", "evil.example")).await;
+        if method != "get" {
+            held.ask(method, path, &real, |r| r.header("origin", "http://evil.example")).await;
+        }
+        let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+        for parameter in parameters.iter().filter(|p| p["in"] == "query") {
+            for value in ["☃", "-1", "99999999999999999999", "18446744073709551615", "1", "", "a%00b"] {
+                let query = format!("{real}?{}={value}", parameter["name"].as_str().unwrap());
+                // Jobs must not be made or moved by this.
+                if method == "get" {
+                    held.ask(method, path, &query, |r| r).await;
+                }
+            }
+        }
+        if operation["requestBody"].is_object() {
+            for kind in [
+                "application/json",
+                "text/plain",
+                "application/toml",
+                "multipart/form-data; boundary=B",
+                "application/octet-stream",
+            ] {
+                for body in [
+                    "",
+                    "{",
+                    "[]",
+                    "{}",
+                    "null",
+                    "x = = 1",
+                    "{\"path\": 1}",
+                    "--B--\r\n",
+                    "{\"a\": 1, \"a\": 2}",
+                ] {
+                    // An empty fork is a good one.
+                    if path.ends_with("/fork") && body == "{}" {
+                        continue;
+                    }
+                    held.ask(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
+                }
+                // Of a type that is not taken, the client may not come to read that while it sends.
+                let body = vec![b' '; (1 << 20) + 1];
+                if kind == "application/json" && !path.ends_with("/predict") {
+                    held.ask(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
+                }
+            }
+        }
+    }
+
+    // Every success.
+    let v1 = |path: &str| format!("/api/v1{path}");
+    let json_of = |body: Value| move |r: RequestBuilder| r.json(&body);
+    let mut good = async |method: &str, path: &str, id: &str, body: Option<Value>, expected: u16| {
+        let place = filled(&v1(path), id);
+        let (status, answer) = match body {
+            Some(body) => held.ask(method, &v1(path), &place, json_of(body)).await,
+            None => held.ask(method, &v1(path), &place, |r| r).await,
+        };
+        assert_eq!(status, expected, "{method} {path}: {answer}");
+        answer
+    };
+    for path in [
+        "/jobs",
+        "/jobs/{id}",
+        "/jobs/{id}/size",
+        "/annotations",
+        "/jobs/{id}/metrics",
+        "/jobs/{id}/metrics.csv",
+        "/jobs/{id}/logs",
+        "/jobs/{id}/checkpoints",
+        "/jobs/{id}/evaluation",
+        "/datasets",
+        "/datasets/{name}",
+        "/datasets/{name}/samples",
+        "/agents",
+        "/openapi.json",
+    ] {
+        good("get", path, &job, None, 200).await;
+    }
+    good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
+    good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
+    good("post", "/jobs/validate", "", Some(spec()), 200).await;
+    good("post", "/datasets/inspect", "", Some(json!({"path": "/x"})), 200).await;
+    good("post", "/datasets", "", Some(json!({"name": "more", "path": "/x"})), 201).await;
+    good("patch", "/jobs/{id}", &job, Some(json!({"note": "n"})), 200).await;
+    let forked = good("post", "/jobs/{id}/fork", &job, Some(json!({})), 202).await;
+    let fork = forked["id"].as_str().unwrap();
+    good("post", "/jobs/{id}/pause", fork, None, 202).await;
+    let made = good("post", "/jobs", "", Some(spec()), 201).await;
+    let made = made["id"].as_str().unwrap();
+    good("post", "/jobs/{id}/pause", made, None, 202).await;
+    good("post", "/jobs/{id}/retry", &job, None, 202).await;
+    let ask = |name: &'static str| move |r: RequestBuilder| r.header("idempotency-key", name).json(&spec());
+    assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 201);
+    assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 200);
+    assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("")).await.0, 400);
+    let pictures = format!("/api/v1/jobs/{job}/pictures?places=1,2");
+    assert_eq!(held.ask("get", "/api/v1/jobs/{id}/pictures", &pictures, |r| r).await.0, 200);
+    let logs = format!("/api/v1/jobs/{job}/logs");
+    held.ask("get", "/api/v1/jobs/{id}/logs", &logs, |r| r.header("accept", "text/plain")).await;
+    let predict = format!("/api/v1/checkpoints/{checkpoint}/predict");
+    let picture = |r: RequestBuilder| r.header("content-type", "image/png").body("x");
+    assert_eq!(held.ask("post", "/api/v1/checkpoints/{id}/predict", &predict, picture).await.0, 200);
+
+    // Files: whole, in part, known already, and ranges that there are not.
+    let (template, file) =
+        ("/api/v1/checkpoints/{id}/{file}", format!("/api/v1/checkpoints/{checkpoint}/model.safetensors"));
+    let header = |pairs: &'static [(&'static str, &'static str)]| {
+        move |r: RequestBuilder| pairs.iter().fold(r, |r, (name, value)| r.header(*name, *value))
+    };
+    for (pairs, expected) in [
+        (&[("range", "bytes=2-4")][..], 206),
+        (&[("range", "bytes=20-")][..], 416),
+        (&[("if-none-match", "\"abcd\"")][..], 304),
+        (&[("if-none-match", "\"x\", W/\"abcd\""), ("range", "bytes=2-4")][..], 304),
+        (&[("if-none-match", "\"abc\""), ("if-modified-since", "Fri, 01 Jan 2100 00:00:00 GMT")][..], 200),
+        (&[("range", "bytes=2-4"), ("if-range", "\"abcd\"")][..], 206),
+        (&[("range", "bytes=2-4"), ("if-range", "\"other\"")][..], 200),
+        (&[("range", "bytes=2-4"), ("if-range", "Fri, 01 Jan 2100 00:00:00 GMT")][..], 200),
+    ] {
+        let (status, _) = held.ask("get", template, &file, header(pairs)).await;
+        assert_eq!(status, expected, "{pairs:?}");
+    }
+    let state = file.replace("model.safetensors", "state.json");
+    assert_eq!(held.ask("get", template, &state, |r| r).await.0, 200);
+    assert_eq!(held.ask("get", template, &state, header(&[("range", "bytes=2-4")])).await.0, 206);
+
+    for id in [fork, made] {
+        let place = |what: &str| format!("/api/v1/jobs/{id}{what}");
+        assert_eq!(held.ask("post", "/api/v1/jobs/{id}/resume", &place("/resume"), |r| r).await.0, 202);
+        assert_eq!(held.ask("post", "/api/v1/jobs/{id}/cancel", &place("/cancel"), |r| r).await.0, 202);
+    }
+    assert_eq!(held.ask("delete", "/api/v1/datasets/{name}", "/api/v1/datasets/more", |r| r).await.0, 204);
+    let (_, list) = house.get("/jobs?state=cancelled").await;
+    let over = list["jobs"][0]["id"].as_str().expect("a cancelled job").to_owned();
+    let place = format!("/api/v1/jobs/{over}");
+    assert_eq!(held.ask("delete", "/api/v1/jobs/{id}", &place, |r| r).await.0, 204);
+    let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
+    assert_eq!(held.ask("post", undrain.0, undrain.1, |r| r).await.0, 204);
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
+    }
+
+    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202, forks with a key are jobs.
+    let elsewhere = |call: &str, status: u16| {
+        status == 101
+            || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
+            || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
+    };
+    for (method, path, operation) in &calls {
+        for status in operation["responses"].as_object().unwrap().keys() {
+            let (call, status) = (format!("{method} {path}"), status.parse::<u16>().unwrap());
+            let is_given = held.given.contains(&(call.clone(), status));
+            assert!(status >= 400 || elsewhere(&call, status) || is_given, "{call}: {status} is never given");
+        }
+    }
+    answering.abort();
+    house.stop().await;
+}

@@ -1,0 +1,382 @@
+//! How deep, how long and how many: what a request, a message or a connection may drive, at the limit and one past it.
+
+use crate::{
+    agent::{Agent, hello, info, running},
+    house::{DEADLINE, House, Stream, spec},
+};
+use futures_util::{SinkExt, StreamExt};
+use lockstep_protocol::{
+    agent::{Answer, AttemptEvent, CheckpointInfo, FromAgent, Question, Source, ToAgent},
+    limits::{JSON_NESTING, KEY_BYTES, KEY_PARTS, MESSAGE_NESTING, PART_BYTES, SEARCH_CHARS, TOML_NESTING},
+    look::Prediction,
+    wire::{self, Unfinished},
+};
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::{Instant, timeout},
+};
+use tokio_tungstenite::{connect_async, tungstenite::Message};
+
+fn path(parts: usize) -> String {
+    vec!["a"; parts].join(".")
+}
+
+fn nested(depth: usize) -> String {
+    format!("{}{}", "[".repeat(depth), "]".repeat(depth))
+}
+
+/// A job with a checkpoint; its id and the checkpoint's.
+async fn with_checkpoint(house: &House, agent: &mut Agent) -> (String, String) {
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let info = CheckpointInfo {
+        epoch: 1,
+        step: 5,
+        val_accuracy: Some(0.5),
+        val_loss: Some(1.0),
+        best: true,
+        size_bytes: 1,
+    };
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
+    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    std::fs::create_dir_all(folder).unwrap();
+    let (_, list) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    (id, list["checkpoints"][0]["id"].as_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (id, _) = with_checkpoint(&house, &mut agent).await;
+    let fork = async |set: Value| house.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
+    let mistakes = |body: &Value| body["errors"].to_string();
+    // Within the limits a key is looked at, and nobody knows it.
+    for key in [path(KEY_PARTS), "k".repeat(KEY_BYTES)] {
+        let (status, body) = fork(json!({ key: 1 })).await;
+        assert!(status == 422 && mistakes(&body).contains("no key is called"), "{body}");
+    }
+    for key in [path(KEY_PARTS + 1), path(20_000), path(500_000), "k".repeat(KEY_BYTES + 1)] {
+        let (status, body) = fork(json!({ key: 1 })).await;
+        assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
+        assert!(body.to_string().len() < 1000, "what was sent is not sent back");
+    }
+    // Tables in tables are the same path.
+    let mut tables = json!(1);
+    for _ in 0..JSON_NESTING - 3 {
+        tables = json!({ "a": tables });
+    }
+    let (status, body) = fork(json!({ "x": tables })).await;
+    assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
+    assert_eq!(house.text("/healthz").await.0, 200);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 2).await;
+    let send = async |kind: &str, body: String| {
+        let url = house.url("/api/v1/jobs/validate");
+        house.send(house.http.post(url).header("content-type", kind).body(body)).await
+    };
+    let json = "application/json";
+    // The object around it is one level.
+    let (status, body) = send(json, format!("{{\"x\": {}}}", nested(JSON_NESTING - 1))).await;
+    assert_eq!(status, 422, "read, and its key unknown: {body}");
+    for depth in [JSON_NESTING, 100_000] {
+        let (status, body) = send(json, format!("{{\"x\": {}}}", nested(depth))).await;
+        assert!(status == 400 && body["detail"].as_str().unwrap().contains("more than 32 deep"), "{body}");
+    }
+    let twice = spec().to_string().replacen("{", "{\"name\": \"other\", ", 1);
+    let (status, body) = send(json, twice).await;
+    assert!(status == 400 && body["detail"].as_str().unwrap().contains("\"name\" is there twice"), "{body}");
+    let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
+    assert_eq!(send(json, inner).await.0, 400);
+    // A list's elements are no fields.
+    assert_eq!(house.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
+
+    let toml = "application/toml";
+    let document = |x: &str| format!("x = {x}\n[data]\ndataset = \"pictures\"\n");
+    let (status, body) = send(toml, document(&nested(TOML_NESTING))).await;
+    assert!(status == 422 && body["errors"][0]["pointer"] == "/x", "{body}");
+    let (status, body) = send(toml, document(&nested(TOML_NESTING + 1))).await;
+    assert!(status == 422 && body["detail"].as_str().unwrap().contains("line 1, column 13"), "{body}");
+    assert_eq!(send(toml, format!("{} = 1", path(500_000))).await.0, 422);
+    let large = "#".repeat((1 << 20) + 1);
+    for kind in [json, toml] {
+        assert_eq!(send(kind, large.clone()).await.0, 413, "{kind}");
+    }
+    assert_eq!(send(toml, "#".repeat(1 << 20)).await.0, 422, "read, and it names no dataset");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_search_is_for_a_text_of_some_length() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id;
+    for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
+        for letter in ["x", "ß"] {
+            let ask = async |n: usize| house.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
+            assert_eq!(ask(SEARCH_CHARS).await.0, 200, "{path}");
+            for chars in [SEARCH_CHARS + 1, 10_000] {
+                let (status, body) = ask(chars).await;
+                assert_eq!(status, 422, "{path}: {body}");
+                assert!(body["detail"].as_str().unwrap().contains("at most 200"), "{body}");
+            }
+        }
+    }
+    let far = u64::MAX;
+    for path in [
+        format!("/jobs/{id}/logs?after={far}&before={far}&q=x"),
+        format!("/jobs/{id}/metrics?from={far}&to={far}"),
+        format!("/jobs/{id}/metrics?ranks={}", vec!["4294967295"; 3000].join(",")),
+    ] {
+        let (status, body) = house.get(&path).await;
+        assert_eq!(status, 200, "{body}");
+    }
+    // The longest head that is read at all.
+    let long = house.http.get(house.url(&format!("/healthz?{}", "x".repeat(60_000)))).send().await.unwrap();
+    assert_eq!(long.status().as_u16(), 200);
+    let longer = house.http.get(house.url(&format!("/healthz?{}", "x".repeat(70_000)))).send().await;
+    assert!(longer.is_err() || matches!(longer.unwrap().status().as_u16(), 414 | 431));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn notes_and_tags_are_of_some_length() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id;
+    let change = async |body: Value| {
+        let request = house.http.patch(house.url(&format!("/api/v1/jobs/{id}"))).json(&body);
+        house.send(request).await.0
+    };
+    let tags = |count: usize| (0..count).map(|i| format!("tag {i}")).collect::<Vec<_>>();
+    for (allowed, refused) in [
+        (json!({"note": "n".repeat(20_000)}), json!({"note": "n".repeat(20_001)})),
+        (json!({"tags": tags(20)}), json!({"tags": tags(21)})),
+        (json!({"tags": ["ß".repeat(40)]}), json!({"tags": ["ß".repeat(41)]})),
+        (json!({"priority": 1000}), json!({"priority": 1001})),
+    ] {
+        assert_eq!((change(allowed).await, change(refused).await), (200, 422));
+    }
+    house.stop().await;
+}
+
+/// The code and reason of the close frame that a socket gets.
+async fn closed_with(
+    socket: &mut (impl StreamExt<Item = Result<Message, tokio_tungstenite::tungstenite::Error>> + Unpin),
+) -> (u16, String) {
+    loop {
+        match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+            Some(Ok(Message::Close(Some(frame)))) => return (frame.code.into(), frame.reason.to_string()),
+            Some(Ok(_)) => {}
+            other => panic!("no close frame: {other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
+    let house = House::new().await;
+    let url = format!("ws://{}/api/v1/agent/socket", house.address);
+    // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
+    let mut deep = b"\x82\xa1x".to_vec();
+    deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
+    deep.extend(b"\xc0\xa4type\xa7leaving");
+    let twice = wire::encode(&hello("twice", 1, Vec::new())).unwrap();
+    let part = |bytes: Vec<u8>| {
+        let part = wire::Part { message: 1, last: true, bytes };
+        Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
+    };
+    let cases: Vec<(Vec<Message>, u16, &str)> = vec![
+        (vec![Message::text("hello")], 1003, "text"),
+        (vec![Message::Binary(vec![0xc1].into())], 1002, "cannot be read"),
+        (vec![Message::Binary(deep.clone().into())], 1002, "depth limit"),
+        (vec![part(deep)], 1002, "depth limit"),
+        (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
+        (vec![Message::Binary(vec![0; (16 << 20) + 1].into())], 1009, "too long"),
+        (vec![Message::Binary(twice.clone().into()), Message::Binary(twice.into())], 1002, "Hello twice"),
+    ];
+    for (messages, code, words) in cases {
+        let (mut socket, _) = connect_async(&url).await.unwrap();
+        for message in messages {
+            // One that is too long may be refused before all of it is sent.
+            let _ = socket.send(message).await;
+        }
+        if code == 1009 {
+            continue; // What is left unread makes the system drop the close frame now and then.
+        }
+        let (found, reason) = closed_with(&mut socket).await;
+        assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
+    }
+    assert_eq!(house.text("/healthz").await.0, 200);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_reader_of_a_stream_may_send_little_and_is_told() {
+    let house = House::new().await;
+    let mut stream = Stream::open(format!("ws://{}/api/v1/stream", house.address)).await;
+    assert_eq!(stream.next().await.unwrap()["type"], "live");
+    stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
+    stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
+    match timeout(DEADLINE, stream.0.next()).await.unwrap() {
+        Some(Ok(Message::Pong(answer))) => assert_eq!(&answer[..], b"still there"),
+        other => panic!("{other:?}"),
+    }
+    stream.0.send(Message::text("x".repeat(4097))).await.unwrap();
+    assert_eq!(closed_with(&mut stream.0).await.0, 1009);
+    house.stop().await;
+}
+
+fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
+    text.into()
+}
+
+/// Whether the server ends this connection, and when.
+async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
+    let mut all = Vec::new();
+    timeout(within, socket.read_to_end(&mut all)).await.is_ok()
+}
+
+#[tokio::test]
+async fn connections_that_say_nothing_end_in_time() {
+    let patience = Duration::from_millis(400);
+    let house = House::with(|c| c.head_patience = patience).await;
+    let began = Instant::now();
+    let mut sockets = Vec::new();
+    for said in [
+        "",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ] {
+        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        socket.write_all(said.as_bytes()).await.unwrap();
+        sockets.push(tokio::spawn(ends_within(socket, DEADLINE)));
+    }
+    for socket in sockets {
+        assert!(socket.await.unwrap(), "it is not kept for ever");
+    }
+    assert!(began.elapsed() >= patience, "nor ended before its time");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn idle_connections_make_room_for_others() {
+    let house = House::with(|c| {
+        c.connections = Some(8);
+        c.head_patience = Duration::from_secs(600);
+    })
+    .await;
+    // As many as there may be stay.
+    let mut idle = Vec::new();
+    for i in 0..8 {
+        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        if i % 2 == 0 {
+            socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: loc").await.unwrap();
+        }
+        idle.push(socket);
+    }
+    let mut first = idle.remove(0);
+    let mut byte = [0];
+    assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
+    // One more, and the oldest goes.
+    for _ in 0..3 {
+        let fresh = reqwest::Client::new();
+        let answer = timeout(DEADLINE, fresh.get(house.url("/healthz")).send()).await.expect("at once");
+        assert_eq!(answer.unwrap().status().as_u16(), 200);
+    }
+    assert!(ends_within(first, DEADLINE).await);
+    // Ten times as many, and there still is an answer.
+    for _ in 0..80 {
+        idle.push(TcpStream::connect(house.address).await.unwrap());
+    }
+    let fresh = reqwest::Client::new();
+    let answer = timeout(DEADLINE, fresh.get(house.url("/healthz")).send()).await.expect("at once");
+    assert_eq!(answer.unwrap().status().as_u16(), 200);
+    drop(idle);
+    house.stop().await;
+}
+
+/// Everything an agent is told, parts put together.
+async fn told(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
+    loop {
+        match agent.next().await.expect("the connection stays") {
+            ToAgent::Part(part) => {
+                assert!(part.bytes.len() <= PART_BYTES);
+                if let Some(whole) = unfinished.add(part).unwrap() {
+                    return wire::decode(&whole).unwrap();
+                }
+            }
+            other => return other,
+        }
+    }
+}
+
+#[tokio::test]
+async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (_, checkpoint) = with_checkpoint(&house, &mut agent).await;
+    let url = house.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
+    const LIMIT: usize = 24 << 20;
+    let post = |bytes: usize| {
+        let body = house.http.post(&url).header("content-type", "application/octet-stream");
+        house.send(body.body(vec![7_u8; bytes]))
+    };
+    let form = |sizes: &[usize]| {
+        let mut body = Vec::new();
+        for (i, size) in sizes.iter().enumerate() {
+            let head =
+                format!("--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"{i}.png\"\r\n\r\n");
+            body.extend(head.bytes());
+            body.extend(std::iter::repeat_n(7_u8, *size));
+            body.extend(b"\r\n");
+        }
+        body.extend(b"--B--\r\n");
+        let request = house.http.post(&url).header("content-type", "multipart/form-data; boundary=B");
+        house.send(request.body(body))
+    };
+    let mut unfinished = Unfinished::default();
+    for count in [1, 3] {
+        let answering = async {
+            let ToAgent::Ask { request, question: Question::Predict { pictures, .. } } =
+                told(&mut agent, &mut unfinished).await
+            else {
+                panic!("another question")
+            };
+            // Each four characters are three bytes.
+            let bytes: usize = pictures.iter().map(|p| p.content.len() / 4 * 3).sum();
+            assert!(bytes.abs_diff(LIMIT) < 10 && pictures.len() == count, "{bytes} in {}", pictures.len());
+            let predictions = pictures
+                .into_iter()
+                .map(|p| Prediction { name: p.name, classes: Vec::new(), error: Some("is none".into()) })
+                .collect();
+            let answer = FromAgent::Answer { request, answer: Ok(Answer::Predictions { predictions }) };
+            agent.send(answer).await;
+        };
+        let asking = async {
+            match count {
+                1 => post(LIMIT).await,
+                _ => form(&[LIMIT / 3; 3]).await,
+            }
+        };
+        let ((status, body), ()) = tokio::join!(asking, answering);
+        assert_eq!((status, body["predictions"].as_array().map(Vec::len)), (200, Some(count)), "{body}");
+    }
+    assert_eq!(post(LIMIT + 1).await.0, 413);
+    assert_eq!(form(&[LIMIT / 2, LIMIT / 2, 1]).await.0, 413);
+    assert_eq!(form(&[1; 101]).await.0, 400);
+    // The connection lived through it all.
+    agent.heartbeat(&[]).await;
+    let again = json!({"name": "more", "path": "/more"});
+    let add = house.post("/datasets", &again);
+    assert_eq!(tokio::join!(add, agent.answer(Ok(info()))).0.0, 201);
+    house.stop().await;
+}

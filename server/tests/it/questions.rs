@@ -1,0 +1,165 @@
+//! Who is asked about models and data, and where a question waits.
+
+use crate::{
+    agent::{Agent, hello, info, running},
+    house::{DEADLINE, House},
+};
+use lockstep_protocol::agent::{Answer, AttemptEvent, CheckpointInfo, FromAgent, Question, Source, ToAgent};
+use serde_json::{Value, json};
+use tokio::time::{Instant, timeout};
+
+async fn join(house: &House, name: &str) -> Agent {
+    Agent::greet(house, hello(name, 2, Vec::new())).await.unwrap()
+}
+
+/// The next question, but those for files: these are answered, with whether this agent has them.
+async fn question(agent: &mut Agent, has_files: bool) -> (u64, Question) {
+    loop {
+        match agent.next().await.expect("a question") {
+            ToAgent::Ask { request, question: Question::HasFiles { paths } } => {
+                let there = vec![has_files; paths.len()];
+                agent.send(FromAgent::Answer { request, answer: Ok(Answer::Files { there }) }).await;
+            }
+            ToAgent::Ask { request, question } => return (request, question),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// Says so whether it has files, and nothing else, until something else is asked.
+async fn only_looks(agent: &mut Agent, has_files: bool) {
+    let (_, question) = question(agent, has_files).await;
+    panic!("asked {question:?}");
+}
+
+async fn answer(agent: &mut Agent, has_files: bool) {
+    let (request, question) = question(agent, has_files).await;
+    let Question::InspectDataset { path } = question else { panic!("{question:?}") };
+    agent.send(FromAgent::Answer { request, answer: Ok(Answer::Dataset { path, info: info() }) }).await;
+}
+
+#[tokio::test]
+async fn an_agent_that_has_the_files_is_asked() {
+    let house = House::new().await;
+    // By their names the first would be asked.
+    let (mut without, mut with) = (join(&house, "a").await, join(&house, "b").await);
+    let new = json!({"name": "there", "path": "/only/on/b"});
+    let (status, body) = tokio::select! {
+        ((status, body), ()) = async { tokio::join!(house.post("/datasets", &new), answer(&mut with, true)) } => (status, body),
+        () = only_looks(&mut without, false) => unreachable!(),
+    };
+    assert_eq!(status, 201, "{body}");
+
+    // Nobody has them: the path is named, and who was asked.
+    let nowhere = json!({"name": "nowhere", "path": "/nowhere"});
+    let (status, body) = tokio::select! {
+        answer = house.post("/datasets", &nowhere) => answer,
+        () = only_looks(&mut without, false) => unreachable!(),
+        () = only_looks(&mut with, false) => unreachable!(),
+    };
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
+    let detail = body["errors"][0]["detail"].as_str().unwrap();
+    assert!(detail.contains("/nowhere") && detail.contains("a, b"), "{detail}");
+
+    // One that does not know the question is asked when nobody else has them.
+    let silent = async {
+        loop {
+            match without.next().await.expect("a question") {
+                ToAgent::Ask { question: Question::HasFiles { .. }, .. } => {}
+                ToAgent::Ask { request, question: Question::InspectDataset { path } } => {
+                    let answer = Ok(Answer::Dataset { path, info: info() });
+                    return without.send(FromAgent::Answer { request, answer }).await;
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    let old = json!({"name": "old", "path": "/on/a"});
+    let (status, body) = tokio::select! {
+        ((status, body), ()) = async { tokio::join!(house.post("/datasets", &old), silent) } => (status, body),
+        () = only_looks(&mut with, false) => unreachable!(),
+    };
+    assert_eq!(status, 201, "{body}");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn the_one_with_the_least_to_do_is_asked() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    // It trains; the other one is idle.
+    house.submit(|_| {}).await;
+    agent.started().await;
+    let mut idle = join(&house, "b").await;
+    let first = json!({"name": "first", "path": "/first"});
+    let asked = house.post("/datasets", &first);
+    let mut asked = Box::pin(asked);
+    let (request, _) = tokio::select! {
+        found = question(&mut idle, true) => found,
+        () = only_looks(&mut agent, true) => unreachable!(),
+        answer = &mut asked => panic!("{answer:?}"),
+    };
+    // Now the other one has a question to answer.
+    let second = json!({"name": "second", "path": "/second"});
+    let ((status, body), ()) = tokio::select! {
+        both = async { tokio::join!(house.post("/datasets", &second), answer(&mut agent, true)) } => both,
+        found = question(&mut idle, true) => panic!("asked {found:?}"),
+        answer = &mut asked => panic!("{answer:?}"),
+    };
+    assert_eq!(status, 201, "{body}");
+    let path = "/first".to_owned();
+    idle.send(FromAgent::Answer { request, answer: Ok(Answer::Dataset { path, info: info() }) }).await;
+    assert_eq!(timeout(DEADLINE, asked).await.unwrap().0, 201);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_waiting_evaluation_says_where_it_waits() {
+    let house = House::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let checkpoint = |step| {
+        AttemptEvent::Checkpoint(CheckpointInfo {
+            epoch: 1,
+            step,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        })
+    };
+    let mut events = vec![running(100, 0)];
+    events.extend((1..=3).map(checkpoint));
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    let ask = async |step: u64| {
+        let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-{step}"));
+        std::fs::create_dir_all(folder).unwrap();
+        house.get(&format!("/jobs/{id}/evaluation?checkpoint={step}")).await
+    };
+    // Two are computed at a time.
+    for (step, words, ahead) in [
+        (1, "is being evaluated on a", 0),
+        (2, "is being evaluated on a", 1),
+        (3, "waits on a, behind 2 others", 2),
+    ] {
+        let deadline = Instant::now() + DEADLINE;
+        let (status, body) = loop {
+            let (status, body) = ask(step).await;
+            if body["agent"] != Value::Null {
+                break (status, body);
+            }
+            assert!(Instant::now() < deadline, "nobody was asked: {body}");
+        };
+        assert_eq!((status, &body["agent"], &body["ahead"]), (202, &json!("a"), &json!(ahead)), "{body}");
+        assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
+    }
+    // The first ends, and the third is computed.
+    let (request, _) = question(&mut agent, true).await;
+    agent.send(FromAgent::Answer { request, answer: Err("no".into()) }).await;
+    let deadline = Instant::now() + DEADLINE;
+    while ask(3).await.1["ahead"] != 1 {
+        assert!(Instant::now() < deadline, "it moves up");
+    }
+    house.stop().await;
+}

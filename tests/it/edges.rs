@@ -1,0 +1,208 @@
+//! Where the program meets what others give it: the longest and the deepest, empty files, terminals, other people on
+//! the same machine, and few file descriptors.
+
+use crate::{
+    pictures,
+    server::{Agents, Answer, Finished, Folder, SOON, Server, lockstep, turn},
+    specs,
+};
+use serde_json::Value;
+use std::{
+    fs,
+    net::TcpStream,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+#[test]
+fn a_key_on_the_command_line_has_a_depth() {
+    let folder = Folder::new();
+    let job = folder.write("job.toml", "[data]\ndataset = \"d\"\n");
+    let job = job.to_str().expect("UTF-8");
+    let set = |parts: usize| format!("{}=1", vec!["a"; parts].join("."));
+    for command in [&["submit", job][..], &["train", job, "--out", "nowhere"], &["fork", "somebody"]] {
+        for parts in [9, 20_000] {
+            let mut lockstep = lockstep();
+            lockstep.args(command).args(["--set", &set(parts)]).current_dir(folder.path());
+            Finished::of(&mut lockstep).wrong(&["--set", "at most 8 parts"]);
+        }
+    }
+    let mut lockstep = lockstep();
+    Finished::of(lockstep.args(["submit", job, "--set", &set(8)])).wrong(&["no key is called"]);
+}
+
+/// A PNG file of so many bytes: a real picture with a chunk that no decoder knows.
+fn padded(picture: &[u8], bytes: usize) -> Vec<u8> {
+    // Before the last chunk, IEND, of 12 bytes.
+    let (head, end) = picture.split_at(picture.len() - 12);
+    let length = bytes - picture.len() - 12;
+    let mut chunk = b"paDd".to_vec();
+    chunk.extend(std::iter::repeat_n(7, length));
+    let mut crc = flate2::Crc::new();
+    crc.update(&chunk);
+    [head, &(length as u32).to_be_bytes(), &chunk, &crc.sum().to_be_bytes(), end].concat()
+}
+
+#[tokio::test]
+async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
+    const LIMIT: usize = 24 << 20;
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
+    server.succeeded(&id).await;
+    let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
+    let png = fs::read(
+        fs::read_dir(pictures::image_folder(server.folder().path(), 1).join("train/boot"))
+            .expect("a folder")
+            .next()
+            .expect("a picture")
+            .expect("a picture")
+            .path(),
+    )
+    .expect("a picture");
+    let url = server.api(&format!("/checkpoints/{checkpoint}/predict"));
+    let send =
+        async |request: reqwest::RequestBuilder| Answer::read(request.send().await.expect("an answer")).await;
+    let whole = async |bytes: usize| {
+        let kind = ("content-type", "image/png");
+        send(server.http.post(&url).header(kind.0, kind.1).body(padded(&png, bytes))).await
+    };
+    let right = |answer: &Value| {
+        let found = answer["predictions"].as_array().expect("predictions").clone();
+        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{answer}");
+        found.len()
+    };
+    // The whole way: browser or program, server, agent, process, and back.
+    let answer = whole(LIMIT).await;
+    assert_eq!((answer.status.as_u16(), right(&answer.json())), (200, 1), "{}", answer.text);
+    whole(LIMIT + 1).await.problem(413);
+    let form = |sizes: &[usize]| {
+        let mut body = Vec::new();
+        for size in sizes {
+            body.extend(b"--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"x.png\"\r\n\r\n");
+            body.extend(padded(&png, *size));
+            body.extend(b"\r\n");
+        }
+        body.extend(b"--B--\r\n");
+        server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(body)
+    };
+    let answer = send(form(&[LIMIT / 4; 4])).await;
+    assert_eq!((answer.status.as_u16(), right(&answer.json())), (200, 4), "{}", answer.text);
+    send(form(&[LIMIT / 4, LIMIT / 4, LIMIT / 4, LIMIT / 4 + 1])).await.problem(413);
+    // The agent was there all the time.
+    let log = fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
+    assert!(!log.contains("connection ends"), "{log}");
+
+    // An empty file is called that.
+    let empty = server.folder().write("empty.png", "");
+    let empty = empty.to_str().expect("UTF-8");
+    server.cli(&["predict", empty, "--job", &id]).wrong(&["empty.png", "is empty"]);
+    let problem = send(server.http.post(&url).header("content-type", "image/png")).await.problem(400);
+    assert!(problem["detail"].as_str().is_some_and(|d| d.contains("empty")), "{problem}");
+    let nothing =
+        "--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"x.png\"\r\n\r\n\r\n--B--\r\n";
+    let request =
+        server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(nothing);
+    assert_eq!(send(request).await.json()["predictions"][0]["error"], "is empty");
+
+    // Database, logs, weights, the agent's files: all of it.
+    let mut seen = 0;
+    let mut look_at = vec![server.data_dir()];
+    while let Some(path) = look_at.pop() {
+        let about = fs::symlink_metadata(&path).expect("it is there");
+        let wanted = if about.is_dir() { 0o700 } else { 0o600 };
+        assert_eq!(about.permissions().mode() & 0o777 & !wanted, 0, "{}", path.display());
+        if about.is_dir() {
+            look_at.extend(fs::read_dir(&path).expect("a folder").map(|e| e.expect("an entry").path()));
+        }
+        seen += 1;
+    }
+    assert!(seen > 15, "{seen} files and folders");
+    let weights = server.job_dir(&id).join("checkpoints");
+    assert!(fs::read_dir(weights).expect("checkpoints").next().is_some());
+    server.stop().await;
+}
+
+/// Runs a command on a terminal of its own (util-linux's `script`) and returns what the terminal got.
+fn on_a_terminal(command: &str, folder: &Path) -> String {
+    let typescript = folder.join("typescript");
+    let mut script = Command::new("script");
+    script.args(["-qec", command]).arg(&typescript);
+    script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = script.spawn().expect("script runs");
+    // An end of its input would be a key pressed on the terminal, which shows it.
+    let keyboard = child.stdin.take();
+    let done = child.wait_with_output().expect("script runs");
+    drop(keyboard);
+    assert!(done.status.success(), "{command}: {done:?}");
+    String::from_utf8(done.stdout).expect("UTF-8")
+}
+
+#[test]
+fn what_a_file_is_called_does_nothing_to_a_terminal() {
+    let folder = Folder::new();
+    let data = pictures::image_folder(folder.path(), 2);
+    let evil = "boot\u{1b}]0;owned\u{7}\u{9b}31m";
+    for split in ["train", "val"] {
+        fs::rename(data.join(split).join("boot"), data.join(split).join(evil)).expect("a name");
+    }
+    let inspect = format!("{} dataset inspect {}", crate::server::LOCKSTEP, data.display());
+    let shown = on_a_terminal(&inspect, folder.path());
+    assert!(shown.contains("boot\\u001b]0;owned\\u0007\\u009b31m"), "{shown:?}");
+    assert!(!shown.contains(|c: char| c.is_control() && c != '\n' && c != '\r'), "{shown:?}");
+    // JSON stays JSON.
+    let json = on_a_terminal(&format!("{inspect} --json"), folder.path());
+    let json: Value = serde_json::from_str(&json).expect("JSON");
+    assert!(json["classes"].as_array().expect("classes").iter().any(|class| class == evil), "{json}");
+    // A pipe gets what there is.
+    let mut piped = lockstep();
+    let piped = Finished::of(piped.args(["dataset", "inspect"]).arg(&data));
+    assert!(piped.ok().contains(evil));
+}
+
+#[tokio::test]
+async fn with_few_file_descriptors_there_still_is_an_answer() {
+    let by = ["prlimit", "--nofile=64:64"];
+    let server = Server::start_by(Agents::None, None, Vec::new(), &by, |_| {}).await;
+    let address = server.url.trim_start_matches("http://").to_owned();
+    let silent: Vec<TcpStream> =
+        (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
+    // What these leave is enough for requests that open files, too.
+    for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
+        let fresh = reqwest::Client::builder().timeout(SOON).build().expect("a client");
+        let answer = fresh.get(format!("{}{path}", server.url)).send().await.expect("an answer");
+        assert_eq!(answer.status().as_u16(), 200, "{path}");
+    }
+    drop(silent);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_newer_database_is_not_backed_up() {
+    let server = Server::start_on(Agents::None, None, Vec::new()).await;
+    let server = server.stop_and_keep().await;
+    let database = server.data_dir().join("lockstep.db");
+    let file = server.folder().path().join("backup");
+    let backup = || {
+        let mut command = lockstep();
+        command.args(["backup", "-o"]).arg(&file).arg("--data-dir").arg(server.data_dir());
+        Finished::of(&mut command)
+    };
+    backup().ok();
+    fs::remove_file(&file).expect("a backup");
+    let url = format!("sqlite://{}", database.display());
+    let mut db = <sqlx::SqliteConnection as sqlx::Connection>::connect(&url).await.expect("the database");
+    sqlx::query(
+        "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
+         VALUES (99990101000000, 'of the future', TRUE, x'00', 0)",
+    )
+    .execute(&mut db)
+    .await
+    .expect("a migration");
+    sqlx::Connection::close(db).await.expect("closed");
+    backup().wrong(&["newer version", "99990101000000"]);
+    assert!(!file.exists(), "nothing is left");
+}

@@ -195,6 +195,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step },
+        // Checkpoints are where rank 0 is.
+        EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
             // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.

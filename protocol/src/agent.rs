@@ -134,6 +134,11 @@ pub enum AttemptEvent {
         step: u64,
     },
     Evaluation(Evaluation),
+    /// float16 could not hold `what`: after `step` training goes on in bfloat16. From rank 0.
+    PrecisionFallback {
+        step: u64,
+        what: String,
+    },
     /// The last words of a rank that cannot go on, before its process ends.
     RankFailed {
         rank: u32,

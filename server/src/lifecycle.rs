@@ -296,6 +296,11 @@ pub fn report(
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
         }
+        AttemptEvent::PrecisionFallback { step, what } if row.job.state == JobState::Running => {
+            let facts = Facts { step: Some(step), detail: Some(what), ..Facts::default() };
+            row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
+            vec![state_event(row)]
+        }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
             let columns = columns.into_iter().filter(|c| {
                 metric::NAMES.contains(&c.name.as_str())
@@ -356,7 +361,8 @@ pub fn report(
         }
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
         // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
-        AttemptEvent::RankFailed { .. }
+        AttemptEvent::PrecisionFallback { .. }
+        | AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }

@@ -316,7 +316,10 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("there is no GPU on this machine") && said.contains("\"cpu\""), "{said}");
     let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
     assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("not finite: training has diverged at step ") && said.contains("lower lr"), "{said}");
+    assert!(
+        said.contains("not finite: training has diverged at step ") && said.contains("lower lr"),
+        "{said}"
+    );
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
@@ -347,7 +350,8 @@ async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_
             let tensors = safetensors::SafeTensors::deserialize(&model).expect("tensors");
             models += 1;
             for (name, tensor) in tensors.iter().filter(|(_, t)| t.dtype() == safetensors::Dtype::F32) {
-                let mut values = tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+                let mut values =
+                    tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
                 assert!(values.all(f32::is_finite), "{name} of {}", folder.path().display());
             }
         }

@@ -5,6 +5,7 @@
 
 use crate::{
     comm::{Alone, Communicator, nccl, ring::Ring, shared::Host, watchdog::Watchdog},
+    engine::{EngineError, cuda::CudaError},
     fence,
     gpu::{
         DeviceChoice, RankGpu,
@@ -135,6 +136,10 @@ impl RankError {
     fn code(&self) -> Option<ReasonCode> {
         match self {
             RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
+            RankError::Train(TrainError::Overflow { .. }) => Some(ReasonCode::PrecisionTooNarrow),
+            RankError::Train(TrainError::Engine(EngineError::Cuda(CudaError::OutOfMemory { .. }))) => {
+                Some(ReasonCode::OutOfMemory)
+            }
             RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
             RankError::Stalled(_) => Some(ReasonCode::Stalled),
             _ => None,

@@ -347,6 +347,7 @@ impl Run<'_> {
                 "float16 could not hold {what}: training goes on in bfloat16 after step {step}, from the last weights \
                  that are finite"
             ));
+            training.observer.event(&AttemptEvent::PrecisionFallback { step, what: what.into() });
         }
         let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
         // Ranks use each other's memory until all have come here.

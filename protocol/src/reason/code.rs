@@ -57,8 +57,10 @@ codes! {
     Stalled = "stalled",
     /// Loss or weights are no numbers any more.
     Diverged = "diverged",
-    /// Half precision did not hold; training goes on in another format.
+    /// float16 did not hold the numbers of training, which goes on in bfloat16.
     PrecisionFallback = "precision_fallback",
+    /// float16 did not hold the numbers of training, and the job asks for float16.
+    PrecisionTooNarrow = "precision_too_narrow",
     /// A machine or a GPU had no memory left.
     OutOfMemory = "out_of_memory",
     /// The dataset's files cannot be read, or are not those that the job began with.

@@ -42,6 +42,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             let size = facts.size_bytes.unwrap_or(0) as f64 / 1e6;
             format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
         }
+        PrecisionFallback => {
+            format!("float16 could not hold {detail}: goes on in bfloat16 after step {step}")
+        }
         Unexplained => "the ranks ended".into(),
         CancelledByUser => format!("cancelled on request{}", more("; ")),
         Cancelling => "being cancelled: its ranks are told to stop".into(),

@@ -104,6 +104,26 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
 }
 
 #[tokio::test]
+async fn a_change_of_format_is_told_while_the_job_runs_on() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 1).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let change = AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
+    let words = "float16 could not hold the gradients of 5 steps in a row: goes on in bfloat16 after step 41";
+    let job = house.job(&id).await;
+    assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
+    let told = house.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
+    assert_eq!((&told["state"], &told["cause"]["code"]), (&json!("running"), &json!("precision_fallback")));
+    let (_, page) = house.text(&format!("/jobs/{id}")).await;
+    assert!(page.contains(words));
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(house.job(&id).await.reason, None, "a job that has succeeded has no reason");
+    house.stop().await;
+}
+
+#[tokio::test]
 async fn an_agent_of_an_earlier_version_and_one_of_a_later_are_understood() {
     let house = House::new().await;
     Agent::with_pictures(&house, 1).await.vanish();

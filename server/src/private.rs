@@ -22,7 +22,7 @@ pub fn keep_files_private() {
 const OURS: [&str; 9] = [
     "jobs",
     "agent",
-    "demo",
+    "datasets",
     "token",
     "server.lock",
     "lockstep.db",

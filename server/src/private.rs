@@ -18,15 +18,31 @@ pub fn keep_files_private() {
     rustix::process::umask(Mode::from_raw_mode(0o077));
 }
 
-/// Makes a data directory with its `jobs`. One that others can look into is closed to them, if it is a server's: a
-/// folder with other things in it keeps its permissions.
+/// What a server, its agent and its database put into a data directory.
+const OURS: [&str; 9] = [
+    "jobs",
+    "agent",
+    "datasets",
+    "token",
+    "server.lock",
+    "lockstep.db",
+    "lockstep.db-wal",
+    "lockstep.db-shm",
+    "lockstep.db.lock",
+];
+
+/// Makes a data directory with its `jobs`. One that others can look into is closed to them, if nothing but a server's
+/// files is in it: a folder with other things keeps its permissions.
 ///
 /// # Errors
 /// It cannot be made.
 pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     let folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
     folder(path)?;
-    let is_ours = path.join("server.lock").exists() || fs::read_dir(path)?.next().is_none();
+    let mut is_ours = true;
+    for entry in fs::read_dir(path)? {
+        is_ours &= entry?.file_name().to_str().is_some_and(|name| OURS.contains(&name));
+    }
     if is_ours {
         close(path, FOLDER)?;
     }

@@ -162,6 +162,8 @@ async fn a_data_directory_is_closed_to_others_and_somebody_else_s_folder_is_not(
     open(shared.path());
     fs::write(shared.path().join("of somebody"), "").unwrap();
     let shared = House::open(shared, |c| c.database = None).await.stop().await;
+    // Also the second time.
+    let shared = House::open(shared, |c| c.database = None).await.stop().await;
     assert_eq!((mode(shared.path()), mode(&shared.path().join("jobs"))), (0o755, 0o700));
     assert_eq!(mode(&shared.path().join("lockstep.db")), 0o600);
 }

@@ -165,9 +165,9 @@ mod tests {
             let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
             assert!(error.contains("no model of ours"), "{error}");
         }
-        for (mean, std) in
-            [(&[][..], &grey[..]), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])]
-        {
+        let unfit: [(&[f32], &[f32]); 5] =
+            [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];
+        for (mean, std) in unfit {
             assert!(check_sizes(28, 1, 10, mean, std).unwrap_err().contains("mean and std"));
         }
     }

@@ -296,7 +296,10 @@ pub fn report(
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
         }
-        AttemptEvent::PrecisionFallback { step, what } if row.job.state == JobState::Running => {
+        // What a cancellation says stays.
+        AttemptEvent::PrecisionFallback { step, what }
+            if row.job.state == JobState::Running && row.stop.is_none() =>
+        {
             let facts = Facts { step: Some(step), detail: Some(what), ..Facts::default() };
             row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
             vec![state_event(row)]

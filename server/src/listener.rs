@@ -93,7 +93,7 @@ pub(crate) async fn serve(
     let room = Arc::new(Semaphore::new(limit));
     let tasks = TaskTracker::new();
     let next = AtomicU64::new(0);
-    loop {
+    'accepting: loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = stop.cancelled() => break,
@@ -109,17 +109,19 @@ pub(crate) async fn serve(
                 continue;
             }
         };
-        let permit = match room.clone().try_acquire_owned() {
-            Ok(permit) => permit,
-            Err(_) => {
-                shared.make_room();
-                tokio::select! {
-                    permit = room.clone().acquire_owned() => match permit {
-                        Ok(permit) => permit,
-                        Err(_) => break,
-                    },
-                    () = stop.cancelled() => break,
-                }
+        let permit = loop {
+            if let Ok(permit) = room.clone().try_acquire_owned() {
+                break permit;
+            }
+            // Those that are busy now may be idle in a moment.
+            shared.make_room();
+            tokio::select! {
+                permit = room.clone().acquire_owned() => match permit {
+                    Ok(permit) => break permit,
+                    Err(_) => break 'accepting,
+                },
+                () = tokio::time::sleep(BREATH) => {}
+                () = stop.cancelled() => break 'accepting,
             }
         };
         let number = next.fetch_add(1, Ordering::Relaxed);

@@ -273,7 +273,7 @@ def overflow(stage):
     """What float16 cannot hold goes on in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
     house = stage.house()
     # No gradient of 16 bits survives this.
-    spec, steps, every = stage.long("overflow", train={"loss_scale": 1e30})
+    spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
     job = house.submit(spec)
     job.until_checkpoint(every)
     os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)

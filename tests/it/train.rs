@@ -337,8 +337,14 @@ async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_
     for ranks in ["1", "2"] {
         let out = format!("out-{ranks}");
         let ranks_set = format!("parallel.ranks={ranks}");
-        let sets = ["model.arch=resnet18", "train.steps=40", "train.global_batch_size=8", "train.lr=100"];
-        let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=1", &ranks_set];
+        let sets = [
+            "model.arch=resnet18",
+            "train.epochs=",
+            "train.steps=40",
+            "train.global_batch_size=8",
+            "train.lr=100",
+        ];
+        let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=5", &ranks_set];
         let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
         let output = bench.train(&out, &sets).output().expect("it runs");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -428,32 +434,6 @@ async fn weights_that_diverged_are_refused_by_file_and_tensor() {
         assert_eq!((ask.status.code(), ask.stdout.len()), (Some(2), 0), "{words}");
         assert!(words.contains(said), "{words}");
     }
-}
-
-#[tokio::test]
-async fn a_run_whose_weights_are_no_numbers_any_more_keeps_no_checkpoint_of_them_and_fails() {
-    let _turn = turn().await;
-    let bench = Bench::new();
-    // The loss stays finite: the CPU's ReLU makes 0 of NaN.
-    let sets = [
-        "model.arch=resnet18",
-        "parallel.ranks=1",
-        "data.image_size=28",
-        "train.epochs=",
-        "train.steps=40",
-        "train.global_batch_size=8",
-        "train.lr=100",
-        "train.momentum=0.95",
-        "train.schedule=constant",
-        "checkpoint.every_steps=40",
-    ];
-    let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let output = bench.train("out", &more).output().expect("it runs");
-    let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{words}");
-    assert!(words.contains("diverged"), "{words}");
-    let left = fs::read_dir(bench.out("out").join("checkpoints")).map_or(0, Iterator::count);
-    assert_eq!(left, 0, "nothing to be answered from");
 }
 
 #[tokio::test]

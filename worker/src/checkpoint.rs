@@ -35,6 +35,8 @@ pub const STATE: &str = "state.json";
 /// A [`Manifest`].
 pub const MANIFEST: &str = "MANIFEST.json";
 const TEMPORARY: &str = ".tmp-";
+/// After [`TEMPORARY`]: one that another is about to take the place of.
+const REPLACED: &str = "old-";
 
 /// What training needs besides tensors to go on as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -224,7 +226,7 @@ fn put(temporary: &Path, place: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(Some(temporary.into()));
     }
     let name = place.file_name().unwrap_or_default().to_string_lossy();
-    let replaced = place.with_file_name(format!("{TEMPORARY}gone-{name}"));
+    let replaced = place.with_file_name(format!("{TEMPORARY}{REPLACED}{name}"));
     fs::rename(place, &replaced)?;
     fs::rename(temporary, place)?;
     Ok(Some(replaced))
@@ -466,7 +468,14 @@ pub fn is_being_written(directory: &Path) -> bool {
 pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let replaced = name.strip_prefix(TEMPORARY).and_then(|name| name.strip_prefix(REPLACED));
+        // Where two folders cannot change places at once, the old one goes first: a crash between the two leaves it alone.
+        if let Some(place) = replaced.map(|name| directory.join(name)).filter(|place| !place.exists())
+            && validate(&entry.path()).is_ok()
+        {
+            fs::rename(entry.path(), &place).map_err(at(&entry.path()))?;
+        } else if name.starts_with(TEMPORARY) {
             fs::remove_dir_all(entry.path()).map_err(at(&entry.path()))?;
         }
     }

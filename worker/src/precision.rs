@@ -31,7 +31,7 @@ impl SkippedSteps {
     /// Why float16 will not do, if too many steps up to the newest were skipped.
     pub fn persist(&self) -> Option<String> {
         let in_a_row = match *self.recent.as_slice() {
-            [.., first, _, _, _, last] => last - first == IN_A_ROW - 1,
+            [.., first, _, _, _, last] => last.checked_sub(first) == Some(IN_A_ROW - 1),
             _ => false,
         };
         if in_a_row {

@@ -432,7 +432,10 @@ impl Run<'_> {
         let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
         comm.all_reduce_f64(&mut votes)?;
         let [stop, not_finite, losses, step_secs] = votes;
-        self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
+        // Votes on steps that are waited for come at once, and tell nothing of how long a step takes.
+        if !always {
+            self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
+        }
         if not_finite > 0.0 {
             let oldest = self.under_way.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
             let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
@@ -466,6 +469,11 @@ impl Run<'_> {
 
     /// [`Run::evaluate`], in bfloat16 if float16 cannot hold it.
     fn evaluated(&mut self) -> Result<bool, TrainError> {
+        if self.data.shape.validation_samples == 0 {
+            return Ok(true);
+        }
+        self.settle()?;
+        self.check_state()?;
         match self.evaluate() {
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
                 self.go_on_in_bfloat16("the validation's loss")?;
@@ -478,11 +486,6 @@ impl Run<'_> {
     /// Validation over the whole split, each rank its part; sums are added up, so every picture
     /// counts once. False: all ranks have agreed to stop before its end, and nothing was measured.
     fn evaluate(&mut self) -> Result<bool, TrainError> {
-        if self.data.shape.validation_samples == 0 {
-            return Ok(true);
-        }
-        self.settle()?;
-        self.check_state()?;
         self.pulse.report("evaluating");
         let began = Instant::now();
         let Training { comm, observer, spec, .. } = self.training;

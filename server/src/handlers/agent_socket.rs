@@ -126,6 +126,8 @@ struct Hello {
     row: AgentRow,
     attempts: Vec<AttemptRef>,
     only_job: Option<lockstep_protocol::JobId>,
+    /// Whether it puts the parts of a long message together: from version 2 of the protocol.
+    takes_parts: bool,
 }
 
 /// Checks an agent's first message. The error is for the agent's user.
@@ -162,7 +164,7 @@ fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
         }
     }
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    Ok(Hello { row, attempts, only_job })
+    Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
 }
 
 async fn serve(app: App, socket: WebSocket) {
@@ -197,6 +199,7 @@ async fn serve(app: App, socket: WebSocket) {
     };
     let id = hello.row.id.clone();
     let name = hello.row.name.clone();
+    let takes_parts = hello.takes_parts;
     let (cut, mut cut_off) = mpsc::channel(1);
     let mut agent =
         Connection { app: &app, id: id.clone(), name: name.clone(), number: connection, cut, leaving: None };
@@ -223,7 +226,11 @@ async fn serve(app: App, socket: WebSocket) {
                         Err(_) => break "it was silent for the length of a lease".to_owned().into(),
                     },
                     message = outbox.recv() => match message {
-                        Some(message) => match wire::frames(&message, &mut in_parts, ToAgent::Part) {
+                        Some(message) => match if takes_parts {
+                            wire::frames(&message, &mut in_parts, ToAgent::Part)
+                        } else {
+                            wire::encode(&message).map(|whole| vec![whole])
+                        } {
                             Ok(frames) if frames.len() > 1 => parts.extend(frames),
                             Ok(frames) => {
                                 let mut frames = frames.into_iter();

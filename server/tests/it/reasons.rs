@@ -109,7 +109,8 @@ async fn a_change_of_format_is_told_while_the_job_runs_on() {
     let mut agent = Agent::with_pictures(&house, 1).await;
     let id = house.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let change = AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
+    let change =
+        AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
     let words = "float16 could not hold the gradients of 5 steps in a row: goes on in bfloat16 after step 41";
     let job = house.job(&id).await;

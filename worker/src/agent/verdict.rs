@@ -56,7 +56,8 @@ impl RankEnd {
 
     /// Whether it was killed or died unseen, and did not end by itself.
     pub(super) fn is_death(&self) -> bool {
-        !self.is_success() && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
+        let unexplained = !self.is_success() && self.failure.is_none();
+        unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
     /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.

@@ -110,11 +110,14 @@ fn rgb(decoder: impl ImageDecoder) -> Result<Picture, String> {
 }
 
 fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
+    let bytes = files::read(path, MAX_BYTES)?;
+    // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
+    let told = matches!(image::guess_format(&bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
-    if NOT_READ.contains(&extension.as_str()) {
+    if !told && NOT_READ.contains(&extension.as_str()) {
         return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
     }
-    files::read(path, MAX_BYTES)
+    Ok(bytes)
 }
 
 /// Width and height of a picture file that looks whole. It is decoded only where its format does not tell where it ends.

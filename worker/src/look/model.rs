@@ -53,19 +53,7 @@ impl Model {
         let classes: Vec<String> = value(text("classes")?).map_err(naming)?;
         let (mean, std): (Vec<f32>, Vec<f32>) =
             (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
-        // What a job may have: memory is taken by these, and pixels are counted by them.
-        if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes.len()) {
-            return Err(naming(format!(
-                "is no model of ours: {image_size} pixels, {channels} channels, {} classes",
-                classes.len()
-            )));
-        }
-        let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
-        if !sound(&mean) || !sound(&std) || std.iter().any(|s| *s <= 0.0) {
-            return Err(naming(format!(
-                "its mean and std, {mean:?} and {std:?}, are not those of {channels} channels"
-            )));
-        }
+        check_sizes(image_size, channels, classes.len(), &mean, &std).map_err(naming)?;
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| naming(e.to_string()))?;
@@ -109,6 +97,26 @@ impl Model {
     }
 }
 
+/// What a job may have: memory is taken by these, and pixels are counted by them.
+fn check_sizes(
+    image_size: usize,
+    channels: usize,
+    classes: usize,
+    mean: &[f32],
+    std: &[f32],
+) -> Result<(), String> {
+    if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
+        return Err(format!(
+            "is no model of ours: {image_size} pixels, {channels} channels, {classes} classes"
+        ));
+    }
+    let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
+    if !sound(mean) || !sound(std) || std.iter().any(|s| *s <= 0.0) {
+        return Err(format!("its mean and std are not those of {channels} channels"));
+    }
+    Ok(())
+}
+
 fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|e| format!("its metadata: {e}"))
 }
@@ -132,42 +140,25 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
-
-    /// Why a file with this in its metadata and no tensors cannot be opened.
-    fn refused(change: &[(&str, &str)]) -> String {
-        let mut about = json!({
-            "classes": "[\"a\", \"b\"]", "image_size": "28", "channels": "1", "mean": "[0.5]", "std": "[0.5]",
-            "spec": "{\"model\": {\"arch\": \"resnet20\"}}",
-        });
-        for (key, value) in change {
-            about[*key] = json!(value);
-        }
-        let header = json!({ "__metadata__": about }).to_string();
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
-        std::fs::write(file.path(), bytes).unwrap();
-        Model::open(file.path()).err().expect("there are no tensors in it")
-    }
 
     #[test]
     fn what_a_file_says_of_itself_has_limits() {
-        let classes = |count: usize| json!(vec!["c"; count]).to_string();
-        let (most, too_many) = (classes(100_000), classes(100_001));
-        let (three, no_std) = ("[0.5, 0.5, 0.5]", "[0]");
-        for (sound, wrong) in [
-            (&[("image_size", "4096")][..], &[("image_size", "4097")][..]),
-            (&[("image_size", "8")], &[("image_size", "7")]),
-            (&[("channels", "3"), ("mean", three), ("std", three)], &[("channels", "2")]),
-            (&[("classes", &most)], &[("classes", &too_many)]),
-            (&[("classes", "[\"a\"]")], &[("classes", "[]")]),
-        ] {
-            let error = refused(sound);
-            assert!(!error.contains("no model of ours"), "{sound:?}: {error}");
-            assert!(refused(wrong).contains("no model of ours"), "{wrong:?}");
+        let grey = [0.5];
+        let colour = [0.5; 3];
+        for (side, classes) in [(8, 1), (4096, 100_000)] {
+            assert_eq!(check_sizes(side, 1, classes, &grey, &grey), Ok(()));
+            assert_eq!(check_sizes(side, 3, classes, &colour, &colour), Ok(()));
         }
-        for wrong in [&[("mean", "[]")][..], &[("mean", three)], &[("std", no_std)], &[("channels", "3")]] {
-            assert!(refused(wrong).contains("mean and std"), "{wrong:?}");
+        for (side, channels, classes) in
+            [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0), (28, 1, 100_001)]
+        {
+            let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
+            assert!(error.contains("no model of ours"), "{error}");
+        }
+        let unfit: [(&[f32], &[f32]); 5] =
+            [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];
+        for (mean, std) in unfit {
+            assert!(check_sizes(28, 1, 10, mean, std).unwrap_err().contains("mean and std"));
         }
     }
 }

@@ -31,7 +31,14 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
     if training.spec.train.precision != Precision::Auto || training.device == DeviceChoice::Cpu {
         return Ok(None);
     }
-    let left_float16 = training.comm.rank() == 0 && checkpoint::precision(folder) == Some(Precision::Bf16);
+    // The newest that can be read: a damaged one will be set aside for the one before it.
+    let newest = || {
+        let older = checkpoint::list(training.checkpoints).ok()?.into_iter().rev();
+        let folders =
+            older.map(|(epoch, step)| training.checkpoints.join(checkpoint::folder_name(epoch, step)));
+        std::iter::once(folder.to_path_buf()).chain(folders).find_map(|folder| checkpoint::precision(&folder))
+    };
+    let left_float16 = training.comm.rank() == 0 && newest() == Some(Precision::Bf16);
     let mut votes = [f64::from(u8::from(left_float16))];
     training.comm.all_reduce_f64(&mut votes)?;
     Ok((votes != [0.0]).then_some(Precision::Bf16))
@@ -173,8 +180,13 @@ fn resume(
         let place = checkpoint::folder_name(best.epoch, best.step);
         best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
     });
+    let mut skipped = state.skipped_steps;
+    if step != state.step {
+        // Numbers of other steps.
+        skipped.recent.clear();
+    }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(Beginning { step, best, skipped: state.skipped_steps, unmeasured })
+    Ok(Beginning { step, best, skipped, unmeasured })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;

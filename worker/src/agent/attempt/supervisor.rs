@@ -334,7 +334,9 @@ impl Supervisor {
 
     /// Adds to the verdict what only the machine knows.
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
-        let killed = |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end;
+        // One that has said why it failed ends itself by a signal.
+        let killed =
+            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end && end.failure.is_none();
         let by_kernel = self.oom_kills.zip(machine::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = by_kernel && ends.iter().any(killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);

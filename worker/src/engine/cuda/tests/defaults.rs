@@ -59,6 +59,11 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
         {
             for counts in [&[batch][..], &[batch, batch - 13]] {
                 let found = compare_step(&network, batch, counts, &default_in(precision), 0);
+                // From its usual start ResNet-50's gradients in 16 bits say little of an engine; that they are as near with
+                // every fusion as without those that depend on the order says something.
+                let fixed =
+                    compare_step(&network, batch, counts, &GpuConfig { precision, ..deterministic() }, 0);
+                let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
                 if !all.iter().all(|apart| *apart < near) || !(found.gradient < gradient) {
                     let (name, apart) = (&found.name, found.gradient);

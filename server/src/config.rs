@@ -26,6 +26,8 @@ pub struct ServeConfig {
     pub evaluation_wait: Duration,
     /// A request's head must have come within this time, counted from the connection's begin or its last answer.
     pub head_patience: Duration,
+    /// A request's body must go on within this time.
+    pub body_patience: Duration,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
 }
@@ -42,6 +44,7 @@ impl ServeConfig {
             stream_patience: Duration::from_secs(20),
             evaluation_wait: Duration::from_secs(20),
             head_patience: Duration::from_secs(30),
+            body_patience: Duration::from_secs(30),
             connections: None,
         }
     }

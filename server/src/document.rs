@@ -60,6 +60,7 @@ fn common(is_safe: bool, operation: &Operation) -> Vec<(&'static str, &'static s
         all.push(("403", "From a page of another origin"));
     }
     if operation.request_body.is_some() {
+        all.push(("408", "The body stopped coming"));
         all.push(("413", "The body is too large"));
         all.push(("415", "The body is of a type that is not taken"));
     }

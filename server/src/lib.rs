@@ -16,8 +16,10 @@ mod metrics;
 mod private;
 mod purge;
 mod questions;
+mod regular;
 mod router;
 mod serve;
+mod slow_body;
 pub mod store;
 
 pub use config::{ServeConfig, ServeError};

@@ -10,6 +10,7 @@ use crate::{
         agent_socket, agents, annotations, assets, attempts, checkpoints, datasets, evaluation, fork, health,
         jobs, logs, metrics, pages, pictures, predict, stream,
     },
+    slow_body,
 };
 use axum::{
     Json, Router,
@@ -117,6 +118,7 @@ pub fn build_router(app: App) -> Router {
         .fallback(pages::not_found)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES))
+        .layer(middleware::from_fn_with_state(app.clone(), slow_body::refuse))
         .layer(middleware::from_fn(in_time))
         // Weights do not compress, and ranges are of the file's own bytes.
         // The quickest way: charts wait for their answers, and the slowest saves a tenth more.

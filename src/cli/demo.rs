@@ -5,7 +5,7 @@ use super::{
     init_tracing,
     local_agent::Slots,
     output,
-    serve::{Server, told_to_end},
+    serve::{LAST_FILES, Server, told_to_end},
     watch, wrong,
 };
 use anyhow::Context;
@@ -51,7 +51,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("warn");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let result = runtime.block_on(async {
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
         output::line(format_args!("dashboard: {}", server.url()))?;
         let shown = tokio::select! {
@@ -65,7 +65,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             stopped = server.stop() => shown.and(stopped),
             _ = told_to_end() => shown,
         }
-    })
+    });
+    runtime.shutdown_timeout(LAST_FILES);
+    result
 }
 
 /// Everything after the server is up; what it returns is how the demo ends.

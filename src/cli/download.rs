@@ -40,7 +40,7 @@ pub(crate) struct Args {
 pub(crate) struct Listed {
     pub(crate) id: String,
     #[serde(flatten)]
-    info: CheckpointInfo,
+    pub(crate) info: CheckpointInfo,
 }
 
 /// Downloads, checks the checksum, and only then gives the file its name.

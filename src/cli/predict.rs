@@ -7,6 +7,7 @@ use super::{
     output, wrong,
 };
 use lockstep_protocol::look::Prediction;
+use serde::Serialize;
 use std::path::PathBuf;
 
 /// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
@@ -40,13 +41,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     for image in &args.images {
         let bytes = std::fs::read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
         if bytes.is_empty() {
-            return Err(wrong(format!("{}: is empty; give a JPEG or PNG picture", image.display())));
+            return Err(wrong(format!(
+                "{}: is empty; give a picture: JPEG, PNG, WebP, GIF, BMP or TIFF",
+                image.display()
+            )));
         }
         pictures.push((image.display().to_string(), bytes));
     }
     let predictions = match &args.model {
         Some(model) => lockstep_worker::look::predict(model, pictures).map_err(wrong)?,
-        None => block_on(ask(&args, pictures))?,
+        None => {
+            let (answering, predictions) = block_on(ask(&args, pictures))?;
+            if args.server.json {
+                let each = predictions.iter().map(|prediction| Answered { prediction, by: &answering });
+                return output::json(&each.collect::<Vec<_>>());
+            }
+            // Whoever named no job reads which one was taken.
+            if args.job.is_none() {
+                output::warn(format_args!("{}, checkpoint {}", answering.job, answering.checkpoint));
+            }
+            predictions
+        }
     };
     if args.server.json {
         return output::json(&predictions);
@@ -68,7 +83,25 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
 }
 
-async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<Vec<Prediction>> {
+/// Whose model it was.
+#[derive(Serialize)]
+struct Answering {
+    /// The job's name.
+    job: String,
+    /// Epoch and step.
+    checkpoint: String,
+}
+
+/// A prediction, and whose it is.
+#[derive(Serialize)]
+struct Answered<'a> {
+    #[serde(flatten)]
+    prediction: &'a Prediction,
+    #[serde(flatten)]
+    by: &'a Answering,
+}
+
+async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(Answering, Vec<Prediction>)> {
     let api = Api::new(&args.server.server)?;
     let job = match &args.job {
         Some(id) => api.find_job(id).await?,
@@ -86,5 +119,6 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<Ve
         found.iter_mut().for_each(|p| p.name.clone_from(&name));
         predictions.extend(found);
     }
-    Ok(predictions)
+    let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
+    Ok((Answering { job: job.name, checkpoint }, predictions))
 }

@@ -9,11 +9,15 @@ use lockstep_server::{ServeConfig, ServeError};
 use std::{
     net::{SocketAddr, ToSocketAddrs},
     path::PathBuf,
+    time::Duration,
 };
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::oneshot,
 };
+
+/// For what still reads or writes a file when all else has ended.
+pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
 
 /// Serve the dashboard and the REST interface, and train on this machine
 #[derive(clap::Args)]
@@ -55,7 +59,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let local_agent = !args.no_local_agent;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let result = runtime.block_on(async {
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.url()))?;
         if local_agent {
@@ -71,7 +75,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             stopped = server.stop() => stopped,
             again = told_to_end() => again,
         }
-    })
+    });
+    // A thread that waits for a file system which does not answer cannot be told to end.
+    runtime.shutdown_timeout(LAST_FILES);
+    result
 }
 
 /// SIGTERM or Ctrl-C.

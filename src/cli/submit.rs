@@ -9,7 +9,14 @@ use lockstep_protocol::{
     spec::{apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// What the server takes as a specification, too.
+const JOB_FILE_BYTES: u64 = 1 << 20;
 
 /// Submit a job
 #[derive(clap::Args)]
@@ -56,7 +63,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Exit status 2: the file cannot be read, or all that is wrong in it.
 fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
-    let text = std::fs::read_to_string(path).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    let text = job_file(path)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     for set in sets {
         apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
@@ -67,6 +74,24 @@ fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
         wrong(format!("{shown} has {}:\n  {}", count(lines.len(), "mistake"), lines.join("\n  ")))
     })?;
     Ok(document)
+}
+
+/// The text of a job file, or of a pipe that one comes through.
+///
+/// # Errors
+/// Exit status 2: it is a folder, too large for a specification, no text, or cannot be read.
+pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
+    let failed = |e: io::Error| wrong(format!("{}: {e}", path.display()));
+    let file = File::open(path).map_err(failed)?;
+    if file.metadata().map_err(failed)?.is_dir() {
+        return Err(wrong(format!("{}: is a folder; give a job's TOML file", path.display())));
+    }
+    let mut bytes = Vec::new();
+    file.take(JOB_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > JOB_FILE_BYTES {
+        return Err(wrong(format!("{}: is larger than 1 MiB; a job's TOML file is not", path.display())));
+    }
+    String::from_utf8(bytes).map_err(|_| wrong(format!("{}: is no text (UTF-8)", path.display())))
 }
 
 /// A path means one relative to here; the server stands somewhere else.

@@ -241,7 +241,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
 /// Reads the specification; the ranks are those of `place`, or of `--ranks`.
 fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
     let shown = args.job.display();
-    let text = fs::read_to_string(&args.job).map_err(|e| wrong(format!("{shown}: {e}")))?;
+    let text = super::submit::job_file(&args.job)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
     if let Some(place) = place {

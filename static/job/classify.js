@@ -57,7 +57,7 @@ async function card(prediction, file, checkpoint) {
     const line = document.createElement("li"), meter = document.createElement("meter");
     meter.value = probability;
     meter.setAttribute("aria-label", `probability of ${label}`);
-    const words = Object.assign(document.createElement("span"), { textContent: label }), share = Object.assign(document.createElement("b"), { textContent: percent(probability), title: String(probability) });
+    const words = Object.assign(document.createElement("span"), { textContent: label, title: label }), share = Object.assign(document.createElement("b"), { textContent: percent(probability), title: String(probability) });
     line.append(words, meter, share);
     list.append(line);
   }

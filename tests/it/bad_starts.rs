@@ -82,6 +82,8 @@ async fn commands_name_every_mistake_and_store_nothing() {
     // What only the server knows.
     server.cli(&["submit", &good, "--set", "parallel.ranks=100"]).wrong(&["parallel.ranks", "100"]);
     server.cli(&["submit", &good, "--set", "data.dataset=fashoin"]).wrong(&["data.dataset", "fashion"]);
+    server.cli(&["submit", "/dev/zero"]).wrong(&["/dev/zero", "larger than 1 MiB"]);
+    server.cli(&["submit", "/dev"]).wrong(&["/dev", "is a folder"]);
     server.cli(&["submit", "nowhere.toml"]).wrong(&["nowhere.toml"]);
     assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]));
 

@@ -100,6 +100,16 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
     let empty = server.folder().write("empty.png", "");
     let empty = empty.to_str().expect("UTF-8");
     server.cli(&["predict", empty, "--job", &id]).wrong(&["empty.png", "is empty"]);
+    // Whose model it was is said with what it says.
+    let picture = server.folder().path().join("boot.png");
+    fs::write(&picture, &png).expect("a picture");
+    let said = server.cli(&["predict", picture.to_str().expect("UTF-8"), "--job", &id, "--json"]).json();
+    let listed = &list["checkpoints"][0];
+    let newest = format!("{}-{}", listed["epoch"], listed["step"]);
+    assert_eq!(
+        (said[0]["job"].as_str(), said[0]["checkpoint"].as_str()),
+        (Some("classifier"), Some(&newest[..]))
+    );
     let problem = send(server.http.post(&url).header("content-type", "image/png")).await.problem(400);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("empty")), "{problem}");
     let nothing =

@@ -59,11 +59,11 @@ impl JobsTemplate<'_> {
 
     /// Label, value in the address and whether it is chosen.
     fn states(&self) -> Vec<(&'static str, &'static str, bool)> {
-        use JobState::{Cancelled, Failed, Queued, Running, Succeeded};
+        use JobState::{Cancelled, Failed, Paused, Queued, Running, Succeeded};
         let chosen = self.page.filter.state;
         let mut shown = vec![("all", "", chosen.is_none())];
         shown.extend(
-            [Running, Queued, Succeeded, Failed, Cancelled]
+            [Running, Queued, Paused, Succeeded, Failed, Cancelled]
                 .map(|state| (state.as_str(), state.as_str(), chosen == Some(state))),
         );
         // A rarer state reached through the address is shown while it is chosen.

@@ -8,6 +8,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     handlers::jobs,
+    regular,
     store::CheckpointRow,
 };
 use axum::{
@@ -75,7 +76,8 @@ pub(crate) async fn list(State(app): State<App>, Path(id): Path<String>) -> Resu
 
 /// One checkpoint
 #[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
-    responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem)))]
+    responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem),
+        (status = 422, body = Problem, description = "Its manifest is damaged")))]
 pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointDetail>> {
     let row = find(&app, &id).await?;
     let files = manifest(&app, &row).await?.get("files").cloned().unwrap_or_default();
@@ -90,7 +92,8 @@ pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Resu
     params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, optimizer.safetensors, state.json or MANIFEST.json")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
-        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem), (status = 416, description = "There is no such range")))]
+        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem), (status = 416, description = "There is no such range"),
+        (status = 422, body = Problem, description = "Its manifest is damaged, or this is no regular file")))]
 pub(crate) async fn file(
     State(app): State<App>,
     Path((id, file)): Path<(String, String)>,
@@ -118,6 +121,7 @@ pub(crate) async fn file(
         }
     }
     let path = folder(&app, &row).join(name);
+    check_regular(&path)?;
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
         return Err(removed());
@@ -178,6 +182,27 @@ pub(super) fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
 }
 
 async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
-    let text = tokio::fs::read(folder(app, row).join("MANIFEST.json")).await.map_err(|_| removed())?;
-    serde_json::from_slice(&text).map_err(|e| Error::Internal(format!("checkpoint {}: {e}", row.id)))
+    let path = folder(app, row).join("MANIFEST.json");
+    check_regular(&path)?;
+    let text = regular::read(&path).await.map_err(|_| removed())?;
+    serde_json::from_slice(&text).map_err(|e| damaged(format!("its MANIFEST.json is no JSON ({e})")))
+}
+
+/// Whether a file of a checkpoint can be opened without waiting for anybody. One that is missing is found out later.
+///
+/// # Errors
+/// It is a pipe, a socket, a device or a folder.
+pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
+    match path.metadata() {
+        Ok(about) if !about.is_file() => {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            Err(damaged(format!("its {name} is no regular file")))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn damaged(how: String) -> Error {
+    let detail = format!("this checkpoint is damaged: {how}; use another one");
+    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
 }

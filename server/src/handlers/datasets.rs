@@ -98,8 +98,26 @@ pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
 
 async fn look(app: &App, path: String) -> Result<(String, DatasetInfo)> {
     match questions::ask(app, Question::InspectDataset { path }, INSPECTION).await? {
-        Answer::Dataset { path, info } => Ok((path, info)),
+        Answer::Dataset { path, info } => {
+            let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+            info_mistake(&info).map_or(Ok((path, info)), |detail| Err(mistake(detail)))
+        }
         _ => Err(Error::Internal("an agent answered something else than a dataset".into())),
+    }
+}
+
+/// What of an agent's answer nobody could train on, or could not be stored: JSON has no number for what is not finite.
+fn info_mistake(info: &DatasetInfo) -> Option<String> {
+    if info.classes.is_empty() {
+        Some("holds no classes".into())
+    } else if ![1, 3].contains(&info.channels) {
+        Some(format!("has pictures of {} channels; they must have 1 or 3", info.channels))
+    } else if !info.mean.iter().all(|mean| mean.is_finite()) {
+        Some("has pictures whose mean is not a finite number".into())
+    } else if !info.std.iter().all(|std| std.is_finite() && *std > 0.0) {
+        Some("has pictures whose standard deviation is not a number above 0".into())
+    } else {
+        None
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     agents::Place,
     app::App,
     error::{Error, Problem, Result},
-    questions,
+    questions, regular,
     store::CheckpointRow,
 };
 use axum::{
@@ -105,7 +105,7 @@ pub(crate) async fn evaluation(
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
     let file =
         app.job_dir(&row.job).join("evaluations").join(format!("{}-{}.json", row.info.epoch, row.info.step));
-    if let Ok(known) = tokio::fs::read(&file).await {
+    if let Ok(known) = regular::read(&file).await {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
     let mut running = start(&app, &row, file.clone()).await?;
@@ -117,9 +117,7 @@ pub(crate) async fn evaluation(
     };
     match outcome {
         Some(Err(detail)) => Err(Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)),
-        _ => {
-            Ok(([(header::CONTENT_TYPE, "application/json")], tokio::fs::read(&file).await?).into_response())
-        }
+        _ => Ok(([(header::CONTENT_TYPE, "application/json")], regular::read(&file).await?).into_response()),
     }
 }
 
@@ -129,6 +127,7 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running>
     if !model.exists() {
         return Err(checkpoints::removed());
     }
+    checkpoints::check_regular(&model.join("model.safetensors"))?;
     let spec = app.store.job(&row.job).await?.map(|j| j.job.spec);
     let spec = spec.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
     let dataset = app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {

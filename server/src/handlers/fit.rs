@@ -4,6 +4,7 @@
 use crate::{
     app::App,
     error::{Error, Result},
+    regular,
 };
 use lockstep_protocol::{
     Job, JobSpec,
@@ -13,7 +14,6 @@ use lockstep_protocol::{
 use serde::Deserialize;
 use std::{
     collections::HashMap,
-    fs::File,
     io::{self, Read},
     path::Path,
 };
@@ -116,7 +116,7 @@ pub(super) async fn check_newest(app: &App, job: &Job) -> Result<()> {
 }
 
 fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
-    let mut file = File::open(path)?;
+    let mut file = regular::open(path)?;
     let mut size = [0; 8];
     file.read_exact(&mut size)?;
     let size = u64::from_le_bytes(size);

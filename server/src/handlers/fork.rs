@@ -188,6 +188,10 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     fs::create_dir_all(&temporary)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
+        if !fs::metadata(entry.path())?.is_file() {
+            let detail = format!("its {} is no regular file", entry.file_name().to_string_lossy());
+            return Err(io::Error::other(detail));
+        }
         let target = temporary.join(entry.file_name());
         if fs::hard_link(entry.path(), &target).is_err() {
             fs::copy(entry.path(), &target)?;

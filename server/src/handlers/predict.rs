@@ -30,6 +30,8 @@ pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Requests whose pictures are in memory at the same time; others wait.
 static ROOM: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
+/// For all pictures to come: others wait for the room that they take. Half a megabyte a second.
+const READING: Duration = Duration::from_secs(60);
 
 /// What the model says, in the order of the pictures.
 #[derive(Debug, Serialize, ToSchema)]
@@ -55,8 +57,13 @@ pub(crate) async fn predict(
     if !folder.exists() {
         return Err(checkpoints::removed());
     }
+    checkpoints::check_regular(&folder.join("model.safetensors"))?;
     let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
-    let pictures = pictures(request).await?;
+    let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
+        let detail =
+            format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
+        Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
+    })??;
     let question = Question::Predict { model: folder.to_string_lossy().into_owned(), pictures };
     match questions::ask(&app, question, PATIENCE).await {
         Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),

@@ -107,7 +107,7 @@ impl PostgresStore {
             sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
         }
         let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
-        Ok(Self { writer, reader, _lock: None })
+        Ok(Self { writer, reader, _lock: [].into() })
     }
 }
 
@@ -156,7 +156,8 @@ async fn lock(connection: &mut PgConnection, name: &str) -> Result<(), ServeErro
         let by: Option<String> = sqlx::query_scalar(
             "SELECT 'connected from ' || coalesce(host(client_addr), 'this machine') || ' since ' || \
              to_char(backend_start, 'YYYY-MM-DD HH24:MI') FROM pg_stat_activity JOIN pg_locks USING (pid) \
-             WHERE locktype = 'advisory' AND classid::int8 = $1 >> 32 AND objid::int8 = $1 & 4294967295 LIMIT 1",
+             WHERE locktype = 'advisory' AND classid::int8 = $1 >> 32 AND objid::int8 = $1 & 4294967295 \
+             AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) LIMIT 1",
         )
         .bind(LOCK)
         .fetch_optional(connection)

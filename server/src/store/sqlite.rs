@@ -6,6 +6,7 @@
 
 use super::migration_error;
 use crate::{config::ServeError, private};
+use rustix::{fs::FlockOperation, io::Errno};
 use sqlx::{
     migrate::Migrator,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
@@ -13,6 +14,7 @@ use sqlx::{
 use std::{
     fs::{File, TryLockError},
     io::{self, Read, Write},
+    iter,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -70,7 +72,7 @@ impl SqliteStore {
         // lead to it.
         private::file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
-        let lock = lock(path)?;
+        let lock: Arc<[File]> = iter::once(lock(path)?).chain(lock_inode(path)?).collect();
         let options = options(path).create_if_missing(true);
         let pool = |n| SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
 
@@ -89,7 +91,7 @@ impl SqliteStore {
             .connect_with(options.pragma("query_only", "1"))
             .await
             .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { writer, reader, _lock: Some(Arc::new(lock)) })
+        Ok(Self { writer, reader, _lock: lock })
     }
 }
 
@@ -127,5 +129,28 @@ fn lock(path: &Path) -> Result<File, ServeError> {
             Err(ServeError::DatabaseInUse { path: name, by })
         }
         Err(TryLockError::Error(error)) => Err(failed(error)),
+    }
+}
+
+/// File systems of the network, which do with an flock what they do with the locks that SQLite takes: it could then not
+/// open the file itself. NFS, SMB, CIFS and SMB2 (statfs(2)).
+const NETWORK: [u32; 4] = [0x6969, 0x517b, 0xff53_4d42, 0xfe53_4d42];
+
+/// A lock of the file itself, which has other names where a hard link or a bind mount leads to it. On a local file
+/// system it does not meet SQLite's own locks. None where the file system knows no such locks.
+///
+/// It stays open as long as the store: closing any descriptor of a file gives up SQLite's locks on it.
+fn lock_inode(path: &Path) -> Result<Option<File>, ServeError> {
+    let name = || path.display().to_string();
+    let failed = |e: io::Error| ServeError::Database { path: name(), detail: format!("its lock: {e}") };
+    let file = File::options().read(true).write(true).open(path).map_err(failed)?;
+    let system = rustix::fs::fstatfs(&file).map_err(|e| failed(e.into()))?.f_type as u32;
+    if NETWORK.contains(&system) {
+        return Ok(None);
+    }
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(file)),
+        Err(Errno::WOULDBLOCK) => Err(ServeError::DatabaseInUse { path: name(), by: None }),
+        Err(_) => Ok(None),
     }
 }

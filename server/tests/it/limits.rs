@@ -380,3 +380,75 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
     assert_eq!(tokio::join!(add, agent.answer(Ok(info()))).0.0, 201);
     house.stop().await;
 }
+
+#[tokio::test]
+async fn a_body_that_stops_coming_is_answered_in_time() {
+    let patience = Duration::from_millis(400);
+    let house = House::with(|c| c.body_patience = patience).await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (_, checkpoint) = with_checkpoint(&house, &mut agent).await;
+    for (path, kind) in [
+        ("/api/v1/jobs".to_owned(), "application/json"),
+        (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),
+        (format!("/api/v1/checkpoints/{checkpoint}/predict"), "multipart/form-data; boundary=B"),
+    ] {
+        let began = Instant::now();
+        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n"
+        );
+        socket.write_all(head.as_bytes()).await.unwrap();
+        // What comes in parts has come: the time counts from the last one.
+        for part in ["--", "B"] {
+            tokio::time::sleep(patience * 3 / 4).await;
+            socket.write_all(part.as_bytes()).await.unwrap();
+        }
+        let mut answer = Vec::new();
+        timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("it ends").unwrap();
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.starts_with("HTTP/1.1 408"), "{path}: {answer}");
+        assert!(answer.contains("application/problem+json") && answer.contains("no byte of the body"));
+        assert!(began.elapsed() >= patience * 5 / 2, "not before its time");
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (id, checkpoint) = with_checkpoint(&house, &mut agent).await;
+    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let pipe = |name: &str| {
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let path = folder.join(name);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        path
+    };
+    let refused = async |path: String, words: &str| {
+        let (status, body) = house.get(&path).await;
+        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{path} {status} {body}");
+    };
+    let of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
+    let manifest = pipe("MANIFEST.json");
+    for path in [of(""), of("/state.json")] {
+        refused(path, "MANIFEST.json is no regular file").await;
+    }
+    std::fs::remove_file(&manifest).unwrap();
+    std::fs::write(&manifest, "{\"files\": ").unwrap();
+    for path in [of(""), of("/state.json")] {
+        refused(path, "MANIFEST.json is no JSON").await;
+    }
+    std::fs::write(&manifest, "{}").unwrap();
+    for name in ["state.json", "model.safetensors"] {
+        pipe(name);
+        refused(of(&format!("/{name}")), "is no regular file").await;
+    }
+    refused(format!("/jobs/{id}/evaluation"), "model.safetensors is no regular file").await;
+    let predict = house.http.post(house.url(&format!("/api/v1{}", of("/predict")))).body("a picture");
+    assert_eq!(house.send(predict).await.0, 422);
+    // What it was trained on stands in that file: a fork is refused, and waits for nobody.
+    let (status, body) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+    assert!(status == 503 && body["detail"].as_str().unwrap().contains("no regular file"), "{body}");
+    house.stop().await;
+}

@@ -4,6 +4,7 @@ use crate::{
     agent::{Agent, info},
     house::{House, spec},
 };
+use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
 
 #[tokio::test]
@@ -174,5 +175,25 @@ async fn the_list_is_narrowed_and_paged() {
     assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
     let (_, none) = house.get("/jobs?state=succeeded").await;
     assert_eq!(none["jobs"], json!([]));
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn what_no_dataset_can_be_is_not_stored_though_an_agent_says_it() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    for (found, words) in [
+        (DatasetInfo { classes: Vec::new(), ..info() }, "no classes"),
+        (DatasetInfo { channels: 4, ..info() }, "4 channels"),
+        (DatasetInfo { mean: vec![f32::NAN], ..info() }, "mean"),
+        (DatasetInfo { std: vec![f32::INFINITY], ..info() }, "standard deviation"),
+        (DatasetInfo { std: vec![0.0], ..info() }, "standard deviation"),
+    ] {
+        let new = json!({"name": "odd", "path": "/some/odd"});
+        let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(found)));
+        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
+        assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
+    }
+    assert_eq!(house.get("/datasets/odd").await.0, 404);
     house.stop().await;
 }

@@ -108,6 +108,14 @@ async fn a_database_has_one_server_whatever_its_name() {
         let error = refused(config).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
     }
+    // A hard link is the file itself under another name, and has another lock beside it.
+    let hard = house.dir.path().join("hard.db");
+    fs::hard_link(&file, &hard).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut second = config(&dir);
+    second.database = Some(format!("sqlite://{}", hard.display()));
+    let error = refused(second).await;
+    assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
     house.stop().await;
     // A link to nothing: the file is made where it points, with its lock beside it.
     let target = other.path().join("real.db");

@@ -41,7 +41,7 @@ pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
     pub(in crate::store) reader: Pool<Db>,
     /// Held while the store lives, where the database's lock is a file.
-    pub(in crate::store) _lock: Option<Arc<File>>,
+    pub(in crate::store) _lock: Arc<[File]>,
 }
 
 impl SqlStore {

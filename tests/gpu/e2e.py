@@ -286,7 +286,8 @@ def overflow(stage):
         expect(len(said) == 1 and "5 steps in a row" in said[0], f"not said once: {said}")
         expect(devices and all(device.endswith("bf16") for device in devices), f"attempt 2 ran on {devices}")
         skipped = [e["values"][-1] for e in job.events if e["type"] == "metrics" and e["name"] == "skipped_steps"]
-        expect(max(skipped) == 5, f"skipped steps told: {skipped[:10]}")
+        # Two steps are on their way when the fifth is known.
+        expect(5 <= max(skipped) <= 7, f"skipped steps told: {skipped[:10]}")
         spec["train"]["precision"] = "fp16"
         job = house.submit(spec)
         expect(job.end() == "failed" and "float16 could not hold" in job.reason, f"{job.state}: {job.reason}")

@@ -64,7 +64,7 @@ async fn story(house: House) {
         slowest = slowest.max(sent.elapsed());
         beside += u32::from(left > 1);
     }
-    println!(
+    eprintln!(
         "deleted {EVENTS} events in {:?} (answered in {answered:?}); the slowest of {steps} reports beside it {slowest:?}",
         asked.elapsed()
     );

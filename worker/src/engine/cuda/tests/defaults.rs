@@ -65,7 +65,8 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
                     compare_step(&network, batch, counts, &GpuConfig { precision, ..deterministic() }, 0);
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
-                if !all.iter().all(|apart| *apart < near) || !(found.gradient < gradient) {
+                let sound = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
+                if !sound {
                     let (name, apart) = (&found.name, found.gradient);
                     wrong.push(format!(
                         "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {apart}"

@@ -317,7 +317,9 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(
-        said.contains("not finite: training has diverged at step ") && said.contains("lower lr"),
+        said.contains("the loss is not finite on ")
+            && said.contains("training has diverged at step ")
+            && said.contains("lower lr"),
         "{said}"
     );
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);

@@ -26,7 +26,8 @@ pub(crate) async fn healthz() -> &'static str {
 /// Something is written to the database and to the data directory, so a disk that is full or read-only is told.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
 pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
-    app.store.ready().await?;
+    // Whatever the database says of a row that is sound: nothing can be written.
+    app.store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![app.config.data_dir.join("jobs")];
     // The database's file may lie on another disk.
     folders.extend(app.database_dir());

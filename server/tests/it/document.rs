@@ -221,6 +221,7 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}/metrics.csv",
         "/jobs/{id}/logs",
         "/jobs/{id}/checkpoints",
+        "/jobs/{id}/attempts",
         "/jobs/{id}/evaluation",
         "/datasets",
         "/datasets/{name}",

@@ -106,7 +106,7 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
 #[tokio::test]
 async fn a_change_of_format_is_told_while_the_job_runs_on() {
     let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 1).await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
     let id = house.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let change =

@@ -289,12 +289,12 @@ fn metadata_that_no_model_has_is_refused_by_file() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     for (key, value, said) in [
-        ("image_size", "4097", "inputs of 4097 pixels"),
-        ("image_size", "7", "inputs of 7 pixels"),
+        ("image_size", "4097", "4097 pixels"),
+        ("image_size", "7", "7 pixels"),
         ("channels", "2", "2 channels"),
-        ("mean", "[]", "no normalisation of 1 channels"),
-        ("std", "[0.0]", "no normalisation of 1 channels"),
-        ("classes", "[]", "one class"),
+        ("mean", "[]", "not those of 1 channels"),
+        ("std", "[0.0]", "not those of 1 channels"),
+        ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
         write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});

@@ -142,6 +142,7 @@ const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)
 let reloading = 0;
 async function reload() {
   const mine = ++reloading;
+  stream.hold();
   for (let delay = 250; mine === reloading; delay = Math.min(10_000, delay * 2)) {
     try {
       const seq = await metrics.load([charts.other], true);

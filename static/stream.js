@@ -76,6 +76,14 @@ export class Stream {
     this.#open();
   }
 
+  /** Reads no further until `reconnect`. */
+  hold() {
+    const old = this.#socket;
+    this.#socket = null;
+    clearTimeout(this.#timer);
+    old?.close();
+  }
+
   close() {
     this.#closed = true;
     clearTimeout(this.#timer);

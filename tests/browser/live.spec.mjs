@@ -157,6 +157,46 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
+  test("has every line and checkpoint after it was away for more events than it reads one by one", async () => {
+    const EVENTS = 21_000, job = await running("far behind", 10), page = await eyes.page(house, "/machines", { expected: [/WebSocket/] });
+    // The line breaks and stays broken while `away`; nothing stands between the page and the server otherwise.
+    await page.addInitScript(() => {
+      const Real = window.WebSocket, sockets = [];
+      let away = false;
+      window.WebSocket = class extends Real {
+        constructor(url) { super(away ? new URL("/nowhere", url) : url); sockets.push(this); }
+      };
+      window.line = { cut() { away = true; sockets.splice(0).forEach((s) => s.close()); }, mend() { away = false; } };
+    });
+    await page.goto(`${house.url}/jobs/${job.id}`);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.evaluate(() => { window.sameDocument = true; });
+    await page.evaluate(() => window.line.cut());
+    await until("it has noticed", async () => (await page.locator("#live").textContent()) === "reconnecting");
+    // A line an event, and in their middle a checkpoint.
+    await agent.evaluate(async ([id, events]) => {
+      const attempt = await window.it.attempt(id), at = new Date().toISOString();
+      const line = (number) => ({ type: "log", rank: 0, lines: [{ number, at, text: `line ${number} of many` }] });
+      for (let from = 1; from <= events; from += 1000) await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(from + i)));
+      await window.it.report(attempt, 1, [{ type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+      await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(events + 1 + i)));
+    }, [job.id, EVENTS]);
+    await page.evaluate(() => window.line.mend());
+    const shown = (text) => async () => (await page.locator("#log-lines").innerText()).includes(text);
+    await until("the newest line", shown(`line ${EVENTS + 1000} of many`));
+    await until("the checkpoint", async () => (await page.locator("#checkpoints tr").count()) === 1);
+    assert.match(await page.locator("#checkpoints tr").innerText(), /1-5/);
+    // What comes now comes once.
+    await agent.evaluate(async ([id, number]) => {
+      const at = new Date().toISOString();
+      await window.it.report(await window.it.attempt(id), 0, [{ type: "log", rank: 0, lines: [{ number, at, text: "and one more" }] }]);
+    }, [job.id, EVENTS + 1001]);
+    await until("the next line", shown("and one more"));
+    assert.equal((await page.locator("#log-lines").innerText()).split("and one more").length, 2);
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await end(job, 10);
+    await page.end();
+  });
 
   test("lists older jobs in the place of those that were deleted", async () => {
     // All slots are taken, so that these wait.

@@ -60,7 +60,7 @@ function drawFacts() {
   factsTimer = 0;
   drawnAt = performance.now();
   facts.draw();
-  ranks.draw(!isFinal(job.state));
+  ranks.draw(!isFinal(job.state), job.cause);
 }
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
@@ -97,7 +97,7 @@ function apply(event) {
       break;
     case "state":
       if (event.attempt > job.attempt) ranks.forget();
-      setJob({ ...job, state: event.state, reason: event.reason, attempt: event.attempt });
+      setJob({ ...job, state: event.state, reason: event.reason, cause: event.cause ?? null, attempt: event.attempt });
       refresh();
       break;
   }
@@ -162,7 +162,7 @@ async function reload() {
 async function start() {
   setJob(job);
   facts.draw();
-  ranks.draw(!isFinal(job.state));
+  ranks.draw(!isFinal(job.state), job.cause);
   let seq = null, delay = 250;
   while (seq === null) {
     try {

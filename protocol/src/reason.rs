@@ -88,6 +88,9 @@ impl fmt::Display for Next {
                 write!(f, "goes on from {} when resumed", from(from_step))
             }
             Next::GiveUp { restarts: 0 } => f.write_str("no restart is allowed (recovery.max_restarts = 0)"),
+            Next::GiveUp { restarts: 1 } => {
+                f.write_str("it had been restarted once, as often as recovery.max_restarts allows")
+            }
             Next::GiveUp { restarts } => {
                 write!(f, "it had been restarted {restarts} times, as often as recovery.max_restarts allows")
             }

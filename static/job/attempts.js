@@ -19,7 +19,7 @@ export class Attempts {
 
 function row({ attempt, state, reason, checkpoint }) {
   const line = document.createElement("li"), what = document.createElement("b");
-  line.dataset.attempt = attempt;
+  line.value = line.dataset.attempt = attempt;
   line.dataset.code = reason?.code ?? "";
   text(what, state);
   line.append(what, reason ? `: ${reason.words}` : "");

@@ -115,7 +115,16 @@ export class Ranks {
     return since;
   }
 
-  draw(live) {
+  /** What a rank does, or how it ended: of those that `cause` names or that it took with it, not all know themselves. */
+  #status(rank, said, live, cause) {
+    if (live) return said;
+    if (cause?.rank === rank) return "ended first";
+    if (Number.isInteger(cause?.rank)) return "ended with the others";
+    return said === "failed" || said === "finished" ? said : "ended";
+  }
+
+  /** `cause`: why the job ended, where it did. */
+  draw(live, cause = null) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
     for (let r = 0; r < splits.length; r++) {
@@ -131,7 +140,7 @@ export class Ranks {
       const report = this.#reports.get(r), about = [];
       if (report) {
         const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
-        about.push(report.device, live || report.status === "failed" || report.status === "finished" ? report.status : "ended", `step ${count(step)}`);
+        about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
         if (report.images_per_second > 0) about.push(`${rate(report.images_per_second)} img/s`);
       } else about.push(live ? "not heard of yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));

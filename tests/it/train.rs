@@ -458,6 +458,13 @@ async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_no
         );
         words
     };
+    // Nor does one from beyond the end: nothing would be trained, and the run called a success.
+    let later = bench.out("out").join("checkpoints/2-21");
+    let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
+    let past = bench.train("past", &more).output().expect("it runs");
+    let words = String::from_utf8_lossy(&past.stderr);
+    assert_eq!(past.status.code(), Some(1), "{words}");
+    assert!(words.contains("2-21 is of step 21 and the training ends at step 12"), "{words}");
     let words = resume("deeper", &["model.arch=resnet32"]);
     assert!(words.contains("layer1.3.bn1.bias is missing"), "{words}");
     let words = resume("stem", &["model.arch=resnet20", "model.stem=imagenet"]);

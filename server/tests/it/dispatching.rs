@@ -38,7 +38,7 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
     agent.end(&second.attempt, failed("rank 0 was killed by signal 9", true)).await;
     let job = house.job(&id).await;
     assert_eq!(job.state, JobState::Failed);
-    assert!(job.reason.unwrap().contains("restarted 1 times, as often as recovery.max_restarts allows"));
+    assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
     // A reason that no restart mends.
     let (status, _) = house.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
     assert_eq!(status, 202);

@@ -160,8 +160,19 @@ fn resume(
         let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
         u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
     };
+    if step > plan.total_steps {
+        return Err(TrainError::Impossible(format!(
+            "checkpoint {} is of step {step} and the training ends at step {}: nothing is left to do; set more train.epochs \
+             (or train.steps)",
+            checkpoint::folder_name(state.epoch, state.step),
+            plan.total_steps
+        )));
+    }
     if comm.rank() == 0 {
         let observer = training.observer;
+        if step == plan.total_steps {
+            observer.log("the checkpoint is of the last step: nothing is left to train");
+        }
         observer.log(&format!(
             "continuing from checkpoint {} at step {step}",
             checkpoint::folder_name(state.epoch, state.step)

@@ -1,0 +1,19 @@
+//! A safetensors file, as `pretrained`, as a checkpoint's and as the model of a prediction.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use lockstep_worker::checkpoint;
+use std::io::Write as _;
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+    file.write_all(bytes).unwrap();
+    if let Ok(tensors) = checkpoint::read_tensors(file.path()) {
+        for tensor in tensors.values() {
+            assert_eq!(tensor.shape.iter().product::<usize>(), tensor.values.len());
+        }
+    }
+    let _ = checkpoint::metadata(file.path());
+    // A model that says which network it is, asked about a picture.
+    let _ = lockstep_worker::look::predict(file.path(), Vec::new());
+});

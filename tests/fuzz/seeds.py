@@ -1,0 +1,129 @@
+"""Seeds: the README's and the examples' job files, messages of every kind, small pictures, a model file.
+
+    python3 seeds.py FOLDER
+"""
+
+import json
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def packed(value):
+    """MessagePack (https://github.com/msgpack/msgpack/blob/master/spec.md) of a JSON-like value."""
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, int):
+        return bytes([value]) if 0 <= value < 128 else b"\xd3" + struct.pack(">q", value)
+    if isinstance(value, float):
+        return b"\xcb" + struct.pack(">d", value)
+    if isinstance(value, bytes):
+        return b"\xc6" + struct.pack(">I", len(value)) + value
+    if isinstance(value, str):
+        text = value.encode()
+        return b"\xdb" + struct.pack(">I", len(text)) + text
+    if isinstance(value, list):
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(packed, value))
+    pairs = b"".join(packed(k) + packed(v) for k, v in value.items())
+    return b"\xdf" + struct.pack(">I", len(value)) + pairs
+
+
+ATTEMPT = {"job": "01k0000000000000000000000a", "attempt": 1, "token": 7}
+AT = "2026-01-01T00:00:00Z"
+EVENTS = [
+    {"type": "running", "total_steps": 100, "steps_per_epoch": 10, "start_step": 0},
+    {"type": "metrics", "rank": 0, "columns": [{"name": "loss", "steps": [1, 2], "values": [2.3, 2.2]}]},
+    {"type": "log", "rank": 0, "lines": [{"number": 1, "at": AT, "text": "step 1"}]},
+    {"type": "rank", "rank": 0, "report": {"status": "training", "step": 1, "epoch": 1, "step_ms": 1.5, "all_reduce_ms": 0.5,
+                                           "data_ms": 0.5, "images_per_second": 100.0, "pid": 1, "device": "GPU 0"}},
+    {"type": "checkpoint", "epoch": 1, "step": 10, "val_accuracy": 0.5, "val_loss": 1.5, "best": True, "size_bytes": 1000},
+    {"type": "checkpoint_removed", "epoch": 1, "step": 10},
+    {"type": "evaluation", "epoch": 1, "step": 10, "samples": 100, "accuracy": 0.5, "loss": 1.5, "secs": 0.1},
+    {"type": "precision_fallback", "step": 3, "what": "gradient"},
+    {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "rank_killed", "retriable": True, "secondary": False},
+    {"type": "ended", "how": "succeeded", "step": 100},
+    {"type": "ended", "how": "failed", "reason": {"code": "rank_killed", "words": "gone"}, "retriable": True},
+]
+SLOT = {"index": 0, "device": "cpu", "name": "a core", "memory_bytes": 0}
+MACHINE = {"hostname": "h", "cpu": "c", "cores": 2, "memory_bytes": 1, "disk_free_bytes": 1, "version": "0"}
+MESSAGES = [
+    {"type": "hello", "protocol": 1, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
+     "only_job": None},
+    {"type": "heartbeat", "attempts": [ATTEMPT]},
+    {"type": "report", "attempt": ATTEMPT, "source": {"rank": 0}, "first": 0, "events": EVENTS},
+    {"type": "answer", "request": 1, "answer": {"Err": "no"}},
+    {"type": "leaving", "reason": "stop"},
+    {"type": "part", "message": 1, "last": True, "bytes": b"\x81\xa4type\xa9heartbeat"},
+    {"type": "welcome", "heartbeat_secs": 2.0, "lease_secs": 30.0, "revoked": [ATTEMPT], "server_lock": None,
+     "acknowledged": [{"attempt": ATTEMPT, "source": {"rank": 0}, "records": 3}]},
+    {"type": "stop", "attempt": ATTEMPT, "reason": "r", "patient": True},
+    {"type": "ask", "request": 1, "question": {"type": "dataset", "path": "/x"}},
+]
+
+
+def png():
+    """2 x 2 pixels of RGB."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    rows = b"\0\1\2\3\4\5\6" * 2
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 8, 2, 0, 0, 0))
+            + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def model():
+    """A safetensors file with one tensor, that says it is a ResNet-20."""
+    about = {"arch": "resnet20", "classes": '["a","b"]', "image_size": "8", "channels": "3", "mean": "[0,0,0]", "std": "[1,1,1]",
+             "spec": "{}", "format": "pt"}
+    header = {"__metadata__": about, "conv1.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1.0, 2.0)
+
+
+def main(to):
+    def keep(target, name, content):
+        folder = to / target
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+    readme = (ROOT / "README.md").read_text()
+    blocks = [block.split("\n", 1)[1] for block in readme.split("```")[1::2] if block.startswith("toml")]
+    for number, text in enumerate(blocks):
+        keep("job_file", f"readme-{number}", text.encode())
+    keep("job_file", "json", b'{"name":"a","data":{"dataset":"d","validation":0.1},"train":{"epochs":2,"milestones":[1]},"model":{"arch":"resnet20"}}')
+    keep("job_file", "toml", b'name = "a"\n[data]\ndataset = "d"\nmean = [0.5]\n[train]\nlr = 0.1\nloss_scale = "dynamic"\nmilestones = [1, 2]\n')
+    keep("fork", "set", b'train.lr=0.1\ntrain.milestones=[1,2]\ndata.mean=[0.5]\nname="b"\ntrain.epochs=null\na.b.c.d=1\n')
+    for number, message in enumerate(MESSAGES):
+        keep("frames", f"message-{number}", packed(message))
+    for number, event in enumerate(EVENTS):
+        keep("frames", f"event-{number}", packed(event))
+    keep("model_file", "one", model())
+    keep("picture", "one.png", png())
+    pictures = [p for p in (ROOT / "worker").rglob("*") if p.suffix in (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tiff")]
+    for path in pictures:
+        keep("picture", path.name, path.read_bytes())
+    try:
+        from PIL import Image
+    except ImportError:
+        print("seeds.py: without Pillow there are no seeds of JPEG, WebP, GIF, BMP and TIFF")
+        return
+    from io import BytesIO
+    ramp = Image.linear_gradient("L").resize((24, 16))
+    for kind, options in [("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("WEBP", {"lossless": True}), ("GIF", {}),
+                          ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("PNG", {})]:
+        for mode in ("L", "RGB", "CMYK", "P", "RGBA", "I;16"):
+            out = BytesIO()
+            try:
+                ramp.convert(mode).save(out, kind, **options)
+            except (OSError, ValueError, KeyError):
+                continue
+            keep("picture", f"{kind}-{mode}-{len(options)}-{'-'.join(options)}".replace(";", ""), out.getvalue())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -69,17 +69,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let all_gather = match all_gather(ranks, &gpus) {
         Ok(gathered) => Some(gathered),
         Err(error) => {
-            let advice = if gpus.is_empty() {
-                "Ranks of this machine cannot work together; see loopback above."
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let advice = if gpus.is_empty() && ranks as usize > 2 * cores {
+                format!("{ranks} ranks are many for {cores} cores; try --ranks {cores}.")
+            } else if gpus.is_empty() {
+                "Ranks of this machine cannot work together; see loopback above.".into()
             } else {
                 "GPUs of this machine cannot work together. NCCL_DEBUG=INFO lockstep doctor says more; \
                  see links and /dev/shm above."
+                    .into()
             };
             findings.push(Finding {
                 what: "all-gather".into(),
                 grade: Grade::Problem,
                 found: error,
-                advice: Some(advice.into()),
+                advice: Some(advice),
             });
             None
         }

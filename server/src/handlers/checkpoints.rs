@@ -202,7 +202,8 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     }
 }
 
-fn damaged(how: String) -> Error {
+/// `how`: what is wrong, as in `its state.json is missing`.
+pub(super) fn damaged(how: String) -> Error {
     let detail = format!("this checkpoint is damaged: {how}; use another one");
     Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
 }

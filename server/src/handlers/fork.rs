@@ -1,6 +1,8 @@
-//! Fork: a new job that goes on from a checkpoint of another, with changed settings.
+//! Fork: a new job that goes on from a checkpoint of another, with changed settings. The checkpoint's files are checked
+//! against its manifest, so that a damaged one is refused here, and not by ranks that have waited for their slots.
 
 use super::{
+    checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
     jobs,
@@ -25,7 +27,13 @@ use lockstep_protocol::{
 };
 use serde::Deserialize;
 use serde_json::Value;
-use std::{fs, io, path::Path as FilePath};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read as _},
+    path::Path as FilePath,
+};
 use utoipa::ToSchema;
 
 /// From which checkpoint, and what is different.
@@ -49,7 +57,8 @@ pub(crate) struct ForkRequest {
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     request_body = ForkRequest,
     responses((status = 202, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
-        (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"), (status = 422, body = Problem)))]
+        (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
+        (status = 422, body = Problem, description = "Settings that are wrong or do not fit, or a checkpoint that is damaged")))]
 pub(crate) async fn fork(
     State(app): State<App>,
     Path(id): Path<String>,
@@ -93,6 +102,9 @@ pub(crate) async fn fork(
     let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
     if let Err(error) = copied.map_err(io::Error::other).flatten() {
         let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
+        if error.kind() == io::ErrorKind::InvalidData {
+            return Err(checkpoints::damaged(error.to_string()));
+        }
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
@@ -198,7 +210,56 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
             fs::File::open(&target)?.sync_all()?;
         }
     }
+    check_whole(&temporary)?;
     fs::File::open(&temporary)?.sync_all()?;
     fs::rename(&temporary, to.join(folder))?;
     fs::File::open(to)?.sync_all()
+}
+
+/// Whether the files of a checkpoint are those that its manifest names.
+fn check_whole(folder: &FilePath) -> io::Result<()> {
+    let damaged = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
+    let text = fs::read(folder.join("MANIFEST.json"))?;
+    let manifest: Manifest = serde_json::from_slice(&text)
+        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
+    for (name, wanted) in &manifest.files {
+        let mut file = match fs::File::open(folder.join(name)) {
+            Ok(file) if FilePath::new(name).file_name() == Some(name.as_ref()) => file,
+            _ => return Err(damaged(format!("its {name} is missing"))),
+        };
+        let (mut hash, mut size, mut block) = (Sha256::new(), 0, vec![0; 1 << 18]);
+        loop {
+            let n = file.read(&mut block)?;
+            if n == 0 {
+                break;
+            }
+            hash.update(&block[..n]);
+            size += n as u64;
+        }
+        if size != wanted.size_bytes {
+            return Err(damaged(format!(
+                "its {name} has {size} bytes and was written with {}",
+                wanted.size_bytes
+            )));
+        }
+        let sum = hash.finalize().iter().fold(String::new(), |sum, byte| sum + &format!("{byte:02x}"));
+        if sum != wanted.sha256 {
+            return Err(damaged(format!("the bytes of its {name} are not those that were written")));
+        }
+    }
+    Ok(())
+}
+
+/// Of `MANIFEST.json`, what a copy is checked against.
+#[derive(Deserialize)]
+struct Manifest {
+    #[serde(default)]
+    files: BTreeMap<String, Written>,
+}
+
+#[derive(Deserialize)]
+struct Written {
+    size_bytes: u64,
+    /// Hexadecimal.
+    sha256: String,
 }

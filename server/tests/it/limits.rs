@@ -450,5 +450,28 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
     // What it was trained on stands in that file: a fork is refused, and waits for nobody.
     let (status, body) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert!(status == 503 && body["detail"].as_str().unwrap().contains("no regular file"), "{body}");
+    // So is one whose files are not those of its manifest, and nothing of it is kept.
+    for name in ["state.json", "model.safetensors"] {
+        std::fs::remove_file(folder.join(name)).unwrap();
+    }
+    let sum = "486ea46224d1bb4fb680f34f7c9ad96a8f24ec88be73ea8e5a6c65260e9cb8a7";
+    let files = json!({ "state.json": { "size_bytes": 5, "sha256": sum } });
+    std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
+    let jobs = || std::fs::read_dir(house.dir.path().join("jobs")).unwrap().count();
+    let before = jobs();
+    for (content, words) in [
+        (None, "state.json is missing"),
+        (Some("worl"), "has 4 bytes and was written with 5"),
+        (Some("worlt"), "are not those"),
+    ] {
+        if let Some(content) = content {
+            std::fs::write(folder.join("state.json"), content).unwrap();
+        }
+        let (status, body) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{status} {body}");
+    }
+    assert_eq!(jobs(), before);
+    std::fs::write(folder.join("state.json"), "world").unwrap();
+    assert_eq!(house.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 202);
     house.stop().await;
 }

@@ -35,8 +35,6 @@ pub const STATE: &str = "state.json";
 /// A [`Manifest`].
 pub const MANIFEST: &str = "MANIFEST.json";
 const TEMPORARY: &str = ".tmp-";
-/// After [`TEMPORARY`]: one that another is about to take the place of.
-const REPLACED: &str = "old-";
 
 /// What training needs besides tensors to go on as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -192,19 +190,15 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     reached("checkpoint.begin", &temporary)?;
     let written = write_files(&temporary, snapshot, best).and_then(|size| {
         reached("checkpoint.synced", &temporary)?;
-        let replaced = put(&temporary, &place).map_err(at(&place))?;
+        let stands = put(&temporary, &place).map_err(at(&place))?;
         reached("checkpoint.renamed", &place)?;
         sync_directory(directory)?;
         reached("checkpoint.written", &place)?;
-        if let Some(replaced) = replaced {
-            fs::remove_dir_all(&replaced).map_err(at(&replaced))?;
-        }
-        Ok(size)
+        if stands { Ok(size) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
     });
-    if written.is_err() {
-        // The room it takes may be what others lack.
-        let _ = fs::remove_dir_all(&temporary);
-    }
+    // What could not be written, or was replaced: the room it takes may be what others lack. Should it stay, the next start
+    // removes it.
+    let _ = fs::remove_dir_all(&temporary);
     written
 }
 
@@ -215,21 +209,19 @@ fn is_measured(folder: &Path) -> bool {
     state.is_some_and(|state| state.val_accuracy.is_some())
 }
 
-/// Gives a whole folder its name; where one is that it replaces is what is to be removed then. The two change places at
-/// once where the file system can do that (not on NFS).
-fn put(temporary: &Path, place: &Path) -> io::Result<Option<PathBuf>> {
+/// Gives a whole folder its name. Where one has that name, the two change places at once, so that a crash finds one or the
+/// other; false where the file system cannot do that (NFS), and the one that was there stays: all it lacks is how its step
+/// was evaluated.
+fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     if !place.exists() {
-        return fs::rename(temporary, place).map(|()| None);
+        return fs::rename(temporary, place).map(|()| true);
     }
-    if renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE).is_ok() {
-        return Ok(Some(temporary.into()));
+    match renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(error.into()),
     }
-    let name = place.file_name().unwrap_or_default().to_string_lossy();
-    let replaced = place.with_file_name(format!("{TEMPORARY}{REPLACED}{name}"));
-    fs::rename(place, &replaced)?;
-    fs::rename(temporary, place)?;
-    Ok(Some(replaced))
 }
 
 fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
@@ -469,13 +461,7 @@ pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let replaced = name.strip_prefix(TEMPORARY).and_then(|name| name.strip_prefix(REPLACED));
-        // Where two folders cannot change places at once, the old one goes first: a crash between the two leaves it alone.
-        if let Some(place) = replaced.map(|name| directory.join(name)).filter(|place| !place.exists())
-            && validate(&entry.path()).is_ok()
-        {
-            fs::rename(entry.path(), &place).map_err(at(&entry.path()))?;
-        } else if name.starts_with(TEMPORARY) {
+        if name.starts_with(TEMPORARY) {
             fs::remove_dir_all(entry.path()).map_err(at(&entry.path()))?;
         }
     }

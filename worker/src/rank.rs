@@ -196,6 +196,9 @@ pub fn run_config(config: &RankConfig) -> i32 {
         })
     });
     let told_to_stop = life.stop.load(Ordering::Relaxed);
+    if result.is_ok() {
+        life.ended.store(true, Ordering::Relaxed);
+    }
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
@@ -373,6 +376,8 @@ struct Life {
     kept: AtomicU64,
     /// Its last words are said.
     spoken: AtomicBool,
+    /// It is done in order: finished, or stopped with all others.
+    ended: AtomicBool,
     comm: OnceLock<Arc<dyn Communicator>>,
     store: OnceLock<Arc<Store>>,
 }
@@ -420,10 +425,18 @@ fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Repor
     let config = config.clone();
     let wait = async move {
         let mut overdue = 0;
+        let mut until = None;
         loop {
+            let late = async {
+                match until {
+                    Some(until) => tokio::time::sleep_until(until).await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
-                _ = term.recv() => break,
-                _ = int.recv() => break,
+                () = late => break,
+                _ = term.recv() => until = until.or_else(|| Some(told(&life))),
+                _ = int.recv() => until = until.or_else(|| Some(told(&life))),
                 _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
@@ -438,13 +451,14 @@ fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Repor
                 }
             }
         }
-        life.stop.store(true, Ordering::Relaxed);
-        tokio::time::sleep(STOP_WITHIN).await;
         let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
         life.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        // Still here: it waits for something that cannot be told otherwise.
-        let lost = life.lost(config.rank);
+        // Still here: it waits for something that cannot be told otherwise. One that has ended in order is on its way out.
+        let lost = life.lost(config.rank).filter(|_| !life.ended.load(Ordering::Relaxed));
+        if lost.is_none() && life.ended.load(Ordering::Relaxed) {
+            return;
+        }
         let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
         if let Some(lost) = lost {
             let interrupted = RankError::Interrupted { why, lost, secondary: false };
@@ -455,6 +469,12 @@ fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Repor
     };
     std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
     Ok(())
+}
+
+/// Has the rank stop; until when it may take.
+fn told(life: &Life) -> tokio::time::Instant {
+    life.stop.store(true, Ordering::Relaxed);
+    tokio::time::Instant::now() + STOP_WITHIN
 }
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);

@@ -321,6 +321,11 @@ impl Run<'_> {
                 drop(batches);
                 self.settle()?;
                 if let Some(steps) = self.skipped.persist() {
+                    // Ranks that are told to stop do not meet anew; the checkpoint knows of the skipped steps, and whoever
+                    // goes on from it changes the format at once.
+                    if !self.agree(true)? {
+                        return self.stopped();
+                    }
                     self.go_on_in_bfloat16(&format!("the gradients of {steps}"))?;
                 }
             }

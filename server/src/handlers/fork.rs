@@ -219,7 +219,8 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
 /// Whether the files of a checkpoint are those that its manifest names.
 fn check_whole(folder: &FilePath) -> io::Result<()> {
     let damaged = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
-    let text = fs::read(folder.join("MANIFEST.json"))?;
+    let text = fs::read(folder.join("MANIFEST.json"))
+        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     let manifest: Manifest = serde_json::from_slice(&text)
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     for (name, wanted) in &manifest.files {

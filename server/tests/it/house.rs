@@ -39,11 +39,13 @@ pub fn config(dir: &TempDir) -> ServeConfig {
 
 /// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards.
 fn database_of(dir: &TempDir) -> Option<String> {
-    let note = dir.path().join("database-url");
+    // Where the server keeps its own, so that the directory stays one of a server's files alone.
+    let note = dir.path().join("jobs/.database-url");
     match std::fs::read_to_string(&note) {
         Ok(url) => Some(url),
         Err(_) if postgres::wanted() => {
             let url = postgres::database();
+            std::fs::create_dir_all(dir.path().join("jobs")).unwrap();
             std::fs::write(&note, &url).unwrap();
             Some(url)
         }

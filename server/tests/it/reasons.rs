@@ -16,6 +16,13 @@ fn killed(rank: u32, step: u64) -> Ending {
     Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
 }
 
+/// The files of checkpoint 1-50, as far as a fork looks at them.
+fn checkpoint_folder(house: &House, id: &str) {
+    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
+}
+
 fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo {
         epoch: 1,
@@ -173,7 +180,7 @@ async fn a_fork_tells_its_parent_also_when_that_is_gone() {
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    std::fs::create_dir_all(house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"))).unwrap();
+    checkpoint_folder(&house, &id);
     let (status, fork) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert_eq!(status, 202, "{fork}");
     let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
@@ -200,7 +207,7 @@ async fn a_key_belongs_to_the_path_that_it_came_with() {
         let attempt = agent.started().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
         agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-        std::fs::create_dir_all(house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"))).unwrap();
+        checkpoint_folder(&house, &id);
         checkpoints.push(id);
     }
     let fork = |id: &str| {

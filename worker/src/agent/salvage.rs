@@ -15,14 +15,22 @@ pub(super) struct Told {
     start_step: Option<u64>,
     /// Steps of checkpoints that were written, whether kept or not.
     steps: BTreeSet<u64>,
+    /// Of those, the ones that are gone: too old, or damaged.
+    removed: BTreeSet<u64>,
 }
 
 impl Told {
     pub(super) fn note(&mut self, event: &AttemptEvent) {
         match event {
             AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
-            AttemptEvent::Checkpoint(info) => drop(self.steps.insert(info.step)),
-            AttemptEvent::CheckpointRemoved { step, .. } => drop(self.steps.insert(*step)),
+            AttemptEvent::Checkpoint(info) => {
+                self.steps.insert(info.step);
+                self.removed.remove(&info.step);
+            }
+            AttemptEvent::CheckpointRemoved { step, .. } => {
+                self.steps.insert(*step);
+                self.removed.insert(*step);
+            }
             _ => {}
         }
     }
@@ -45,7 +53,7 @@ impl Told {
     /// What is lost of an attempt that was stopped after step `step`, when `untold` are the checkpoints that it did not
     /// tell of.
     pub(super) fn lost(&self, step: u64, untold: &[CheckpointInfo]) -> Option<String> {
-        let known = self.start_step.into_iter().chain(self.steps.iter().copied());
+        let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(untold.iter().map(|info| info.step)).max()?;
         let none = if newest == 0 {
             "there is no checkpoint yet".into()
@@ -106,6 +114,8 @@ mod tests {
             size_bytes: 1,
         };
         told.note(&AttemptEvent::Checkpoint(of_step(20)));
+        // One that was found damaged at the start.
+        told.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
         let said = told.lost(57, &[]).unwrap();
         assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
         assert_eq!(told.lost(57, &[of_step(57)]), None, "the agent has found one");

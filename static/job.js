@@ -121,6 +121,8 @@ function refresh() {
 function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
+    // What a state's own request could not ask, while the server was away.
+    attempts.load().catch(() => {});
     // A server that lost events, or a page that slept for long, reads history afresh.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
     behindAt = null;

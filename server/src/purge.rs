@@ -1,7 +1,12 @@
-//! What is left of deleted jobs goes bit by bit, beside everything else that is written.
+//! What is left of deleted jobs goes bit by bit, beside everything else that is written: first a job's files, then its rows,
+//! so that a server that is stopped in between finds the rest at its next start.
 
 use crate::app::App;
-use std::time::{Duration, Instant};
+use lockstep_protocol::JobId;
+use std::{
+    io,
+    time::{Duration, Instant},
+};
 
 /// After a failure: the database may be away.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
@@ -10,16 +15,39 @@ const LONGEST_REST: Duration = Duration::from_millis(200);
 
 /// Removes until `app` stops: first what an earlier server did not get to.
 pub(crate) async fn run(app: App) {
+    let mut without_files = None;
     loop {
-        let began = Instant::now();
-        match app.store.purge_deleted().await {
-            // Half of the writer's time at most: reports of running jobs come first.
-            Ok(true) => tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await,
-            Ok(false) => app.deleted.notified().await,
-            Err(error) => {
-                tracing::warn!(%error, "what is left of deleted jobs could not be removed; trying again");
-                tokio::time::sleep(TRY_AGAIN).await;
+        match app.store.oldest_deleted().await {
+            Ok(None) => app.deleted.notified().await,
+            Ok(Some(id)) => {
+                if without_files.as_ref() != Some(&id) {
+                    remove_files(&app, &id).await;
+                    without_files = Some(id.clone());
+                }
+                let began = Instant::now();
+                match app.store.purge_deleted(&id).await {
+                    // Half of the writer's time at most: reports of running jobs come first.
+                    Ok(()) => tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await,
+                    Err(error) => rest(&error).await,
+                }
             }
+            Err(error) => rest(&error).await,
         }
+    }
+}
+
+async fn rest(error: &crate::store::StoreError) {
+    tracing::warn!(%error, "what is left of deleted jobs could not be removed; trying again");
+    tokio::time::sleep(TRY_AGAIN).await;
+}
+
+async fn remove_files(app: &App, id: &JobId) {
+    let folder = app.job_dir(id);
+    match tokio::fs::remove_dir_all(&folder).await {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            // The job is gone for its users; what stays is only space.
+            tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
+        }
+        _ => {}
     }
 }

@@ -1,6 +1,6 @@
 //! The server's REST interface and its streams, as the client commands use them.
 
-use super::wrong;
+use super::{output, wrong};
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::{Job, stream::Frame};
@@ -64,14 +64,18 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
-        let mut found = self.jobs().await?;
-        found.retain(|job| job.id.as_str().starts_with(id) || job.name == id);
-        match found.len() {
-            1 => Ok(found.remove(0)),
-            0 => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
-            n => {
-                let ids: Vec<_> = found.iter().map(|job| job.id.as_str()).collect();
-                Err(wrong(format!("{n} jobs are called {id}: {}; name one by its id", ids.join(", "))))
+        // Also those that this version cannot read: one of two jobs is not the only one.
+        let text = |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let called = |job: &Value| text(job, "id").starts_with(id) || text(job, "name") == id;
+        let ids: Vec<_> =
+            self.all_jobs().await?.iter().filter(|job| called(job)).map(|job| text(job, "id")).collect();
+        match &ids[..] {
+            [id] => self.get(&format!("/jobs/{id}")).await,
+            [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
+            _ => {
+                let detail =
+                    format!("{} jobs are called {id}: {}; name one by its id", ids.len(), ids.join(", "));
+                Err(wrong(detail))
             }
         }
     }
@@ -81,12 +85,17 @@ impl Api {
     /// # Errors
     /// As [`Api::get`].
     pub(crate) async fn jobs(&self) -> anyhow::Result<Vec<Job>> {
+        list(&Value::Array(self.all_jobs().await?), "jobs")
+    }
+
+    async fn all_jobs(&self) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
             let after = cursor.map(|c| format!("&cursor={c}")).unwrap_or_default();
             let page: Value = self.get(&format!("/jobs?limit=200{after}")).await?;
-            all.extend(list::<Job>(&page, "jobs")?);
+            let jobs = page.get("jobs").and_then(Value::as_array).context("the server has no list of jobs")?;
+            all.extend(jobs.iter().cloned());
             match page.get("next").and_then(Value::as_str) {
                 Some(next) => cursor = Some(next.to_owned()),
                 None => return Ok(all),
@@ -193,7 +202,7 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     let read = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
         let told = |error| {
-            eprintln!("lockstep: {name} of the server's {key} cannot be read by this version: {error}");
+            output::warn(format_args!("{name} of the server's {key} cannot be read by this version: {error}"));
         };
         serde_json::from_value(element.clone()).map_err(told).ok()
     };

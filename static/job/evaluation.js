@@ -50,6 +50,7 @@ export class Evaluation {
       if (found?.confusion) { text(status, ""); return this.#show(found); }
       if (found?.detail) doing = found.detail.replace("; ask again", "");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
+      if (mine !== this.#asked) return;
     }
   }
 

@@ -38,7 +38,7 @@ export class Log {
     this.attempt = byId("log-attempt");
     this.search = byId("log-search");
     this.newest = byId("log-newest");
-    this.search.value = read("q");
+    this.search.value = read("q").slice(0, this.search.maxLength);
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
     this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
@@ -90,7 +90,7 @@ export class Log {
     const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ tail: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
     this.follow.checked = false;
     this.#from = before.next;
-    this.#fresh([...before.lines, ...after.lines], this.#narrowed ? before.next !== null : before.lines.length >= PART, after.next !== null);
+    this.#fresh([...before.lines, ...after.lines], before.next !== null, after.next !== null);
     const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
     found?.classList.add("marked");
     found?.scrollIntoView({ block: "center" });
@@ -98,6 +98,8 @@ export class Log {
 
   /** Lines were missed: the newest are shown to who follows; the others come as they are scrolled to. */
   async again() {
+    // An older database may have been put back: its lines come anew, under the same numbers.
+    this.#seen.clear();
     if (this.follow.checked) return this.toNewest();
     this.#newer = true;
     this.#note();
@@ -107,7 +109,7 @@ export class Log {
     const answer = await this.#ask({ tail: this.#narrowed ? PART : KEEP });
     if (!answer) return;
     this.#from = answer.next;
-    this.#fresh(answer.lines, this.#narrowed ? answer.next !== null : answer.lines.length >= KEEP, false);
+    this.#fresh(answer.lines, answer.next !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
     if (this.#narrowed) await this.#searchOn();
@@ -202,7 +204,7 @@ export class Log {
     const answer = await this.#ask({ tail: PART, before: seq }).catch(() => null);
     if (!answer) return false;
     this.#from = answer.next;
-    this.#older = this.#narrowed ? answer.next !== null : answer.lines.length >= PART;
+    this.#older = answer.next !== null;
     const height = this.box.scrollHeight;
     if (answer.lines.length) this.box.querySelector(".none")?.remove();
     this.box.prepend(...answer.lines.map(row));

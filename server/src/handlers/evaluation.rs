@@ -128,8 +128,9 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running>
         return Err(checkpoints::removed());
     }
     checkpoints::check_regular(&model.join("model.safetensors"))?;
-    let spec = app.store.job(&row.job).await?.map(|j| j.job.spec);
-    let spec = spec.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let job = jobs::find(app, row.job.as_str()).await?;
+    jobs::check_readable(&job)?;
+    let spec = job.spec;
     let dataset = app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {
         let detail = format!("the dataset {:?} is no longer registered", spec.data.dataset);
         Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)

@@ -68,12 +68,7 @@ pub(crate) async fn fork(
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&headers, &uri, &bytes)?;
     let source = jobs::find(&app, &id).await?;
-    if let Some(flaw) = &source.unreadable {
-        let detail = format!(
-            "the job was stored by another version of lockstep ({flaw}): what this one would fork were another job"
-        );
-        return Err(Error::Conflict(detail, Some(source.state)));
-    }
+    jobs::check_readable(&source)?;
     let from = choose(&app, &source, &request.checkpoint).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;

@@ -417,6 +417,22 @@ pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Res
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
+/// Whether this version understands all of a job: what it would make of one that it does not were another job.
+///
+/// # Errors
+/// What it does not understand.
+pub(super) fn check_readable(job: &Job) -> Result<()> {
+    match &job.unreadable {
+        None => Ok(()),
+        Some(flaw) => {
+            let detail = format!(
+                "the job was stored by another version of lockstep ({flaw}): what this one would take it for is another job"
+            );
+            Err(Error::Conflict(detail, Some(job.state)))
+        }
+    }
+}
+
 /// Delete a job
 ///
 /// With its events and checkpoints. One that is not over is refused: cancel it first.
@@ -424,16 +440,12 @@ pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Res
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
     let id = job_id(&id)?;
-    app.store.delete_job(&id).await?;
-    app.deleted.notify_one();
-    app.hub.deleted(&id);
-    let folder = app.job_dir(&id);
-    match tokio::fs::remove_dir_all(&folder).await {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            // The job is gone for its users; what stays is only space.
-            tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
-        }
-        _ => {}
-    }
-    Ok(StatusCode::NO_CONTENT)
+    // Whether or not its client waits for the end. The files go with the rows (`purge.rs`).
+    let work = tokio::spawn(async move {
+        app.store.delete_job(&id).await?;
+        app.deleted.notify_one();
+        app.hub.deleted(&id);
+        Ok(StatusCode::NO_CONTENT)
+    });
+    work.await.map_err(|e| Error::Internal(format!("a deletion: {e}")))?
 }

@@ -5,7 +5,7 @@ use crate::{
     app::App,
     error::{Problem, Result},
     handlers::jobs,
-    store::LogFilter,
+    store::{LogFilter, LogPage},
 };
 use axum::{
     Json,
@@ -104,12 +104,13 @@ pub(crate) async fn query(
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         return Ok(Json(search(&app, &job, filter, q).await?).into_response());
     }
-    let events = app.store.logs(&job_id(&id)?, &filter).await?;
-    let next = (!newest && events.len() == limit as usize).then(|| events.last().map(|e| e.seq)).flatten();
+    let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
+    let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let mut lines = lines(events, query.q.as_deref());
-    if newest {
-        // Whole events: whoever reads on before the first line's event has all of it.
-        let first = lines.get(lines.len().saturating_sub(limit as usize)).map_or(0, |l| l.seq);
+    // Whole events: whoever reads on before the first line's event has all of it.
+    if newest && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0) {
+        let first = lines[beyond].seq;
+        next = Some(first);
         lines.retain(|l| l.seq >= first);
     }
     Ok(Json(Logs { lines, next }).into_response())
@@ -130,9 +131,7 @@ async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs
             (low, Some(high.min(low.saturating_add(SEARCHED))))
         };
         let (from, to) = (filter.after, filter.before.unwrap_or(high));
-        let events = app.store.logs(&job.id, &filter).await?;
-        let full = events.len() == filter.limit as usize;
-        let ends = events.first().zip(events.last()).map(|(first, last)| (first.seq, last.seq));
+        let LogPage { events, ends, full } = app.store.logs(&job.id, &filter).await?;
         let part = lines(events, Some(q));
         let next = if filter.newest {
             high = ends.filter(|_| full).map_or(from + 1, |(first, _)| first);
@@ -186,9 +185,9 @@ fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response 
             if after.is_none() {
                 return Ok(None);
             }
-            let events = app.store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
-            let next =
-                (events.len() == DEFAULT_EVENTS as usize).then(|| events.last().map(|e| e.seq)).flatten();
+            let LogPage { events, ends, full } =
+                app.store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
+            let next = ends.filter(|_| full).map(|(_, last)| last);
             let mut text = String::new();
             for Line { rank, line, .. } in lines(events, containing.as_deref()) {
                 let _ = match filter.rank {

@@ -90,7 +90,9 @@ pub(crate) async fn new_job(
         server_url(&headers),
     );
     if let Some(id) = &query.from {
-        page.form = submit::Form::from_spec(&jobs::find(&app, id).await?.spec);
+        let job = jobs::find(&app, id).await?;
+        jobs::check_readable(&job)?;
+        page.form = submit::Form::from_spec(&job.spec);
     }
     html(page.render())
 }

@@ -90,7 +90,9 @@ pub(crate) async fn of_job(
     Path(id): Path<String>,
     Query(query): Query<PlacesQuery>,
 ) -> Result<Json<Samples>> {
-    let spec = jobs::find(&app, &id).await?.spec;
+    let job = jobs::find(&app, &id).await?;
+    jobs::check_readable(&job)?;
+    let spec = job.spec;
     let dataset = app.store.dataset(&spec.data.dataset).await?;
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;

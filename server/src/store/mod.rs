@@ -116,9 +116,10 @@ pub trait Store: Send + Sync + 'static {
     /// Removes a job that is over. Nobody finds it from then on; what is stored of it goes bit by bit, with
     /// [`Store::purge_deleted`].
     async fn delete_job(&self, id: &JobId) -> Result<()>;
-    /// Removes some of what is left of deleted jobs, in a transaction so short that others hardly wait for it. False
-    /// when nothing is left.
-    async fn purge_deleted(&self) -> Result<bool>;
+    /// The job that was deleted first, of those of which something is left.
+    async fn oldest_deleted(&self) -> Result<Option<JobId>>;
+    /// Removes some of what is left of a deleted job, in a transaction so short that others hardly wait for it.
+    async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
     /// Makes the job's next attempt, if the job still waits.
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
@@ -156,7 +157,7 @@ pub trait Store: Send + Sync + 'static {
         chunks: &[MetricChunk],
     ) -> Result<bool>;
     /// Events of kind `log` that match, in order, at most `limit`.
-    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>>;
+    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage>;
     /// The newest report of each rank of an attempt.
     async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>>;
 

@@ -52,8 +52,9 @@ pub struct JobRow {
     pub progress: Progress,
     /// How the attempt that had the token ended, until that is stored.
     pub ended: Option<AttemptEnd>,
-    /// The stored state, when this version does not know it: the job is shown as failed, and nothing changes it.
-    pub unknown_state: Option<String>,
+    /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
+    /// else failed. It stays as it is until the attempt's end makes another of it.
+    pub unknown_state: Option<(String, JobState)>,
 }
 
 impl JobRow {
@@ -240,6 +241,17 @@ pub struct MetricPage {
     pub as_of: u64,
     /// Rank, attempt and points of each event that can be read.
     pub columns: Vec<(u32, u32, MetricColumn)>,
+    /// There were as many events as the filter allows.
+    pub full: bool,
+}
+
+/// Log events as they were stored.
+#[derive(Debug, Clone, Default)]
+pub struct LogPage {
+    /// Those that can be read.
+    pub events: Vec<Event>,
+    /// Numbers of the first and the last that were looked at, whether they can be read or not.
+    pub ends: Option<(u64, u64)>,
     /// There were as many events as the filter allows.
     pub full: bool,
 }

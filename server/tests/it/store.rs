@@ -131,7 +131,9 @@ async fn story(store: &dyn Store) {
     assert!(store.counts().await.unwrap().jobs.is_empty());
     assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
     // The rest goes bit by bit.
-    while store.purge_deleted().await.unwrap() {}
+    while let Some(id) = store.oldest_deleted().await.unwrap() {
+        store.purge_deleted(&id).await.unwrap();
+    }
     assert!(store.events(&id, 0, 10).await.unwrap().is_empty());
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
     store.ready().await.unwrap();

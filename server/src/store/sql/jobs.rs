@@ -45,9 +45,12 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     spec.name = row.try_get("name")?;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     let state: String = row.try_get("state")?;
+    let token = row.try_get::<Option<i64>, _>("token")?.map(uint);
+    // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
+    let stands_for = if token.is_some() { JobState::Running } else { JobState::Failed };
     let known = state.parse::<JobState>();
-    let unknown_state = known.is_err().then_some(state);
-    if let Some(state) = &unknown_state {
+    let unknown_state = known.is_err().then(|| (state, stands_for));
+    if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }
     let progress: lifecycle::Progress = read(&id, "progress", row.try_get("progress")?);
@@ -65,7 +68,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let job = Job {
         name: spec.name.clone(),
-        state: known.unwrap_or(JobState::Failed),
+        state: known.unwrap_or(stands_for),
         reason: optional("reason")?,
         cause: optional("cause")?.and_then(|text| read(&id, "cause", &text)),
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
@@ -93,7 +96,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
         restarts: small(row.try_get("restarts")?),
-        token: row.try_get::<Option<i64>, _>("token")?.map(uint),
+        token,
         progress,
         ended: None,
         unknown_state,
@@ -133,7 +136,10 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
          token = $20, cause = $21 WHERE id = $1",
     )
     .bind(job.id.as_str())
-    .bind(row.unknown_state.as_deref().unwrap_or(job.state.as_str()))
+    .bind(match &row.unknown_state {
+        Some((state, stands_for)) if *stands_for == job.state => state.as_str(),
+        _ => job.state.as_str(),
+    })
     .bind(job.reason.as_deref().map(plain))
     .bind(i64::from(job.attempt))
     .bind(json(&job.agents)?)
@@ -366,7 +372,7 @@ impl SqlStore {
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
-        if let Some(state) = &row.unknown_state {
+        if let (Some((state, _)), None) = (&row.unknown_state, row.token) {
             let detail =
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());

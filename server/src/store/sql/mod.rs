@@ -85,8 +85,11 @@ impl Store for SqlStore {
     async fn delete_job(&self, id: &JobId) -> Result<()> {
         self.remove_job(id).await
     }
-    async fn purge_deleted(&self) -> Result<bool> {
-        self.purge_some().await
+    async fn oldest_deleted(&self) -> Result<Option<JobId>> {
+        self.find_deleted().await
+    }
+    async fn purge_deleted(&self, id: &JobId) -> Result<()> {
+        self.purge_some(id).await
     }
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         self.make_attempt(claim).await
@@ -129,7 +132,7 @@ impl Store for SqlStore {
     ) -> Result<bool> {
         self.write_metric_chunks(job, after, until, chunks).await
     }
-    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
+    async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
         self.read_logs(job, filter).await
     }
     async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>> {

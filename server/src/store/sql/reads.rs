@@ -119,7 +119,7 @@ impl SqlStore {
         Ok(MetricPage { as_of: uint(as_of), columns: readable(columns), full })
     }
 
-    pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<Vec<Event>> {
+    pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
         let order = if filter.newest { "DESC" } else { "ASC" };
         let query = format!(
             "SELECT seq, at, body FROM events {BY_LOG} WHERE job_id = $1 AND kind = 'log' \
@@ -139,10 +139,11 @@ impl SqlStore {
         if filter.newest {
             rows.reverse();
         }
+        let ends = rows.first().zip(rows.last()).map(|(first, last)| (uint(first.0), uint(last.0)));
         let events = rows.iter().map(|(seq, at, body)| {
             Ok(Event { seq: uint(*seq), at: time(*at)?, body: event(job, *seq, body)? })
         });
-        Ok(readable(events))
+        Ok(LogPage { events: readable(events), ends, full: rows.len() == filter.limit as usize })
     }
 
     pub(super) async fn read_rank_reports(

@@ -65,7 +65,8 @@ impl Api {
             return self.get(&format!("/jobs/{id}")).await;
         }
         // Also those that this version cannot read: one of two jobs is not the only one.
-        let text = |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let text =
+            |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
         let called = |job: &Value| text(job, "id").starts_with(id) || text(job, "name") == id;
         let ids: Vec<_> =
             self.all_jobs().await?.iter().filter(|job| called(job)).map(|job| text(job, "id")).collect();
@@ -94,7 +95,8 @@ impl Api {
         loop {
             let after = cursor.map(|c| format!("&cursor={c}")).unwrap_or_default();
             let page: Value = self.get(&format!("/jobs?limit=200{after}")).await?;
-            let jobs = page.get("jobs").and_then(Value::as_array).context("the server has no list of jobs")?;
+            let jobs =
+                page.get("jobs").and_then(Value::as_array).context("the server has no list of jobs")?;
             all.extend(jobs.iter().cloned());
             match page.get("next").and_then(Value::as_str) {
                 Some(next) => cursor = Some(next.to_owned()),
@@ -202,7 +204,9 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     let read = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
         let told = |error| {
-            output::warn(format_args!("{name} of the server's {key} cannot be read by this version: {error}"));
+            output::warn(format_args!(
+                "{name} of the server's {key} cannot be read by this version: {error}"
+            ));
         };
         serde_json::from_value(element.clone()).map_err(told).ok()
     };

@@ -15,8 +15,8 @@ pub use location::Location;
 
 pub use rows::{
     AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
-    Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, MetricPage, NewJob, Page, Place,
-    Report,
+    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
+    Place, Report,
 };
 
 use crate::{config::ServeError, lifecycle::Refused};
@@ -26,7 +26,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
-    stream::{Event, EventBody},
+    stream::EventBody,
 };
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::BTreeMap;

@@ -8,6 +8,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
     reason::Reason,
     spec::JobSpec,
+    stream::Event,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};

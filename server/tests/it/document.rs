@@ -267,10 +267,28 @@ async fn what_is_answered_is_documented() {
     for (pairs, expected) in [
         (&[("range", "bytes=2-4")][..], 206),
         (&[("range", "bytes=20-")][..], 416),
-        (&[("if-none-match", "\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\"")][..], 304),
-        (&[("if-none-match", "\"x\", W/\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\""), ("range", "bytes=2-4")][..], 304),
+        (
+            &[("if-none-match", "\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\"")][..],
+            304,
+        ),
+        (
+            &[
+                (
+                    "if-none-match",
+                    "\"x\", W/\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\"",
+                ),
+                ("range", "bytes=2-4"),
+            ][..],
+            304,
+        ),
         (&[("if-none-match", "\"abc\""), ("if-modified-since", "Fri, 01 Jan 2100 00:00:00 GMT")][..], 200),
-        (&[("range", "bytes=2-4"), ("if-range", "\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\"")][..], 206),
+        (
+            &[
+                ("range", "bytes=2-4"),
+                ("if-range", "\"84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882\""),
+            ][..],
+            206,
+        ),
         (&[("range", "bytes=2-4"), ("if-range", "\"other\"")][..], 200),
         (&[("range", "bytes=2-4"), ("if-range", "Fri, 01 Jan 2100 00:00:00 GMT")][..], 200),
     ] {

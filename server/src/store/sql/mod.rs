@@ -20,8 +20,8 @@ use super::dialect::{
 };
 use crate::store::{
     AgentRow, Annotation, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    EventRow, Ingested, JobFilter, JobRow, LogFilter, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
-    Report, Result, Store,
+    EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
+    Page, Report, Result, Store,
 };
 use async_trait::async_trait;
 use lockstep_protocol::{
@@ -29,7 +29,6 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
-    stream::Event,
 };
 use sqlx::{Pool, Transaction};
 use std::{collections::BTreeMap, fs::File, sync::Arc};

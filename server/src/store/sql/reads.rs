@@ -2,7 +2,7 @@
 
 use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
-    CheckpointRow, EventRow, LogFilter, MetricFilter, MetricPage, Result, StoreError,
+    CheckpointRow, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
     quarantine::readable,
     values::{from_json, int, plain, small, time, uint},
 };

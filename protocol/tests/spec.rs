@@ -44,7 +44,11 @@ fn every_network_is_read_and_written_by_its_name() {
         assert_eq!(serde_json::to_value(&spec).expect("plain data")["model"]["arch"], name);
     }
     let wrong = "arch = \"resnext50-32x4d\"";
-    one_mistake(&with("model", wrong), "/model/arch", &["did you mean \"resnext50_32x4d\"", "wide_resnet101_2"]);
+    one_mistake(
+        &with("model", wrong),
+        "/model/arch",
+        &["did you mean \"resnext50_32x4d\"", "wide_resnet101_2"],
+    );
 }
 
 #[test]

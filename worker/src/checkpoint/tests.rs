@@ -168,7 +168,9 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
 fn a_pickle_is_refused_with_how_to_convert_it() {
     let dir = tempfile::tempdir().unwrap();
     // What PyTorch writes since 1.6, and before.
-    for (name, bytes) in [("new.pth", &b"PK\x03\x04\0\0\x08\x08archive/data.pkl"[..]), ("old.pth", b"\x80\x02\x8a\nl\xfc")] {
+    for (name, bytes) in
+        [("new.pth", &b"PK\x03\x04\0\0\x08\x08archive/data.pkl"[..]), ("old.pth", b"\x80\x02\x8a\nl\xfc")]
+    {
         let path = dir.path().join(name);
         fs::write(&path, bytes).unwrap();
         let error = read_tensors(&path).unwrap_err();

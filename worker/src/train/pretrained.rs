@@ -170,7 +170,8 @@ mod tests {
 
     #[test]
     fn another_stem_is_told_with_what_to_set() {
-        let [imagenet, cifar] = [Stem::Imagenet, Stem::Cifar].map(|stem| network(Arch::ResNet18, stem, 10, 1));
+        let [imagenet, cifar] =
+            [Stem::Imagenet, Stem::Cifar].map(|stem| network(Arch::ResNet18, stem, 10, 1));
         let found = take_over(imagenet.clone(), cifar.clone()).unwrap_err();
         let wanted = "conv1.weight is [64, 3, 7, 7], wanted [64, 3, 3, 3] (set model.stem = \"imagenet\")";
         assert_eq!(found, [wanted]);

@@ -198,7 +198,8 @@ fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
     let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
     for (name, kernel, stride, pooled, width) in stems {
-        for block in ["", "basic", "projected", "bottleneck", "bottlenecks", "grouped", "grouped bottlenecks"] {
+        for block in ["", "basic", "projected", "bottleneck", "bottlenecks", "grouped", "grouped bottlenecks"]
+        {
             all.push((format!("{name} {block}"), kernel, stride, pooled, width, block));
         }
     }
@@ -229,8 +230,7 @@ fn operations() -> Vec<Arc<Network>> {
         for (b, convolutions) in blocks.iter().enumerate() {
             let (mut branch, mut shortcut) = (x, x);
             for (i, &(kernel, stride, channels, groups)) in convolutions.iter().enumerate() {
-                branch =
-                    net.grouped_conv(format!("{b}.conv{i}"), branch, channels, kernel, stride, groups);
+                branch = net.grouped_conv(format!("{b}.conv{i}"), branch, channels, kernel, stride, groups);
                 branch = net.batch_norm(format!("{b}.bn{i}"), branch);
                 if i + 1 < convolutions.len() {
                     branch = net.relu(branch);

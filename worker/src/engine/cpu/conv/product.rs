@@ -101,7 +101,10 @@ impl Pass {
         assert_eq!(src.len(), self.batch * src_h * src_w * src_c);
         assert_eq!(dst.len(), self.batch * dst_h * dst_w * dst_c);
         assert_eq!(w.len(), self.kernel * self.kernel * src_c * dst_c / self.cardinality);
-        assert!(self.cardinality == 1 || [src_c, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality)));
+        assert!(
+            self.cardinality == 1
+                || [src_c, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality))
+        );
         if dst.is_empty() {
             return;
         }

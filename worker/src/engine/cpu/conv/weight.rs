@@ -255,8 +255,8 @@ impl Plan<'_> {
                 let mut channel = 0;
                 while channel < in_channels {
                     let (takes, tile) = self.tiles.outer(in_channels - channel, panel.len());
-                    let first = panel.start * LANES * taps * in_c
-                        + (tap * in_c + in_block * LANES + channel) * lanes;
+                    let first =
+                        panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
                     let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
                     let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
                     // SAFETY: the runs stay inside of the piece's rows, which are packed; the weights are

@@ -137,13 +137,13 @@ fn check_all(shapes: &[ConvShape]) {
 }
 
 fn check_on(shapes: &[ConvShape], mut scratch: Scratch) {
-    for s in shapes.iter().copied() {
+    for s in shapes {
         let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
-        let got = passes(&s, &x, &w, &dy, &mut scratch);
-        let [y, dx, dw] = reference(&s, &x, &w, &dy);
-        assert_close("y", &s, &got.y, &y);
-        assert_close("dx", &s, &got.dx, &dx);
-        assert_close("dw", &s, &got.dw, &dw);
+        let got = passes(s, &x, &w, &dy, &mut scratch);
+        let [y, dx, dw] = reference(s, &x, &w, &dy);
+        assert_close("y", s, &got.y, &y);
+        assert_close("dx", s, &got.dx, &dx);
+        assert_close("dw", s, &got.dw, &dw);
     }
 }
 

@@ -40,7 +40,8 @@ pub struct ModelSpec {
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
-    /// Path of a safetensors file with torchvision's names, or a checkpoint's id.
+    /// Path of a safetensors file with torchvision's names, which are timm's too, or a checkpoint's id. Where it has
+    /// another number of classes, its last layer (`fc`) is initialised anew.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
 }
@@ -59,7 +60,9 @@ impl ModelSpec {
     }
 }
 
-/// Networks known by name. `resnet20` to `resnet110` are the CIFAR family of He et al. 2015, section 4.2.
+/// Networks known by name. `resnet18` to `wide_resnet101_2` are torchvision's: ResNets (He et al. 2015), ResNeXts (Xie et
+/// al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016). `resnet20` to `resnet110` are the CIFAR family of He et al.
+/// 2015, section 4.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Arch {
@@ -68,6 +71,16 @@ pub enum Arch {
     ResNet50,
     ResNet101,
     ResNet152,
+    #[serde(rename = "resnext50_32x4d")]
+    ResNeXt50_32x4d,
+    #[serde(rename = "resnext101_32x8d")]
+    ResNeXt101_32x8d,
+    #[serde(rename = "resnext101_64x4d")]
+    ResNeXt101_64x4d,
+    #[serde(rename = "wide_resnet50_2")]
+    WideResNet50_2,
+    #[serde(rename = "wide_resnet101_2")]
+    WideResNet101_2,
     ResNet20,
     ResNet32,
     ResNet44,
@@ -77,12 +90,17 @@ pub enum Arch {
 
 impl Arch {
     /// Every architecture with its name in a specification.
-    pub const ALL: [(Arch, &'static str); 10] = [
+    pub const ALL: [(Arch, &'static str); 15] = [
         (Arch::ResNet18, "resnet18"),
         (Arch::ResNet34, "resnet34"),
         (Arch::ResNet50, "resnet50"),
         (Arch::ResNet101, "resnet101"),
         (Arch::ResNet152, "resnet152"),
+        (Arch::ResNeXt50_32x4d, "resnext50_32x4d"),
+        (Arch::ResNeXt101_32x8d, "resnext101_32x8d"),
+        (Arch::ResNeXt101_64x4d, "resnext101_64x4d"),
+        (Arch::WideResNet50_2, "wide_resnet50_2"),
+        (Arch::WideResNet101_2, "wide_resnet101_2"),
         (Arch::ResNet20, "resnet20"),
         (Arch::ResNet32, "resnet32"),
         (Arch::ResNet44, "resnet44"),

@@ -2,7 +2,7 @@
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
-    spec::{JobSpec, KEYS, SpecError, apply_set, from_json, from_toml, toml_document},
+    spec::{Arch, JobSpec, KEYS, SpecError, apply_set, from_json, from_toml, toml_document},
 };
 use serde_json::json;
 
@@ -34,6 +34,21 @@ fn defaults_are_those_of_the_tutorial_job() {
     let spec = from_toml("[data]\ndataset = \"cifar10\"").expect("only the dataset is required");
     assert_eq!((spec.train.lr, spec.train.momentum), (0.01, 0.9));
     assert_eq!((spec.micro_batch_size(), spec.total_steps(50_000)), (32, 10 * 1562));
+}
+
+#[test]
+fn every_network_is_read_and_written_by_its_name() {
+    for (arch, name) in Arch::ALL {
+        let spec = from_toml(&with("model", &format!("arch = \"{name}\""))).expect(name);
+        assert_eq!(spec.model.arch, arch);
+        assert_eq!(serde_json::to_value(&spec).expect("plain data")["model"]["arch"], name);
+    }
+    let wrong = "arch = \"resnext50-32x4d\"";
+    one_mistake(
+        &with("model", wrong),
+        "/model/arch",
+        &["did you mean \"resnext50_32x4d\"", "wide_resnet101_2"],
+    );
 }
 
 #[test]

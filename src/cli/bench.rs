@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         let number = |key: &str| measured[key].as_f64().unwrap_or(0.0);
         output::line(format_args!(
-            "{:<18}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for others {:.2})  {} x {}",
+            "{:<26}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for others {:.2})  {} x {}",
             case.name,
             number("images_per_second"),
             number("step_ms"),

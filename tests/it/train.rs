@@ -325,6 +325,11 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
+    let pickled = bench.folder.path().join("resnet20.pth");
+    fs::write(&pickled, b"PK\x03\x04").expect("a file");
+    let (status, said) = fails(&[&format!("model.pretrained={}", pickled.display())]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("resnet20.pth: is a pickle") && said.contains("save_file(torch.load("), "{said}");
     let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("lrr"), "{said}");
@@ -387,6 +392,7 @@ async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
     let three = [&two[..], &["--set", &weights]].concat();
     let said = succeeded(&bench.train("three", &three).output().expect("it runs"));
     assert!(said.contains("fc.weight of ") && said.contains("[2, 64], this job's is [3, 64]"), "{said}");
+    assert!(said.contains("the last layer (fc) keeps its initial values"), "{said}");
     assert!(!bench.model("three", "2-6").is_empty());
 
     let other = [&three[..], &["--set", "model.arch=resnet32"]].concat();

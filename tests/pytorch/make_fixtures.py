@@ -2,12 +2,16 @@
 
     python3 tests/pytorch/make_fixtures.py
 
+With names of parts (`python3 tests/pytorch/make_fixtures.py grouped training`) only their files are written.
+
 Operations are computed in float64 from float32 inputs, so the fixtures are exact to float32's last bit;
 training runs are float32, as users' are. Inputs and weights come from `generator.py` on both sides.
 """
 
+import hashlib
 import json
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -15,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.numpy import save_file
 
 from generator import labels, values
-from models import CIFAR_FAMILY, build
+from models import CIFAR_FAMILY, RESNETS, RESNEXTS_AND_WIDE, build
 
 HERE = pathlib.Path(__file__).parent / "fixtures"
 torch.set_num_threads(1)
@@ -59,6 +63,34 @@ def convolutions(out):
         y = F.conv2d(x, w, stride=stride, padding=kernel // 2)
         dy = values(name + ".dy", batch, y.shape[2], y.shape[3], cout)
         y.backward(nchw(dy))
+        store(out, name + ".y", y)
+        store(out, name + ".dx", x.grad)
+        store(out, name + ".dw", w.grad)
+
+
+GROUPED = [  # batch, side, in, out, kernel, stride, groups
+    # ResNeXts: 4, 8, 16 and 32 channels a group.
+    (2, 5, 128, 128, 3, 1, 32),
+    (2, 5, 64, 64, 3, 2, 8),
+    (1, 5, 64, 64, 3, 1, 4),
+    (1, 3, 64, 64, 3, 2, 2),
+    # Odd ones.
+    (3, 7, 6, 9, 3, 1, 3),
+    (2, 9, 20, 10, 3, 2, 5),
+    (1, 6, 48, 48, 3, 2, 2),
+    (2, 5, 64, 32, 1, 1, 4),
+    (2, 7, 32, 32, 5, 2, 32),
+    (5, 1, 32, 64, 3, 1, 2),
+]
+
+
+def grouped(out):
+    for batch, side, cin, cout, kernel, stride, groups in GROUPED:
+        name = f"grouped.{batch}.{side}.{cin}.{cout}.{kernel}.{stride}.{groups}"
+        x = nchw(values(name + ".x", batch, side, side, cin))
+        w = tensor(values(name + ".w", cout, cin // groups, kernel, kernel))
+        y = F.conv2d(x, w, stride=stride, padding=kernel // 2, groups=groups)
+        y.backward(nchw(values(name + ".dy", batch, y.shape[2], y.shape[3], cout)))
         store(out, name + ".y", y)
         store(out, name + ".dx", x.grad)
         store(out, name + ".dw", w.grad)
@@ -163,7 +195,9 @@ def fill(model, arch):
             continue
         v = values(f"{arch}.{name}", *value.shape)
         if value.ndim == 4:
-            bound = np.float32(np.sqrt(6.0 / (value.shape[0] * value.shape[2] * value.shape[3])))
+            # By a grouped convolution's fan-out pictures would hardly show in the logits.
+            fan = value.shape[1] if arch in RESNEXTS_AND_WIDE else value.shape[0]
+            bound = np.float32(np.sqrt(6.0 / (fan * value.shape[2] * value.shape[3])))
             v = v * bound
         elif name.startswith("fc."):
             v = v * np.float32(1 / np.sqrt(state["fc.weight"].shape[1]))
@@ -177,31 +211,40 @@ def fill(model, arch):
     model.load_state_dict(state)
 
 
-def architectures():
-    """Names and shapes of every architecture, and logits of two pictures in evaluation mode."""
+def architectures(arches):
+    """Names and shapes of architectures, and logits of two pictures in evaluation mode.
+
+    Of the larger ones, whose list would be long, the list's hash.
+    """
     out = {}
-    for arch in ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", *CIFAR_FAMILY]:
+    for arch in arches:
         entry = {}
         for stem, side, channels in (("imagenet", 64, 3), ("cifar", 17, 1)):
             if stem == "imagenet" and arch in CIFAR_FAMILY:
+                continue
+            # The stem is the same code for all: the largest are looked at with one.
+            if stem == "cifar" and "101" in arch and arch in RESNEXTS_AND_WIDE:
                 continue
             model = build(arch, 1000 if stem == "imagenet" else 10, stem, channels).double().eval()
             fill(model, arch)
             images = values(f"{arch}.{stem}.images", 2, side, side, channels)
             with torch.no_grad():
                 logits = model(nchw(images))[:, :10]
+            parameters = [[n, list(v.shape)] for n, v in model.state_dict().items() if not n.endswith("tracked")]
+            if arch in RESNEXTS_AND_WIDE:
+                lines = "".join(f"{name} {'x'.join(map(str, shape))}\n" for name, shape in parameters)
+                parameters = {"parameters_sha256": hashlib.sha256(lines.encode()).hexdigest()}
+            else:
+                parameters = {"parameters": parameters}
             entry[stem] = {
                 "image_size": side,
                 "channels": channels,
                 "classes": 1000 if stem == "imagenet" else 10,
                 "logits": [[float(np.float32(v)) for v in row] for row in logits.numpy()],
-                "parameters": [
-                    [n, list(v.shape)] for n, v in model.state_dict().items() if not n.endswith("tracked")
-                ],
+                **parameters,
             }
         out[arch] = entry
-    text = json.dumps(out, separators=(",", ":")).replace(',["', ',\n["')
-    (HERE / "architectures.json").write_text(text + "\n")
+    return json.dumps(out, separators=(",", ":")).replace(',["', ',\n["') + "\n"
 
 
 def training():
@@ -233,6 +276,46 @@ def training():
     (HERE / "training.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
+def step():
+    """Steps of SGD of a network with groups, in float32: losses, and what the first one leaves in momentum buffers."""
+    arch, batch, side, lr = "resnext50_32x4d", 8, 32, 0.001
+    names = ["conv1", *(f"layer{n}.0.conv2" for n in range(1, 5)), "layer4.2.conv2", "layer2.0.downsample.0", "fc"]
+    runs = {}
+    for dtype in (torch.float32, torch.float64):
+        model = build(arch).to(dtype).train()
+        fill(model, arch)
+        # So deep a network is well-conditioned only near where its blocks are the identity.
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if name.endswith("bn3.weight"):
+                    value *= 0.125
+        sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+        losses, momentum = [], {}
+        for step in range(3):
+            target = labels(f"{arch}.labels.{step}", batch, 10)
+            images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
+            images += values(f"{arch}.patterns", 10, side, side, 3)[target]
+            x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
+            loss = F.cross_entropy(model(x), torch.from_numpy(target))
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+            if step == 0:
+                for name in names:
+                    buffer = sgd.state[model.get_parameter(f"{name}.weight")]["momentum_buffer"].flatten().double()
+                    # Places spread over the tensor, so that every group has some.
+                    places = torch.arange(16) * (buffer.numel() - 1) // 15
+                    momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": buffer[places].tolist()}
+        runs[dtype] = losses, momentum
+    (losses, momentum), (exact, exact_momentum) = runs.values()
+    apart = max(abs(a - b) / b for a, b in zip(losses, exact))
+    far = {n: max(abs(a - b) for a, b in zip(m["values"], exact_momentum[n]["values"])) / m["norm"] for n, m in momentum.items()}
+    print(f"{arch}: float32 and float64 are at most {apart:.1e} apart; losses {losses}; momentum {far}")
+    out = {"arch": arch, "batch_size": batch, "image_size": side, "lr": lr, "losses": exact, "momentum": exact_momentum}
+    (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
+
+
 def looking():
     """Probabilities, confusion matrix and loss of a made-up model on made-up grey pictures of one byte a pixel."""
     arch, count, side = "resnet20", 200, 16
@@ -261,14 +344,36 @@ def looking():
     (HERE / "looking.json").write_text(json.dumps(out) + "\n")
 
 
+def operations():
+    out = {}
+    for part in (convolutions, batch_norms, pools, linears, losses, optimizers):
+        part(out)
+    save_file(out, HERE / "operations.safetensors")
+
+
+def grouped_operations():
+    out = {}
+    grouped(out)
+    save_file(out, HERE / "grouped.safetensors")
+
+
+def write(name, text):
+    (HERE / name).write_text(text)
+
+
+PARTS = {
+    "operations": operations,
+    "grouped": grouped_operations,
+    "architectures": lambda: write("architectures.json", architectures([*RESNETS, *CIFAR_FAMILY])),
+    "resnexts": lambda: write("resnexts.json", architectures(RESNEXTS_AND_WIDE)),
+    "training": training,
+    "step": step,
+    "looking": looking,
+}
+
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)
-    operations = {}
-    for part in (convolutions, batch_norms, pools, linears, losses, optimizers):
-        part(operations)
-    save_file(operations, HERE / "operations.safetensors")
-    architectures()
-    training()
-    looking()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()
     for file in sorted(HERE.iterdir()):
         print(f"{file.name}: {file.stat().st_size} bytes")

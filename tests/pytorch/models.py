@@ -4,6 +4,9 @@ import torch
 from torch import nn
 import torchvision
 
+# Those of torchvision's resnet.py: ResNets, and what has grouped or wide bottlenecks.
+RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+RESNEXTS_AND_WIDE = ["resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"]
 CIFAR_FAMILY = {"resnet20": 3, "resnet32": 5, "resnet44": 7, "resnet56": 9, "resnet110": 18}
 
 

@@ -1,6 +1,7 @@
 //! GFLOP/s of every convolution in a network, and the time of all of them in a training step:
 //! `cargo run --release -p lockstep-worker --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`,
-//! networks being resnet20, resnet18 (small stem) and resnet50 (large stem), on one thread unless told.
+//! networks being resnet20, resnet18 (small stem), resnet50 and resnext50_32x4d (large stem; of the latter what is not
+//! resnet50's), on one thread unless told.
 //!
 //! Times are the minimum of the repeats, so that other work on the machine shows less.
 
@@ -9,7 +10,8 @@
 use lockstep_worker::engine::cpu::conv::{ConvShape, Scratch, backward_input, backward_weight, forward};
 use std::time::Instant;
 
-/// How often a step has the layer: `(count, [size, in_c, out_c, kernel, stride])`.
+/// How often a step has the layer: `(count, [size, in_c, out_c, kernel, stride])`. Where the network has 32 groups, those
+/// of 3x3 with as many inputs as outputs do.
 type Layer = (usize, [usize; 5]);
 
 const RESNET20: &[Layer] = &[
@@ -63,6 +65,23 @@ const RESNET50: &[Layer] = &[
     (2, [1, 512, 512, 3, 1]),
 ];
 
+const RESNEXT50: &[Layer] = &[
+    (1, [8, 64, 128, 1, 1]),
+    (3, [8, 128, 128, 3, 1]),
+    (3, [8, 128, 256, 1, 1]),
+    (2, [8, 256, 128, 1, 1]),
+    (1, [8, 256, 256, 1, 1]),
+    (1, [8, 256, 256, 3, 2]),
+    (3, [4, 256, 256, 3, 1]),
+    (4, [4, 256, 512, 1, 1]),
+    (1, [4, 512, 512, 3, 2]),
+    (5, [2, 512, 512, 3, 1]),
+    (6, [2, 512, 1024, 1, 1]),
+    (1, [2, 1024, 1024, 3, 2]),
+    (2, [1, 1024, 1024, 3, 1]),
+    (3, [1, 1024, 2048, 1, 1]),
+];
+
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let wanted = arguments.next();
@@ -71,11 +90,14 @@ fn main() {
     let batch_wanted: Option<usize> = arguments.next().and_then(|n| n.parse().ok());
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
         Ok(pool) => pool.install(|| {
-            for (name, batch, layers) in
-                [("resnet20", 64, RESNET20), ("resnet18", 64, RESNET18), ("resnet50", 32, RESNET50)]
-            {
+            for (name, batch, layers, groups) in [
+                ("resnet20", 64, RESNET20, 1),
+                ("resnet18", 64, RESNET18, 1),
+                ("resnet50", 32, RESNET50, 1),
+                ("resnext50_32x4d", 32, RESNEXT50, 32),
+            ] {
                 if wanted.as_deref().is_none_or(|wanted| wanted == name || wanted == "all") {
-                    network(name, batch_wanted.unwrap_or(batch), layers, repeats);
+                    network(name, batch_wanted.unwrap_or(batch), layers, groups, repeats);
                 }
             }
         }),
@@ -83,7 +105,7 @@ fn main() {
     }
 }
 
-fn network(name: &str, batch: usize, layers: &[Layer], repeats: usize) {
+fn network(name: &str, batch: usize, layers: &[Layer], groups: usize, repeats: usize) {
     println!("{name}, {batch} pictures of 32 x 32: GFLOP/s forward, input gradient, weight gradient");
     let mut scratch = Scratch::default();
     let mut totals = [0.0; 3];
@@ -97,6 +119,7 @@ fn network(name: &str, batch: usize, layers: &[Layer], repeats: usize) {
             kernel,
             stride,
             padding: (kernel - 1) / 2,
+            groups: if kernel == 3 && in_c == out_c { groups } else { 1 },
         };
         let values = |len: usize| (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect::<Vec<_>>();
         let (x, w, dy) = (values(s.input_len()), values(s.weight_len()), values(s.output_len()));

@@ -7,6 +7,7 @@
 //! Past 400 lines because it is to be read in one go; what surrounds it is in `train/`.
 
 mod measure;
+mod pretrained;
 mod setup;
 mod start;
 mod votes;

@@ -9,7 +9,12 @@ use lockstep_worker::engine::cpu::conv::{
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
 fn shape(v: [usize; 8]) -> ConvShape {
     let [batch, in_h, in_w, in_c, out_c, kernel, stride, padding] = v;
-    ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding }
+    ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups: 1 }
+}
+
+/// The same, in `groups`.
+fn grouped(groups: usize, v: [usize; 8]) -> ConvShape {
+    ConvShape { groups, ..shape(v) }
 }
 
 /// Values in -1..1 that look random and are the same everywhere.
@@ -55,13 +60,15 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     let mut dw = vec![0.0; s.weight_len()];
     // Weights as [ky][kx][in][out], so that the innermost loop runs over neighbours.
     let k = s.kernel;
-    let at = |o: usize, i: usize, ky: usize, kx: usize| ((o * s.in_c + i) * k + ky) * k + kx;
+    // Channels of a group.
+    let (inputs, outputs) = (s.in_c / s.groups, s.out_c / s.groups);
+    let at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
     let mut hwio = vec![0.0; w.len()];
     let mut dhwio = vec![0.0; w.len()];
-    let hwio_at = |o: usize, i: usize, ky: usize, kx: usize| ((ky * k + kx) * s.in_c + i) * s.out_c + o;
+    let hwio_at = |o: usize, i: usize, ky: usize, kx: usize| ((ky * k + kx) * inputs + i) * s.out_c + o;
     let each = |f: &mut dyn FnMut(usize, usize)| {
         for o in 0..s.out_c {
-            for i in 0..s.in_c {
+            for i in 0..inputs {
                 for ky in 0..k {
                     for kx in 0..k {
                         f(hwio_at(o, i, ky, kx), at(o, i, ky, kx));
@@ -85,9 +92,9 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
                         let x0 = ((n * s.in_h + iy as usize) * s.in_w + ix as usize) * s.in_c;
                         for i in 0..s.in_c {
                             let xv = f64::from(x[x0 + i]);
-                            let w0 = hwio_at(0, i, ky, kx);
+                            let w0 = hwio_at(0, i % inputs, ky, kx);
                             let mut sum = 0.0;
-                            for o in 0..s.out_c {
+                            for o in i / inputs * outputs..(i / inputs + 1) * outputs {
                                 let g = f64::from(dy[y0 + o]);
                                 y[y0 + o] += xv * hwio[w0 + o];
                                 dhwio[w0 + o] += xv * g;
@@ -117,6 +124,11 @@ fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
 
 /// On every kind of instructions that this machine has.
 fn check(shapes: &[[usize; 8]]) {
+    let shapes: Vec<_> = shapes.iter().copied().map(shape).collect();
+    check_all(&shapes);
+}
+
+fn check_all(shapes: &[ConvShape]) {
     for instructions in Instructions::ALL {
         if let Some(scratch) = Scratch::with_instructions(instructions) {
             check_on(shapes, scratch);
@@ -124,14 +136,14 @@ fn check(shapes: &[[usize; 8]]) {
     }
 }
 
-fn check_on(shapes: &[[usize; 8]], mut scratch: Scratch) {
-    for s in shapes.iter().copied().map(shape) {
+fn check_on(shapes: &[ConvShape], mut scratch: Scratch) {
+    for s in shapes {
         let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
-        let got = passes(&s, &x, &w, &dy, &mut scratch);
-        let [y, dx, dw] = reference(&s, &x, &w, &dy);
-        assert_close("y", &s, &got.y, &y);
-        assert_close("dx", &s, &got.dx, &dx);
-        assert_close("dw", &s, &got.dw, &dw);
+        let got = passes(s, &x, &w, &dy, &mut scratch);
+        let [y, dx, dw] = reference(s, &x, &w, &dy);
+        assert_close("y", s, &got.y, &y);
+        assert_close("dx", s, &got.dx, &dx);
+        assert_close("dw", s, &got.dw, &dw);
     }
 }
 
@@ -217,6 +229,57 @@ fn odd_shapes() {
     ]);
 }
 
+#[test]
+fn resnexts_of_4_to_64_channels_a_group() {
+    check_all(&[
+        grouped(32, [3, 8, 8, 128, 128, 3, 1, 1]),
+        grouped(32, [3, 8, 8, 256, 256, 3, 2, 1]),
+        grouped(32, [3, 4, 4, 512, 512, 3, 1, 1]),
+        grouped(32, [2, 4, 4, 1024, 1024, 3, 2, 1]),
+        grouped(32, [2, 2, 2, 2048, 2048, 3, 1, 1]),
+        grouped(64, [15, 4, 4, 256, 256, 3, 1, 1]),
+        grouped(64, [2, 5, 5, 512, 512, 3, 2, 1]),
+    ]);
+}
+
+#[test]
+fn odd_shapes_in_groups() {
+    check_all(&[
+        grouped(3, [1, 5, 7, 6, 9, 3, 1, 1]),
+        grouped(5, [7, 9, 5, 20, 10, 3, 2, 1]),
+        grouped(2, [4, 6, 6, 34, 62, 3, 1, 0]),
+        grouped(4, [3, 7, 7, 64, 32, 3, 2, 1]),
+        grouped(4, [5, 6, 4, 64, 192, 1, 1, 0]),
+        grouped(2, [2, 11, 13, 48, 96, 5, 3, 2]),
+        grouped(5, [17, 5, 5, 80, 80, 3, 1, 1]),
+        grouped(32, [2, 7, 7, 32, 32, 3, 1, 1]),
+        grouped(16, [2, 9, 9, 80, 160, 3, 2, 1]),
+        grouped(2, [33, 1, 1, 64, 128, 3, 1, 1]),
+        grouped(8, [1, 4, 4, 8, 8, 2, 2, 0]),
+    ]);
+}
+
+/// A group's outputs and gradients are those of a convolution of its own.
+#[test]
+fn groups_do_not_see_each_other() {
+    let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
+    let (mut x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
+    let mut scratch = Scratch::default();
+    let before = passes(&s, &x, &w, &dy, &mut scratch);
+    // The second group of four.
+    x.iter_mut().enumerate().filter(|(i, _)| i % 16 / 4 == 1).for_each(|(_, v)| *v += 1.0);
+    let after = passes(&s, &x, &w, &dy, &mut scratch);
+    let changed = |a: &[f32], b: &[f32], group: &dyn Fn(usize) -> usize| -> Vec<usize> {
+        let mut groups: Vec<usize> = (0..a.len()).filter(|&i| a[i] != b[i]).map(group).collect();
+        groups.sort_unstable();
+        groups.dedup();
+        groups
+    };
+    assert_eq!(changed(&before.y, &after.y, &|i| i % 32 / 8), [1]);
+    assert_eq!(changed(&before.dw, &after.dw, &|i| i / (4 * 9) / 8), [1]);
+    assert_eq!(before.dx, after.dx);
+}
+
 /// The sums that batch normalisation needs are those of the very outputs, also when the mean is far from zero.
 #[test]
 fn sums_are_those_of_the_outputs() {
@@ -229,6 +292,8 @@ fn sums_are_those_of_the_outputs() {
             [1, 5, 7, 3, 5, 3, 1, 1],
         ]
         .map(shape)
+        .into_iter()
+        .chain([grouped(32, [9, 8, 8, 128, 128, 3, 1, 1]), grouped(3, [9, 7, 7, 6, 9, 3, 2, 1])])
         {
             // Inputs around 100 with weights of one sign: means of hundreds, spreads of one.
             let x: Vec<f32> = values(s.input_len(), 11).iter().map(|v| 100.0 + v).collect();
@@ -266,7 +331,12 @@ fn same_bits_on_any_number_of_threads() {
         [7, 9, 5, 17, 33, 3, 2, 1],
     ]
     .map(shape)
-    {
+    .into_iter()
+    .chain([
+        grouped(32, [16, 8, 8, 128, 128, 3, 1, 1]),
+        grouped(32, [9, 4, 4, 1024, 1024, 3, 2, 1]),
+        grouped(5, [7, 9, 5, 20, 10, 3, 2, 1]),
+    ]) {
         let (x, w, dy) = (values(s.input_len(), 4), values(s.weight_len(), 5), values(s.output_len(), 6));
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
@@ -286,7 +356,9 @@ fn same_bits_on_any_number_of_threads() {
 
 #[test]
 fn weights_survive_the_round_trip() {
-    for s in [[1, 8, 8, 3, 64, 7, 2, 3], [1, 8, 8, 17, 33, 3, 1, 1], [1, 8, 8, 5, 6, 1, 1, 0]].map(shape) {
+    let plain = [[1, 8, 8, 3, 64, 7, 2, 3], [1, 8, 8, 17, 33, 3, 1, 1], [1, 8, 8, 5, 6, 1, 1, 0]].map(shape);
+    let in_groups = [grouped(32, [1, 8, 8, 128, 256, 3, 1, 1]), grouped(3, [1, 8, 8, 6, 33, 3, 1, 1])];
+    for s in plain.into_iter().chain(in_groups) {
         let oihw = values(s.weight_len(), 7);
         let mut ours = vec![f32::NAN; s.weight_len()];
         weight_from_oihw(&s, &oihw, &mut ours);

@@ -9,6 +9,7 @@ use lockstep_worker::{
     net::{Network, resnet},
 };
 use serde::Deserialize;
+use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, sync::Arc};
 
 fn fixture<T: serde::de::DeserializeOwned>(name: &str) -> T {
@@ -23,7 +24,34 @@ struct Architecture {
     classes: usize,
     /// The first ten classes of each of two pictures.
     logits: Vec<Vec<f32>>,
-    parameters: Vec<(String, Vec<usize>)>,
+    #[serde(flatten)]
+    parameters: Parameters,
+}
+
+/// Names and shapes in order, or the hash of a text of them.
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Parameters {
+    Parameters(Vec<(String, Vec<usize>)>),
+    ParametersSha256(String),
+}
+
+impl Parameters {
+    fn check(&self, network: &Network, what: &str) {
+        let ours: Vec<_> = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+        match self {
+            Parameters::Parameters(theirs) => assert_eq!(ours, *theirs, "{what}"),
+            Parameters::ParametersSha256(theirs) => {
+                let line = |(name, shape): &(String, Vec<usize>)| {
+                    let shape: Vec<_> = shape.iter().map(usize::to_string).collect();
+                    format!("{name} {}\n", shape.join("x"))
+                };
+                let text: String = ours.iter().map(line).collect();
+                let hash: String = Sha256::digest(&text).iter().map(|b| format!("{b:02x}")).collect();
+                assert_eq!(hash, *theirs, "{what}:\n{text}");
+            }
+        }
+    }
 }
 
 fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
@@ -34,6 +62,7 @@ fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: 
 
 /// `fill` of `make_fixtures.py`.
 fn weights(network: &Network) -> NamedTensors {
+    let by_fan_in = network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
     network
         .parameters()
@@ -41,7 +70,8 @@ fn weights(network: &Network) -> NamedTensors {
         .map(|p| {
             let mut values = values(&format!("{}.{}", network.arch, p.name), p.len());
             let (scale, offset) = if p.shape.len() == 4 {
-                ((6.0 / (p.shape[0] * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
+                let fan = p.shape[usize::from(by_fan_in)];
+                ((6.0 / (fan * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
             } else if p.name.starts_with("fc.") {
                 ((1.0 / (fan_in as f64).sqrt()) as f32, 0.0)
             } else if p.name.ends_with("running_var") {
@@ -58,6 +88,16 @@ fn weights(network: &Network) -> NamedTensors {
 }
 
 fn engine(network: Network, batch_size: usize, weight_decay: f32) -> Box<dyn Engine> {
+    let weights = weights(&network);
+    engine_with(&weights, network, batch_size, weight_decay)
+}
+
+fn engine_with(
+    weights: &NamedTensors,
+    network: Network,
+    batch_size: usize,
+    weight_decay: f32,
+) -> Box<dyn Engine> {
     let config = EngineConfig {
         batch_size,
         optimizer: OptimizerKind::Momentum,
@@ -69,20 +109,27 @@ fn engine(network: Network, batch_size: usize, weight_decay: f32) -> Box<dyn Eng
         gradients_mean: true,
         threads: 2,
     };
-    let weights = weights(&network);
-    build_cpu(Arc::new(network), &weights, config, Arc::new(Alone)).unwrap()
+    build_cpu(Arc::new(network), weights, config, Arc::new(Alone)).unwrap()
 }
 
 #[test]
-fn names_shapes_and_logits_of_every_architecture() {
-    let all: BTreeMap<String, BTreeMap<String, Architecture>> = fixture("architectures.json");
-    assert_eq!(all.len(), 10);
+fn names_shapes_and_logits_of_every_resnet() {
+    compare_architectures("architectures.json", 10);
+}
+
+#[test]
+fn names_shapes_and_logits_of_resnexts_and_wide_resnets() {
+    compare_architectures("resnexts.json", 5);
+}
+
+fn compare_architectures(file: &str, count: usize) {
+    let all: BTreeMap<String, BTreeMap<String, Architecture>> = fixture(file);
+    assert_eq!(all.len(), count);
     for (arch, stems) in all {
         for (stem, expected) in stems {
             let Architecture { image_size, channels, classes, .. } = expected;
             let network = network(&arch, &stem, image_size, channels, classes);
-            let ours: Vec<_> = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-            assert_eq!(ours, expected.parameters, "{arch}, {stem} stem");
+            expected.parameters.check(&network, &format!("{arch}, {stem} stem"));
 
             let images = values(&format!("{arch}.{stem}.images"), 2 * image_size * image_size * channels);
             let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
@@ -110,27 +157,81 @@ fn twenty_training_steps_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, Run> = fixture("training.json");
     assert_eq!(runs.len(), 2);
     for (arch, run) in runs {
-        let picture = run.image_size * run.image_size * 3;
         let mut engine = engine(network(&arch, "cifar", run.image_size, 3, 10), run.batch_size, 5e-4);
-        let patterns = values(&format!("{arch}.patterns"), 10 * picture);
         assert_eq!(run.losses.len(), 20);
         for (step, expected) in run.losses.iter().enumerate() {
-            let labels = labels(&format!("{arch}.labels.{step}"), run.batch_size, 10);
-            let noise = values(&format!("{arch}.images.{step}"), run.batch_size * picture);
-            let images = noise
-                .chunks(picture)
-                .zip(&labels)
-                .flat_map(|(noise, &label)| {
-                    noise.iter().zip(&patterns[label as usize * picture..]).map(|(n, p)| n * 0.5 + p)
-                })
-                .collect();
-            let batch = Batch { images, labels, ..Batch::default() };
+            let batch = batch(&arch, run.batch_size, run.image_size, step);
             let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
             assert!(
                 (loss - expected).abs() <= 1e-3 * expected,
                 "{arch}, step {}: loss {loss} instead of {expected}",
                 step + 1
             );
+        }
+    }
+}
+
+/// Pictures of `training` in `make_fixtures.py`: a class is a pattern under noise.
+fn batch(arch: &str, batch_size: usize, image_size: usize, step: usize) -> Batch {
+    let picture = image_size * image_size * 3;
+    let patterns = values(&format!("{arch}.patterns"), 10 * picture);
+    let labels = labels(&format!("{arch}.labels.{step}"), batch_size, 10);
+    let noise = values(&format!("{arch}.images.{step}"), batch_size * picture);
+    let images = noise
+        .chunks(picture)
+        .zip(&labels)
+        .flat_map(|(noise, &label)| {
+            noise.iter().zip(&patterns[label as usize * picture..]).map(|(n, p)| n * 0.5 + p)
+        })
+        .collect();
+    Batch { images, labels, ..Batch::default() }
+}
+
+#[derive(Deserialize)]
+struct Step {
+    arch: String,
+    batch_size: usize,
+    image_size: usize,
+    lr: f32,
+    losses: Vec<f32>,
+    /// After the first step: gradient and weight decay.
+    momentum: BTreeMap<String, Momentum>,
+}
+
+#[derive(Deserialize)]
+struct Momentum {
+    norm: f64,
+    /// Evenly spread over the tensor, from its first value to its last.
+    values: Vec<f64>,
+}
+
+#[test]
+fn a_step_of_a_grouped_network_is_pytorch_s() {
+    let expected: Step = fixture("grouped_step.json");
+    let network = network(&expected.arch, "cifar", expected.image_size, 3, 10);
+    let mut weights = weights(&network);
+    for (_, tensor) in weights.iter_mut().filter(|(name, _)| name.ends_with("bn3.weight")) {
+        tensor.values.iter_mut().for_each(|v| *v *= 0.125);
+    }
+    let mut engine = engine_with(&weights, network, expected.batch_size, 5e-4);
+    assert!(expected.losses.len() == 3 && expected.momentum.len() == 8);
+    for (step, wanted) in expected.losses.iter().enumerate() {
+        let batch = batch(&expected.arch, expected.batch_size, expected.image_size, step);
+        let loss = engine.train_step(&[batch], expected.lr).unwrap().loss;
+        assert!((loss - wanted).abs() <= 1e-5 * wanted, "step {}: loss {loss} instead of {wanted}", step + 1);
+        if step > 0 {
+            continue;
+        }
+        let momentum = engine.optimizer_state().unwrap();
+        for (name, wanted) in &expected.momentum {
+            let ours = &momentum[name].values;
+            let norm = ours.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+            assert!((norm / wanted.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", wanted.norm);
+            for (i, value) in wanted.values.iter().enumerate() {
+                let found = f64::from(ours[i * (ours.len() - 1) / (wanted.values.len() - 1)]);
+                let apart = (found - value).abs();
+                assert!(apart <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+            }
         }
     }
 }

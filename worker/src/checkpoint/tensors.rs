@@ -20,7 +20,7 @@ use std::{
 /// Counts the batches that batch norm has seen; PyTorch keeps it and `strict=True` asks for it.
 const TRACKED: &str = "num_batches_tracked";
 
-/// A network's weights in float64 have half a gigabyte; a file that is larger than this is none of ours.
+/// The largest network's weights in float64 have a gigabyte; a file that is larger than this is none of ours.
 const MAX_BYTES: u64 = 8 << 30;
 /// Headers are a few kilobytes.
 const HEADER_BYTES: u64 = 16 << 20;
@@ -123,12 +123,14 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
 /// left out.
 ///
 /// # Errors
-/// The file cannot be read, is no safetensors file, or holds other types; a sentence.
+/// The file cannot be read, is no safetensors file, or holds other types; a sentence. Of one that PyTorch has pickled it
+/// says how to convert it.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
     let bytes = files::read(path, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
-    let file =
-        SafeTensors::deserialize(&bytes).map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| {
+        naming(if is_pickled(&bytes) { convert(path) } else { format!("not a whole safetensors file: {e}") })
+    })?;
     let mut tensors = NamedTensors::new();
     for (name, view) in file.iter().filter(|(name, _)| !name.ends_with(TRACKED)) {
         let data = view.data();
@@ -150,6 +152,27 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
         tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
     }
     Ok(tensors)
+}
+
+/// Whether a file that is not safetensors is what `torch.save` writes: an archive, or before PyTorch 1.6 a bare pickle,
+/// which begins with its protocol's number.
+fn is_pickled(bytes: &[u8]) -> bool {
+    bytes.starts_with(b"PK\x03\x04") || matches!(bytes, [0x80, 2..=5, ..])
+}
+
+/// What to do with such a file. The commands are for a shell: a name that one would read otherwise is left out.
+fn convert(path: &Path) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);
+    let name = |path: &Path, otherwise: &str| {
+        Some(path.display().to_string()).filter(|n| n.chars().all(is_plain)).unwrap_or(otherwise.into())
+    };
+    let from = name(path, "FILE.pth");
+    let to = name(&path.with_extension("safetensors"), "FILE.safetensors");
+    format!(
+        "is a pickle of PyTorch's, which can run code and is not read; convert it to safetensors: python3 -c \"import sys, \
+         torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
+         weights_only=True), sys.argv[2])\" {from} {to}"
+    )
 }
 
 /// Of a safetensors file's header (JSON), what the file says of itself.

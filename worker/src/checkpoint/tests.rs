@@ -163,3 +163,32 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
         }
     }
 }
+
+#[test]
+fn a_pickle_is_refused_with_how_to_convert_it() {
+    let dir = tempfile::tempdir().unwrap();
+    // What PyTorch writes since 1.6, and before.
+    for (name, bytes) in
+        [("new.pth", &b"PK\x03\x04\0\0\x08\x08archive/data.pkl"[..]), ("old.pth", b"\x80\x02\x8a\nl\xfc")]
+    {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        let error = read_tensors(&path).unwrap_err();
+        let to = path.with_extension("safetensors");
+        assert!(error.contains("pickle") && error.contains("weights_only=True"), "{error}");
+        assert!(error.ends_with(&format!("{} {}", path.display(), to.display())), "{error}");
+    }
+    // A shell would not read this name as one.
+    let path = dir.path().join("my $(weights).pth");
+    fs::write(&path, b"PK\x03\x04").unwrap();
+    assert!(read_tensors(&path).unwrap_err().ends_with(" FILE.pth FILE.safetensors"));
+    // A safetensors file may begin with the same byte: its header has 640 bytes here.
+    let path = dir.path().join("whole.safetensors");
+    let mut bytes = 640u64.to_le_bytes().to_vec();
+    bytes.extend(format!("{:<640}", r#"{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}"#).bytes());
+    bytes.extend(1f32.to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    assert_eq!(read_tensors(&path).unwrap()["a"].values, [1.0]);
+    fs::write(&path, b"nothing of the kind").unwrap();
+    assert!(read_tensors(&path).unwrap_err().contains("not a whole safetensors file"));
+}

@@ -30,8 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What to measure, written `resnet20:32:64`: architecture, image size, pictures a step over all ranks.
 ///
-/// `resnet18c` is ResNet-18 with the CIFAR stem; plain names from 18 to 152 have the ImageNet stem,
-/// as torchvision's models do.
+/// `resnet18c` is ResNet-18 with the CIFAR stem; torchvision's plain names have the ImageNet stem, as its models do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     /// As it was written.
@@ -321,6 +320,14 @@ mod tests {
         let case: Case = "resnet18c:32:64".parse().unwrap();
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
+        // Every network by its own name, and with the small stem.
+        for (arch, name) in Arch::ALL {
+            let case: Case = format!("{name}:224:256").parse().unwrap();
+            let stem = if arch.is_cifar_family() { Stem::Cifar } else { Stem::Imagenet };
+            assert_eq!((case.model.arch, case.model.stem, case.image_size), (arch, stem, 224));
+            let case: Case = format!("{name}c:32:8").parse().unwrap();
+            assert_eq!((case.model.arch, case.model.stem), (arch, Stem::Cifar));
+        }
         for wrong in ["", "resnet20", "resnet21:32:64", "resnet20:0:64", "resnet20:32:x"] {
             let error = wrong.parse::<Case>().unwrap_err();
             assert!(error.contains("resnet20:32:64"), "{error}");

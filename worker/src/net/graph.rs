@@ -34,8 +34,17 @@ impl TensorShape {
 /// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
-    /// Square convolution without bias. Parameter `weight`, OIHW.
-    Conv { name: String, input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
+    /// Square convolution without bias. Parameter `weight`, OIHW. Of several groups each reads its own share of the
+    /// input's channels and makes its own share of the output's, in order; the weight's I is a group's share.
+    Conv {
+        name: String,
+        input: TensorId,
+        output: TensorId,
+        kernel: usize,
+        stride: usize,
+        padding: usize,
+        groups: usize,
+    },
     /// Normalises each channel over batch, height and width (epsilon 1e-5, running momentum 0.1).
     /// Parameters `weight` and `bias`, statistics `running_mean` and `running_var`, all `[channels]`.
     BatchNorm { name: String, input: TensorId, output: TensorId },
@@ -167,8 +176,8 @@ impl Network {
                 }
             };
             match *op {
-                Op::Conv { input, output, kernel, .. } => {
-                    let (from, to) = (self.tensors[input].channels, self.tensors[output].channels);
+                Op::Conv { input, output, kernel, groups, .. } => {
+                    let (from, to) = (self.tensors[input].channels / groups, self.tensors[output].channels);
                     push("weight", vec![to, from, kernel, kernel], Role::ConvWeight);
                 }
                 Op::BatchNorm { output, .. } => {
@@ -217,7 +226,25 @@ impl Network {
         kernel: usize,
         stride: usize,
     ) -> TensorId {
+        self.grouped_conv(name, input, channels, kernel, stride, 1)
+    }
+
+    /// [`Network::conv`] in `groups`, which must divide the channels of input and output.
+    pub fn grouped_conv(
+        &mut self,
+        name: impl Into<String>,
+        input: TensorId,
+        channels: usize,
+        kernel: usize,
+        stride: usize,
+        groups: usize,
+    ) -> TensorId {
         let (from, padding, name) = (self.tensors[input], kernel / 2, name.into());
+        assert!(
+            groups > 0 && from.channels.is_multiple_of(groups) && channels.is_multiple_of(groups),
+            "{name}: {groups} groups of {} -> {channels} channels",
+            from.channels
+        );
         let height = Self::window(from.height, kernel, stride, padding);
         let width = Self::window(from.width, kernel, stride, padding);
         self.push(TensorShape { height, width, channels }, |output| Op::Conv {
@@ -227,6 +254,7 @@ impl Network {
             kernel,
             stride,
             padding,
+            groups,
         })
     }
 

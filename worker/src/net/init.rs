@@ -11,7 +11,8 @@ use rayon::prelude::*;
 /// Values a task makes; even, because normals come in pairs.
 const CHUNK: usize = 1 << 14;
 
-/// He initialisation (fan-out, normal) for convolutions, ones and zeros for batch norm, PyTorch's
+/// He initialisation (fan-out, normal; of a grouped convolution fan-out counts the outputs of all groups, as in
+/// torchvision) for convolutions, ones and zeros for batch norm, PyTorch's
 /// uniform for the linear layer. With `zero_init_residual` every residual block starts as the
 /// identity: gamma of the last batch norm of its branch is 0 (Goyal et al. 2017).
 pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
@@ -108,6 +109,23 @@ mod tests {
         let fc = &all["fc.weight"].values;
         assert!(fc.iter().all(|v| v.abs() <= 0.125) && fc.iter().any(|v| v.abs() > 0.12));
         assert!(all["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
+    }
+
+    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, whatever the groups.
+    #[test]
+    fn grouped_convolutions_begin_as_torchvision_s() {
+        let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
+        let all = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
+        for (name, outputs) in [("layer1.0.conv2.weight", 128), ("layer4.2.conv2.weight", 1024)] {
+            let w = &all[name].values;
+            let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / w.len() as f64).sqrt();
+            let expected = (2.0 / f64::from(outputs * 9)).sqrt();
+            assert!((std / expected - 1.0).abs() < 0.05, "{name}: {std} instead of {expected}");
+        }
+        let zero: Vec<_> =
+            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
+        assert_eq!(zero.len(), 16);
+        assert!(zero.iter().all(|n| n.ends_with("bn3.weight")), "{zero:?}");
     }
 
     #[test]

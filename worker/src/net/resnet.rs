@@ -1,7 +1,8 @@
 //! ResNets (He et al. 2015), with torchvision's structure and parameter names.
 //!
 //! ResNet-18 to 152 are torchvision's, the 1.5 variant: a bottleneck's stride is in its 3x3
-//! convolution. The CIFAR family (section 4.2 of the paper) has three stages of 16, 32 and 64
+//! convolution. ResNeXts (Xie et al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016) are ResNet-50 and 101 with
+//! other bottlenecks. The CIFAR family (section 4.2 of He et al.) has three stages of 16, 32 and 64
 //! channels under the same names, with a 1x1 convolution and batch norm as shortcut wherever the
 //! shape changes.
 
@@ -12,8 +13,13 @@ use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 enum Block {
     /// Two 3x3 convolutions.
     Basic,
-    /// 1x1, 3x3, 1x1 with four times the channels.
-    Bottleneck,
+    /// 1x1, 3x3, 1x1 with four times the stage's channels. The 3x3 convolution has `groups`; it and the one before it
+    /// make `groups * width_per_group` channels for 64 of the stage, torchvision's words.
+    Bottleneck { groups: usize, width_per_group: usize },
+}
+
+const fn bottleneck(groups: usize, width_per_group: usize) -> Block {
+    Block::Bottleneck { groups, width_per_group }
 }
 
 /// (kind of block, blocks of each stage).
@@ -21,9 +27,14 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
     match arch {
         Arch::ResNet18 => (Block::Basic, &[2, 2, 2, 2]),
         Arch::ResNet34 => (Block::Basic, &[3, 4, 6, 3]),
-        Arch::ResNet50 => (Block::Bottleneck, &[3, 4, 6, 3]),
-        Arch::ResNet101 => (Block::Bottleneck, &[3, 4, 23, 3]),
-        Arch::ResNet152 => (Block::Bottleneck, &[3, 8, 36, 3]),
+        Arch::ResNet50 => (bottleneck(1, 64), &[3, 4, 6, 3]),
+        Arch::ResNet101 => (bottleneck(1, 64), &[3, 4, 23, 3]),
+        Arch::ResNet152 => (bottleneck(1, 64), &[3, 8, 36, 3]),
+        Arch::ResNeXt50_32x4d => (bottleneck(32, 4), &[3, 4, 6, 3]),
+        Arch::ResNeXt101_32x8d => (bottleneck(32, 8), &[3, 4, 23, 3]),
+        Arch::ResNeXt101_64x4d => (bottleneck(64, 4), &[3, 4, 23, 3]),
+        Arch::WideResNet50_2 => (bottleneck(1, 128), &[3, 4, 6, 3]),
+        Arch::WideResNet101_2 => (bottleneck(1, 128), &[3, 4, 23, 3]),
         Arch::ResNet20 => (Block::Basic, &[3, 3, 3]),
         Arch::ResNet32 => (Block::Basic, &[5, 5, 5]),
         Arch::ResNet44 => (Block::Basic, &[7, 7, 7]),
@@ -102,15 +113,17 @@ fn residual(
     width: usize,
     stride: usize,
 ) -> TensorId {
-    let out_channels = if block == Block::Bottleneck { 4 * width } else { width };
-    // (kernel, stride, channels) of each convolution of the branch.
-    let convs: &[(usize, usize, usize)] = match block {
-        Block::Basic => &[(3, stride, width), (3, 1, width)],
-        Block::Bottleneck => &[(1, 1, width), (3, stride, width), (1, 1, out_channels)],
+    // (kernel, stride, channels, groups) of each convolution of the branch.
+    let (convs, out_channels) = match block {
+        Block::Basic => (vec![(3, stride, width, 1), (3, 1, width, 1)], width),
+        Block::Bottleneck { groups, width_per_group } => {
+            let inner = width * width_per_group / 64 * groups;
+            (vec![(1, 1, inner, 1), (3, stride, inner, groups), (1, 1, 4 * width, 1)], 4 * width)
+        }
     };
     let mut x = input;
-    for (i, &(kernel, stride, channels)) in convs.iter().enumerate() {
-        x = net.conv(format!("{name}.conv{}", i + 1), x, channels, kernel, stride);
+    for (i, &(kernel, stride, channels, groups)) in convs.iter().enumerate() {
+        x = net.grouped_conv(format!("{name}.conv{}", i + 1), x, channels, kernel, stride, groups);
         x = net.batch_norm(format!("{name}.bn{}", i + 1), x);
         if i + 1 < convs.len() {
             x = net.relu(x);
@@ -128,6 +141,8 @@ fn residual(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::Op;
+    use std::collections::BTreeMap;
 
     fn model(arch: Arch, stem: Stem) -> ModelSpec {
         ModelSpec { arch, stem, ..ModelSpec::default() }
@@ -143,11 +158,30 @@ mod tests {
             (Arch::ResNet50, 25_557_032),
             (Arch::ResNet101, 44_549_160),
             (Arch::ResNet152, 60_192_808),
+            (Arch::ResNeXt50_32x4d, 25_028_904),
+            (Arch::ResNeXt101_32x8d, 88_791_336),
+            (Arch::ResNeXt101_64x4d, 83_455_272),
+            (Arch::WideResNet50_2, 68_883_240),
+            (Arch::WideResNet101_2, 126_886_696),
         ] {
             let net = build(&model(arch, Stem::Imagenet), 224, 3, 1000).unwrap();
             assert_eq!(net.parameter_count(), count, "{}", arch.name());
         }
         assert_eq!(build(&model(Arch::ResNet20, Stem::Auto), 32, 3, 10).unwrap().parameter_count(), 272_474);
+    }
+
+    #[test]
+    fn groups_are_of_the_published_widths() {
+        // Table 1 of Xie et al. 2017: 128, 256, 512 and 1024 channels in 32 groups.
+        let net = build(&model(Arch::ResNeXt50_32x4d, Stem::Imagenet), 224, 3, 1000).unwrap();
+        let shapes: BTreeMap<_, _> = net.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+        for (stage, width) in [(1, 128), (2, 256), (3, 512), (4, 1024)] {
+            let shape = |name: &str| &shapes[&format!("layer{stage}.0.{name}.weight")];
+            assert_eq!(*shape("conv2"), [width, width / 32, 3, 3]);
+            assert_eq!(*shape("conv3"), [2 * width, width, 1, 1]);
+        }
+        let grouped = net.ops.iter().filter(|op| matches!(op, Op::Conv { groups: 32, kernel: 3, .. }));
+        assert_eq!(grouped.count(), 16);
     }
 
     #[test]

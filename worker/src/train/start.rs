@@ -1,11 +1,11 @@
 //! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
 //! what is in them, so the others need not have them.
 
-use super::{TrainError, Training, setup::Plan};
+use super::{TrainError, Training, pretrained, setup::Plan};
 use crate::{
     checkpoint::{self, Best, State},
     comm::Communicator,
-    engine::{Engine, NamedTensors, first_not_finite},
+    engine::{Engine, NamedTensors},
     gpu::DeviceChoice,
     precision::SkippedSteps,
 };
@@ -58,7 +58,7 @@ pub(super) fn begin(
     if let Some(path) = pretrained
         && training.comm.rank() == 0
     {
-        let weights = pretrained_weights(training, Path::new(path), engine.parameters()?)?;
+        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?)?;
         engine.set_parameters(&weights)?;
     }
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
@@ -67,55 +67,8 @@ pub(super) fn begin(
     Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
 }
 
-/// The weights of a file in place of `initial`; a head of another width stays as it is initialised.
-fn pretrained_weights(
-    training: &Training<'_>,
-    path: &Path,
-    initial: NamedTensors,
-) -> Result<NamedTensors, TrainError> {
-    let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
-    let path = checkpoint::model_file(path).map_err(|e| wrong(e.to_string()))?;
-    let mut given = checkpoint::read_tensors(&path).map_err(wrong)?;
-    if let Some(found) = first_not_finite(&given) {
-        return Err(wrong(format!(
-            "{}: {found}; its training has diverged, give another file",
-            path.display()
-        )));
-    }
-    let mut problems = Vec::new();
-    let mut weights = NamedTensors::new();
-    for (name, own) in initial {
-        match given.remove(&name) {
-            Some(tensor) if tensor.shape == own.shape => {
-                weights.insert(name, tensor);
-            }
-            Some(tensor) if name.starts_with("fc.") => {
-                training.observer.log(&format!(
-                    "{name} of {} is {:?}, this job's is {:?}: initialised anew",
-                    path.display(),
-                    tensor.shape,
-                    own.shape
-                ));
-                weights.insert(name, own);
-            }
-            Some(tensor) => {
-                problems.push(format!("{name} is {:?}, wanted {:?}", tensor.shape, own.shape));
-                weights.insert(name, own);
-            }
-            None => problems.push(format!("{name} is missing")),
-        }
-    }
-    problems.extend(given.keys().map(|name| format!("{name} is not in this network")));
-    if problems.is_empty() {
-        return Ok(weights);
-    }
-    let arch = training.spec.model.arch.name();
-    let text = some_of(&problems);
-    Err(wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display())))
-}
-
 /// The first of them, and how many more there are.
-fn some_of(problems: &[String]) -> String {
+pub(super) fn some_of(problems: &[String]) -> String {
     let more = problems.len().saturating_sub(NAMED);
     let mut text = problems[..problems.len().min(NAMED)].join("; ");
     if more > 0 {

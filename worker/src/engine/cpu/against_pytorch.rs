@@ -19,8 +19,12 @@ use safetensors::SafeTensors;
 const TOLERANCE: f32 = 1e-5;
 
 /// Calls `check(case name, its numbers)` for every case of `op` in the fixtures.
-fn cases(op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/operations.safetensors");
+fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
+    cases_in("operations.safetensors", op, check);
+}
+
+fn cases_in(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
+    let path = format!("{}/../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"));
     let bytes = std::fs::read(path).unwrap();
     let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
     let mut names: Vec<String> = fixtures
@@ -70,13 +74,27 @@ impl Fixtures<'_> {
 fn convolution() {
     cases("conv", |fixtures, name, numbers| {
         let &[batch, side, in_c, out_c, kernel, stride] = numbers else { panic!("{name}") };
+        compare_convolution(fixtures, name, [batch, side, in_c, out_c, kernel, stride, 1]);
+    });
+}
+
+#[test]
+fn grouped_convolution() {
+    cases_in("grouped.safetensors", "grouped", |fixtures, name, numbers| {
+        compare_convolution(fixtures, name, numbers.try_into().unwrap());
+    });
+}
+
+fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7]) {
+    let [batch, side, in_c, out_c, kernel, stride, groups] = numbers;
+    for instructions in conv::Instructions::ALL {
+        let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
         let padding = kernel / 2;
-        let s = ConvShape { batch, in_h: side, in_w: side, in_c, out_c, kernel, stride, padding };
+        let s = ConvShape { batch, in_h: side, in_w: side, in_c, out_c, kernel, stride, padding, groups };
         let x = values(&format!("{name}.x"), s.input_len());
         let dy = values(&format!("{name}.dy"), s.output_len());
         let mut w = vec![0.0; s.weight_len()];
         conv::weight_from_oihw(&s, &values(&format!("{name}.w"), s.weight_len()), &mut w);
-        let mut scratch = Scratch::default();
         let (mut y, mut dx, mut dw) = (vec![f32::NAN; dy.len()], vec![f32::NAN; x.len()], w.clone());
         conv::forward(&s, &x, &w, &mut y, &mut scratch);
         fixtures.compare(&format!("{name}.y"), &y);
@@ -86,7 +104,7 @@ fn convolution() {
         let mut oihw = vec![0.0; dw.len()];
         conv::weight_to_oihw(&s, &dw, &mut oihw);
         fixtures.compare(&format!("{name}.dw"), &oihw);
-    });
+    }
 }
 
 #[test]

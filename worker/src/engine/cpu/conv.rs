@@ -4,10 +4,11 @@
 //! [`LANES`] output channels: `[out_c / LANES][kernel][kernel][in_c][lane]`, the last block having
 //! `out_c % LANES` lanes when that is not zero. There is no padding, so an optimizer may treat the
 //! slice as a vector; [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to the order that
-//! checkpoints use.
+//! checkpoints use. Of a grouped convolution `in_c` here is a group's share of the input channels.
 
 #![allow(unsafe_code)] // Register tiles work on raw pointers; slices are checked where they come in.
 
+mod grouped;
 mod memory;
 mod product;
 mod tile;
@@ -39,6 +40,8 @@ pub struct ConvShape {
     pub stride: usize,
     /// Rows and columns of zeros around the input.
     pub padding: usize,
+    /// Groups of channels: each makes its share of the output from its share of the input.
+    pub groups: usize,
 }
 
 impl ConvShape {
@@ -54,7 +57,17 @@ impl ConvShape {
 
     /// Number of weights.
     pub fn weight_len(&self) -> usize {
-        self.out_c * self.kernel * self.kernel * self.in_c
+        self.out_c * self.kernel * self.kernel * self.group_in_c()
+    }
+
+    /// Input channels of a group.
+    fn group_in_c(&self) -> usize {
+        self.in_c / self.groups
+    }
+
+    /// Output channels of a group.
+    fn group_out_c(&self) -> usize {
+        self.out_c / self.groups
     }
 
     /// Number of input values, `batch * in_h * in_w * in_c`.
@@ -70,26 +83,26 @@ impl ConvShape {
     /// Floating-point operations of one pass as they are usually counted: two for every weight at every
     /// output pixel, those that meet zero padding included.
     pub fn flops(&self) -> f64 {
-        2.0 * (self.output_len() * self.kernel * self.kernel * self.in_c) as f64
+        2.0 * (self.output_len() * self.kernel * self.kernel * self.group_in_c()) as f64
     }
 
-    /// Where the weight of `(out, ky, kx, input)` is in the flat slice.
+    /// Where the weight of `(out, ky, kx, input)` is in the flat slice; `input` counts in the group.
     fn weight_index(&self, out: usize, ky: usize, kx: usize, input: usize) -> usize {
-        let taps = self.kernel * self.kernel * self.in_c;
+        let taps = self.kernel * self.kernel * self.group_in_c();
         let block = out / LANES;
         let lanes = LANES.min(self.out_c - block * LANES);
-        block * LANES * taps + ((ky * self.kernel + kx) * self.in_c + input) * lanes + out % LANES
+        block * LANES * taps + ((ky * self.kernel + kx) * self.group_in_c() + input) * lanes + out % LANES
     }
 }
 
-/// Weights from the order of checkpoints, `[out_c][in_c][kernel][kernel]`.
+/// Weights from the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
 pub fn weight_from_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
     assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
     each_weight(s, |ours, oihw| dst[ours] = src[oihw]);
 }
 
-/// Weights in the order of checkpoints, `[out_c][in_c][kernel][kernel]`.
+/// Weights in the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
 pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
     assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
@@ -99,7 +112,7 @@ pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
 fn each_weight(s: &ConvShape, mut f: impl FnMut(usize, usize)) {
     let mut oihw = 0;
     for out in 0..s.out_c {
-        for input in 0..s.in_c {
+        for input in 0..s.group_in_c() {
             for ky in 0..s.kernel {
                 for kx in 0..s.kernel {
                     f(s.weight_index(out, ky, kx, input), oihw);
@@ -116,6 +129,10 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
         s.in_h + 2 * s.padding >= s.kernel && s.in_w + 2 * s.padding >= s.kernel,
         "kernel too large: {s:?}"
     );
+    assert!(
+        s.groups > 0 && s.in_c.is_multiple_of(s.groups) && s.out_c.is_multiple_of(s.groups),
+        "groups do not divide channels: {s:?}"
+    );
     assert_eq!((x, w, y), (s.input_len(), s.weight_len(), s.output_len()), "lengths of x, w, y for {s:?}");
 }
 
@@ -125,7 +142,9 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
 /// When a slice has not the length that `s` says.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), w.len(), y.len());
-    product::Pass::forward(s).run(x, w, y, None, scratch.tiles, &scratch.benches);
+    let merged = grouped::merged(s);
+    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
+    product::Pass::forward(&merged).run(x, w, y, None, scratch.tiles, &scratch.benches);
 }
 
 /// [`forward`], and what batch normalisation asks next: for every output channel the sum over all pixels,
@@ -145,7 +164,9 @@ pub fn forward_with_sums(
 ) -> Vec<f64> {
     check(s, x.len(), w.len(), y.len());
     let mut sums = vec![0.0; 2 * s.out_c];
-    product::Pass::forward(s).run(x, w, y, Some(&mut sums), scratch.tiles, &scratch.benches);
+    let merged = grouped::merged(s);
+    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
+    product::Pass::forward(&merged).run(x, w, y, Some(&mut sums), scratch.tiles, &scratch.benches);
     sums
 }
 
@@ -155,7 +176,9 @@ pub fn forward_with_sums(
 /// When a slice has not the length that `s` says.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    let pass = product::Pass::backward(s);
+    let merged = grouped::merged(s);
+    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
+    let pass = product::Pass::backward(&merged);
     let w = pass.transpose(w, scratch.tiles, &mut scratch.weights);
     pass.run(dy, w, dx, None, scratch.tiles, &scratch.benches);
 }
@@ -166,5 +189,13 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// When a slice has not the length that `s` says.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
-    weight::gradient(s, x, dy, dw, scratch);
+    let merged = grouped::merged(s);
+    if merged.groups == s.groups {
+        return weight::gradient(s, x, dy, dw, scratch);
+    }
+    let mut buffer = std::mem::take(&mut scratch.merged);
+    let wide = buffer.get(merged.weight_len());
+    weight::gradient(&merged, x, dy, wide, scratch);
+    grouped::part(s, &merged, wide, dw);
+    scratch.merged = buffer;
 }

@@ -81,7 +81,7 @@ pub(in crate::engine) fn compile(network: &Network) -> Result<Vec<Step>, EngineE
     let mut fused_relus: Vec<TensorId> = Vec::new();
     for op in &network.ops {
         match op {
-            Op::Conv { name, input, output, kernel, stride, padding } => {
+            Op::Conv { name, input, output, kernel, stride, padding, groups } => {
                 let (from, to) = (network.tensors[*input], network.tensors[*output]);
                 steps.push(Step::Conv {
                     name: name.clone(),
@@ -94,6 +94,7 @@ pub(in crate::engine) fn compile(network: &Network) -> Result<Vec<Step>, EngineE
                         kernel: *kernel,
                         stride: *stride,
                         padding: *padding,
+                        groups: *groups,
                     },
                     input: *input,
                     output: *output,

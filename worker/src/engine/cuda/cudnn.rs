@@ -35,7 +35,7 @@ pub(super) enum Direction {
 }
 
 /// A convolution: shapes, type and direction. Its `Debug` text is its name in the cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Convolution {
     pub(super) direction: Direction,
     pub(super) dtype: DType,
@@ -50,6 +50,8 @@ pub(super) struct Convolution {
     pub(super) kernel: usize,
     pub(super) stride: usize,
     pub(super) padding: usize,
+    /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
+    pub(super) groups: usize,
     /// Forward only: it takes the sums of y and of y * y by channel along, for the batch norm after it. cuDNN has
     /// that for float16.
     pub(super) sums: bool,
@@ -61,26 +63,47 @@ impl Convolution {
         let size = self.dtype.size();
         [
             self.batch * self.in_h * self.in_w * self.in_c * size,
-            self.out_c * self.kernel * self.kernel * self.in_c * size,
+            self.out_c * self.kernel * self.kernel * self.group_in_c() * size,
             self.batch * self.out_h * self.out_w * self.out_c * size,
         ]
+    }
+
+    /// Input channels that an output is made from.
+    fn group_in_c(&self) -> usize {
+        self.in_c / self.groups
+    }
+}
+
+impl std::fmt::Debug for Convolution {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut text = f.debug_struct("Convolution");
+        text.field("direction", &self.direction).field("dtype", &self.dtype).field("batch", &self.batch);
+        text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
+        text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
+        text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
+        // Choices that were stored before there were groups stay known.
+        if self.groups != 1 {
+            text.field("groups", &self.groups);
+        }
+        text.field("sums", &self.sums).finish()
     }
 }
 
 impl std::fmt::Display for Convolution {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { in_h, in_w, in_c, out_c, kernel, stride, .. } = self;
+        let Self { in_h, in_w, in_c, out_c, kernel, stride, groups, .. } = self;
         let of = match self.direction {
             Direction::Forward => "convolution",
             Direction::Input => "convolution, gradient of input,",
             Direction::Weight => "convolution, gradient of weight,",
         };
+        let grouped = if *groups == 1 { String::new() } else { format!(" in {groups} groups") };
         let sums = if self.sums { " with sums" } else { "" };
-        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{sums}")
+        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{grouped}{sums}")
     }
 }
 
-/// Where a convolution finds its tensors, NHWC and KRSC.
+/// Where a convolution finds its tensors, NHWC and KRSC (C of w: a group's).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tensors {
     pub(super) x: Ptr,
@@ -153,22 +176,23 @@ impl Cudnn {
         }
     }
 
-    /// Every plan that can run `convolution`, the likely fastest first; if `deterministic`, those that cuDNN says give
-    /// the same bits in every run.
+    /// Plans for `convolution`, the likely fastest first; if `deterministic`, those that cuDNN says give the same bits in
+    /// every run. `fallback`: of engines that run anything, so slowly that timing them takes minutes.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
         most_workspace: usize,
         deterministic: bool,
+        fallback: bool,
     ) -> Result<Vec<Plan>, CudaError> {
         let graph = self.graph(convolution)?;
         let mut plans: Vec<Plan> = Vec::new();
         use sys::cudnnBackendHeurMode_t as Mode;
-        for mode in [Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B, Mode::CUDNN_HEUR_MODE_FALLBACK] {
-            // The fallback list is of engines that run anything, so slowly that timing them takes minutes.
-            if mode == Mode::CUDNN_HEUR_MODE_FALLBACK && !plans.is_empty() {
-                break;
-            }
+        let modes: &[Mode] = match fallback {
+            false => &[Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B],
+            true => &[Mode::CUDNN_HEUR_MODE_FALLBACK],
+        };
+        for &mode in modes {
             let Ok(configs) = configurations(&graph, mode) else { continue };
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
@@ -227,10 +251,10 @@ impl Cudnn {
         Ok(Plan { plan, convolution: *convolution, workspace_bytes: bytes[0].max(0) as usize, choice })
     }
 
-    /// The operation graph of one convolution.
+    /// The operation graph of one convolution. cuDNN takes the number of groups from the channels of x and w.
     fn graph(&self, c: &Convolution) -> Result<Descriptor, CudaError> {
         let x = tensor(X, [c.batch, c.in_c, c.in_h, c.in_w], c.dtype)?;
-        let w = tensor(W, [c.out_c, c.in_c, c.kernel, c.kernel], c.dtype)?;
+        let w = tensor(W, [c.out_c, c.group_in_c(), c.kernel, c.kernel], c.dtype)?;
         let y = tensor(Y, [c.batch, c.out_c, c.out_h, c.out_w], c.dtype)?;
         let convolution = Descriptor::new(Kind::CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR)?;
         let float = [cudnnDataType_t::CUDNN_DATA_FLOAT];
@@ -506,4 +530,66 @@ fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result<(), Cu
     let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
     let detail = if text.is_empty() { text } else { format!(": {text}") };
     Err(CudaError::cudnn(doing(), status, detail))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Convolution = Convolution {
+        direction: Direction::Forward,
+        dtype: DType::F16,
+        batch: 32,
+        in_h: 56,
+        in_w: 56,
+        in_c: 128,
+        out_h: 28,
+        out_w: 28,
+        out_c: 256,
+        kernel: 3,
+        stride: 2,
+        padding: 1,
+        groups: 1,
+        sums: false,
+    };
+
+    /// A plan is for as many groups as it was found with, and one that was stored before there were groups stays known.
+    #[test]
+    fn plans_are_stored_by_everything_that_tells_convolutions_apart() {
+        let name = |c: &Convolution| format!("{c:?}");
+        assert_eq!(
+            name(&PLAIN),
+            "Convolution { direction: Forward, dtype: F16, batch: 32, in_h: 56, in_w: 56, in_c: 128, out_h: 28, \
+             out_w: 28, out_c: 256, kernel: 3, stride: 2, padding: 1, sums: false }"
+        );
+        let all = [
+            PLAIN,
+            Convolution { direction: Direction::Input, ..PLAIN },
+            Convolution { dtype: DType::Bf16, ..PLAIN },
+            Convolution { batch: 33, ..PLAIN },
+            Convolution { in_h: 55, ..PLAIN },
+            Convolution { in_w: 55, ..PLAIN },
+            Convolution { in_c: 256, ..PLAIN },
+            Convolution { out_h: 27, ..PLAIN },
+            Convolution { out_w: 27, ..PLAIN },
+            Convolution { out_c: 128, ..PLAIN },
+            Convolution { kernel: 5, ..PLAIN },
+            Convolution { stride: 1, ..PLAIN },
+            Convolution { padding: 0, ..PLAIN },
+            Convolution { groups: 32, ..PLAIN },
+            Convolution { groups: 64, ..PLAIN },
+            Convolution { sums: true, ..PLAIN },
+        ];
+        let names: std::collections::BTreeSet<String> = all.iter().map(name).collect();
+        assert_eq!(names.len(), all.len(), "{names:?}");
+    }
+
+    #[test]
+    fn a_grouped_weight_has_a_group_s_share_of_the_inputs() {
+        let grouped = Convolution { groups: 32, ..PLAIN };
+        let ([x, w, y], plain) = (grouped.bytes(), PLAIN.bytes());
+        assert_eq!((x, 32 * w, y), (plain[0], plain[1], plain[2]));
+        assert_eq!(w, 256 * 9 * 4 * 2);
+        assert_eq!(grouped.to_string(), "convolution 56x56x128 -> 256, 3x3/2 in 32 groups");
+    }
 }

@@ -24,7 +24,7 @@ const FOLDED: usize = 4 * 4 * 16;
 /// How a parameter is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// `[out][height][width][in]`, `in` padded with zeros.
+    /// `[out][height][width][in]`, `in` (of a group's) padded with zeros.
     Krsc { padded_in: usize },
     /// Of a 7x7 convolution with stride 2, as a 4x4 one of 2x2 pixels of 4 channels: `[out][4][4][2][2][4]`. The
     /// 7x7 window lies behind the first row and column of an 8x8 one; what is no weight is zero.
@@ -216,5 +216,35 @@ fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        engine::cpu::plan,
+        net::{init, resnet},
+    };
+    use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+
+    /// The weights of a grouped convolution lie as cuDNN wants them: `[out][height][width][in / groups]`.
+    #[test]
+    fn grouped_weights_go_to_the_gpu_s_order_and_back() {
+        let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
+        let network = resnet::build(&model, 64, 3, 10).unwrap();
+        let layout = Layout::new(&network, &plan::compile(&network).unwrap(), 4, 16, true);
+        let mut initial = init::initial_parameters(&network, false, 1);
+        initial.retain(|name, _| !name.contains("running"));
+        let flat = layout.import(&initial).unwrap();
+        let mut back = NamedTensors::new();
+        layout.export(&flat, &mut back);
+        assert!(back == initial);
+
+        let slot = layout.slot("layer1.0.conv2", "weight");
+        let (ours, oihw) = (&flat[slot.range.clone()], &initial["layer1.0.conv2.weight"].values);
+        assert_eq!(ours.len(), 128 * 3 * 3 * 4);
+        let (out, input, y, x) = (77, 2, 1, 2);
+        assert_eq!(ours[((out * 3 + y) * 3 + x) * 4 + input], oihw[((out * 4 + input) * 3 + y) * 3 + x]);
     }
 }

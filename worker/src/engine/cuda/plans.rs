@@ -34,6 +34,8 @@ fn gpu_convolutions_have_plans() {
         (Arch::ResNet50, Stem::Imagenet, 224, 32),
         (Arch::ResNet50, Stem::Imagenet, 32, 32),
         (Arch::ResNet18, Stem::Cifar, 32, 512),
+        (Arch::ResNeXt50_32x4d, Stem::Imagenet, 224, 256),
+        (Arch::ResNeXt101_64x4d, Stem::Imagenet, 224, 32),
     ] {
         let network = resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap();
         let (_, nodes) = nodes::compile(&network).unwrap();
@@ -42,11 +44,11 @@ fn gpu_convolutions_have_plans() {
             let mut tuner = Tuner::new(&device, true).unwrap();
             let mut all = Vec::new();
             for node in &nodes {
-                let (input, output, kernel, stride, padding, first) = match *node {
-                    Node::Conv { input, output, kernel, stride, padding, first, .. } => {
-                        (input, output, kernel, stride, padding, first)
+                let (input, output, kernel, stride, padding, groups, first) = match *node {
+                    Node::Conv { input, output, kernel, stride, padding, groups, first, .. } => {
+                        (input, output, kernel, stride, padding, groups, first)
                     }
-                    Node::Linear { input, output, .. } => (input, output, 1, 1, 0, false),
+                    Node::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
                     _ => continue,
                 };
                 let (from, to) = (network.tensors[input], network.tensors[output]);
@@ -67,6 +69,7 @@ fn gpu_convolutions_have_plans() {
                         kernel,
                         stride,
                         padding,
+                        groups,
                         sums: false,
                     });
                 }

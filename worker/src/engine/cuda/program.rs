@@ -404,7 +404,7 @@ impl Program {
         Ok(logits)
     }
 
-    /// Whether statistics may come with a convolution. cuDNN adds them up as its blocks come to an end, so not where the
+    /// Whether statistics may come with a convolution, one without groups. cuDNN adds them up as its blocks come to an end, so not where the
     /// same bits are wanted every time; small ones are taken by the kernel that uses them.
     fn takes_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
@@ -413,16 +413,17 @@ impl Program {
             channels: convolution.out_c as u32,
         };
         let waits = self.reducer.as_ref().is_some_and(|r| r.meeting(0, false).is_some());
-        self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
+        let plain = convolution.groups == 1;
+        plain && self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
     }
 
     /// The convolution that a node is, and whether nothing before it is trained.
     fn convolution(&self, node: &Node) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, padding, first) = match *node {
-            Node::Conv { input, output, kernel, stride, padding, first, .. } => {
-                (input, output, kernel, stride, padding, first)
+        let (input, output, kernel, stride, padding, groups, first) = match *node {
+            Node::Conv { input, output, kernel, stride, padding, groups, first, .. } => {
+                (input, output, kernel, stride, padding, groups, first)
             }
-            Node::Linear { input, output, .. } => (input, output, 1, 1, 0, false),
+            Node::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
@@ -439,6 +440,7 @@ impl Program {
             kernel,
             stride,
             padding,
+            groups,
             sums: false,
         };
         if first && self.folded {

@@ -164,11 +164,17 @@ impl Bench {
     fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
-        for plan in cudnn.candidates(convolution, MOST_WORKSPACE, self.deterministic)? {
-            match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
-                Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
-                Ok(_) => {}
-                Err(error) => first_error = first_error.or(Some(error)),
+        // It happens that nothing that heuristics propose runs.
+        for fallback in [false, true] {
+            if best.is_some() {
+                break;
+            }
+            for plan in cudnn.candidates(convolution, MOST_WORKSPACE, self.deterministic, fallback)? {
+                match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
+                    Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
+                    Ok(_) => {}
+                    Err(error) => first_error = first_error.or(Some(error)),
+                }
             }
         }
         best.ok_or_else(|| match first_error {

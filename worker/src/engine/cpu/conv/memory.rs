@@ -49,6 +49,8 @@ pub struct Scratch {
     pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
     /// Transposed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,
+    /// Weights of groups that are computed together, or the gradient of those.
+    pub(super) merged: Buffer,
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
     /// One for every task that ran at the same time.
@@ -70,6 +72,7 @@ impl Scratch {
             tiles: Tiles::of(instructions)?,
             plans: HashMap::new(),
             weights: Buffer::default(),
+            merged: Buffer::default(),
             x: Buffer::default(),
             dy: Buffer::default(),
             benches: Benches::default(),

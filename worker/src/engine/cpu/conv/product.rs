@@ -27,6 +27,8 @@ pub(super) struct Pass {
     src: [usize; 3],
     dst: [usize; 3],
     kernel: usize,
+    /// Groups of channels; of several each has whole blocks of both.
+    cardinality: usize,
     rows: Axis,
     columns: Axis,
 }
@@ -59,6 +61,7 @@ impl Pass {
             src: [s.in_h, s.in_w, s.in_c],
             dst: [s.out_h(), s.out_w(), s.out_c],
             kernel: s.kernel,
+            cardinality: s.groups,
             rows: axis(s.in_h, s.out_h()),
             columns: axis(s.in_w, s.out_w()),
         }
@@ -76,12 +79,13 @@ impl Pass {
             src: [s.out_h(), s.out_w(), s.out_c],
             dst: [s.in_h, s.in_w, s.in_c],
             kernel: s.kernel,
+            cardinality: s.groups,
             rows: axis(s.out_h(), s.in_h),
             columns: axis(s.out_w(), s.in_w),
         }
     }
 
-    /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel][lane]`. With `sums`, every
+    /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel of its group][lane]`. With `sums`, every
     /// channel's sum over `dst` is added to the first half of it and the sum of squares to the second.
     pub(super) fn run(
         &self,
@@ -96,7 +100,11 @@ impl Pass {
         let [dst_h, dst_w, dst_c] = self.dst;
         assert_eq!(src.len(), self.batch * src_h * src_w * src_c);
         assert_eq!(dst.len(), self.batch * dst_h * dst_w * dst_c);
-        assert_eq!(w.len(), self.kernel * self.kernel * src_c * dst_c);
+        assert_eq!(w.len(), self.kernel * self.kernel * src_c * dst_c / self.cardinality);
+        assert!(
+            self.cardinality == 1
+                || [src_c, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality))
+        );
         if dst.is_empty() {
             return;
         }
@@ -146,7 +154,7 @@ impl Pass {
     /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Kernel offsets that never meet
     /// the picture keep what was there.
     pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
-        let (out_c, in_c) = (self.src[2], self.dst[2]);
+        let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
         let taps = self.kernel * self.kernel;
         let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
         let (rows, columns) = (0..self.kernel)
@@ -155,10 +163,13 @@ impl Pass {
         let to = to.get(w.len());
         to.par_chunks_mut(LANES * taps * out_c).enumerate().for_each(|(block, to)| {
             let lanes = to.len() / (taps * out_c);
+            // Counted in its group of channels, of which so many come before.
+            let (before, block) = (block * LANES / in_c, block * LANES % in_c);
             for tap in (0..taps).filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]) {
                 for out_block in 0..out_c.div_ceil(LANES) {
                     let out_lanes = LANES.min(out_c - out_block * LANES);
-                    let first = out_block * LANES * taps * in_c + (tap * in_c + block * LANES) * out_lanes;
+                    let out_first = before * out_c + out_block * LANES;
+                    let first = out_first * taps * in_c + (tap * in_c + block) * out_lanes;
                     let w = &w[first..first + lanes * out_lanes];
                     let to = &mut to[(tap * out_c + out_block * LANES) * lanes..][..lanes * out_lanes];
                     match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
@@ -214,11 +225,15 @@ impl Pass {
         bench.starts.push(bench.taps.len());
 
         let sums = if job.sums { bench.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
-        let w_block = LANES * self.kernel * self.kernel * src_c;
+        let channels = src_c / self.cardinality;
+        let w_block = LANES * self.kernel * self.kernel * channels;
+        let together = (dst_c / self.cardinality).div_ceil(LANES);
         let full = (dst_c / LANES).min(blocks.end);
         let mut block = blocks.start;
         while block < blocks.end {
-            let left = full.saturating_sub(block);
+            // Blocks of a tile read the same channels.
+            let group_of_channels = block / together;
+            let left = full.min((group_of_channels + 1) * together).saturating_sub(block);
             let takes = tiles.product_blocks(largest, left);
             for group in groups.clone() {
                 let own = group_start(group)..group_start(group + 1);
@@ -234,9 +249,13 @@ impl Pass {
                     // the blocks that the tile takes; the outputs are inside of `dst` and this task's own.
                     unsafe {
                         tile(&Product {
-                            x: packed.as_ptr().add((own.start - pictures.start) * picture),
+                            x: packed
+                                .as_ptr()
+                                .add((own.start - pictures.start) * picture)
+                                .add(group_of_channels * channels * own.len()),
                             taps: &bench.taps[ends[0]..ends[1]],
-                            channels: src_c,
+                            channels,
+                            line: src_c.next_multiple_of(LANES),
                             w: job.w.as_ptr().add(block * w_block),
                             w_block,
                             y: job.dst.pointer().add(first),

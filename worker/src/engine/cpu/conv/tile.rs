@@ -16,11 +16,13 @@ pub(super) struct Tap {
 
 /// One output position of a group of pictures, for one to four blocks of output channels.
 pub(super) struct Product<'a> {
-    /// Packed group of pictures: `[position][channel block][picture][16]`.
+    /// Packed group of pictures: `[position][channel block][picture][16]`, from the first wanted channel on.
     pub(super) x: *const f32,
     pub(super) taps: &'a [Tap],
-    /// Input channels.
+    /// Input channels that are read, from the first of `x` on.
     pub(super) channels: usize,
+    /// Packed channels of a position: those of all groups.
+    pub(super) line: usize,
     /// Weights of the first block: `[tap][channel][lane]`.
     pub(super) w: *const f32,
     /// Floats from one block of weights to the next.
@@ -222,7 +224,6 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
 unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
-        let blocks = t.channels.div_ceil(16);
         // The lines of the output are far apart and new to the cache: have them come during the sums.
         for p in 0..P {
             for v in 0..V {
@@ -231,7 +232,7 @@ unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t
         }
         let mut sum = [[S::zero(); V]; P];
         for tap in t.taps {
-            let mut x = t.x.add(tap.position as usize * blocks * P * 16);
+            let mut x = t.x.add(tap.position as usize * t.line * P);
             let mut w = t.w.add(tap.tap as usize * t.channels * lanes);
             for _ in 0..t.channels / 16 {
                 let end = x.add(16);

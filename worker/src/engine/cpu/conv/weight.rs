@@ -104,7 +104,7 @@ impl Plan<'_> {
         let (x_packed, dy_packed) = (&*x_packed, &*dy_packed);
         let out = Shared::of(dw);
         let panels = self.panels();
-        let in_blocks = s.in_c.div_ceil(LANES);
+        let in_blocks = s.group_in_c().div_ceil(LANES);
         let splits = WEIGHT_TASKS.div_ceil(panels.len()).min(in_blocks);
         (0..panels.len() * splits).into_par_iter().for_each(|task| {
             let (panel, split) = (&panels[task / splits], task % splits);
@@ -131,7 +131,7 @@ impl Plan<'_> {
         let chunks = self.chunks();
         let slots = SLOTS.min(chunks.len());
         let panels = self.panels();
-        let in_blocks = s.in_c.div_ceil(LANES);
+        let in_blocks = s.group_in_c().div_ceil(LANES);
         let benches = &scratch.benches;
         let sums = scratch.weights.get(slots * dw.len());
         sums.par_chunks_mut(dw.len()).enumerate().for_each(|(slot, sum)| {
@@ -171,13 +171,16 @@ impl Plan<'_> {
         });
     }
 
-    /// Blocks of output channels that a tile takes together; a block that is not full stands alone.
+    /// Blocks of output channels that a tile takes together, of one group of channels; a block that is not full stands
+    /// alone.
     fn panels(&self) -> Vec<Range<usize>> {
+        let together = self.s.group_out_c().div_ceil(LANES);
         let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));
         let mut panels = Vec::new();
         let mut block = 0;
         while block < blocks {
-            let takes = self.tiles.outer_blocks(self.s.in_c, full.saturating_sub(block));
+            let left = full.saturating_sub(block).min(together - block % together);
+            let takes = self.tiles.outer_blocks(self.s.group_in_c(), left);
             panels.push(block..block + takes);
             block += takes;
         }
@@ -222,7 +225,7 @@ impl Plan<'_> {
         (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
     }
 
-    /// Adds a chunk's part to the gradient of one block of input channels and one panel (or, when not
+    /// Adds a chunk's part to the gradient of one block of a group's input channels and one panel (or, when not
     /// `add` and for the chunk's first piece, writes it).
     ///
     /// # Safety
@@ -242,16 +245,19 @@ impl Plan<'_> {
         let x_row = s.in_w * pictures * LANES;
         let dy_row = s.out_w() * pictures * LANES;
         let taps = s.kernel * s.kernel;
+        let in_c = s.group_in_c();
+        // Of several groups each has whole blocks.
+        let x_block = panel.start * LANES / s.group_out_c() * in_c / LANES + in_block;
         let lanes = LANES.min(s.out_c - panel.start * LANES);
-        let in_channels = LANES.min(s.in_c - in_block * LANES);
+        let in_channels = LANES.min(in_c - in_block * LANES);
         for (index, piece) in self.pieces_of(chunk).iter().enumerate() {
             for (tap, runs) in piece.runs.iter().enumerate() {
                 let mut channel = 0;
                 while channel < in_channels {
                     let (takes, tile) = self.tiles.outer(in_channels - channel, panel.len());
-                    let first = panel.start * LANES * taps * s.in_c
-                        + (tap * s.in_c + in_block * LANES + channel) * lanes;
-                    let x = (in_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
+                    let first =
+                        panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
+                    let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
                     let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
                     // SAFETY: the runs stay inside of the piece's rows, which are packed; the weights are
                     // inside of `dw`.
@@ -262,7 +268,7 @@ impl Plan<'_> {
                             dy_block: rows.len() * dy_row,
                             runs,
                             dw: dw.add(first),
-                            dw_block: LANES * taps * s.in_c,
+                            dw_block: LANES * taps * in_c,
                             accumulate: add || index > 0,
                             channels: takes.min(in_channels - channel),
                             lanes,

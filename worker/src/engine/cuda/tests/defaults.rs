@@ -52,6 +52,8 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
         (Arch::ResNet18, Stem::Imagenet, 96, 64),
         (Arch::ResNet50, Stem::Imagenet, 96, 64),
         (Arch::ResNet50, Stem::Cifar, 32, 64),
+        (Arch::ResNeXt50_32x4d, Stem::Imagenet, 96, 64),
+        (Arch::WideResNet50_2, Stem::Imagenet, 96, 32),
     ] {
         let network = network(arch, stem, side);
         for (precision, near, gradient) in

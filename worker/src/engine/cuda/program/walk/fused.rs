@@ -1,28 +1,35 @@
-//! What is fused across a convolution: the largest tensors of a bottleneck network are then written and
-//! read less often. Which convolutions are, follows from the network and the number format alone.
+//! What is fused across a convolution, one without groups: the largest tensors of a bottleneck network are then written
+//! and read less often. Which convolutions are, follows from the network and the number format alone.
 
 use super::*;
+
+/// Input and output of a convolution that multiplies each pixel with one matrix: 1x1, stride 1, no groups.
+fn pointwise(node: &Node) -> Option<[TensorId; 2]> {
+    match *node {
+        Node::Conv { kernel: 1, stride: 1, groups: 1, input, output, .. } => Some([input, output]),
+        _ => None,
+    }
+}
 
 impl<'a> Walk<'a> {
     /// Whether the gradient of a convolution's input is left to the batch norm before it: of a 1x1 one behind a block's
     /// addition.
     pub(super) fn goes_through(&self, node: &Node) -> bool {
-        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
-        let (inner, channels) = (self.channels(*output), self.channels(*input));
+        let Some([input, output]) = pointwise(node) else { return false };
+        let (inner, channels) = (self.channels(output), self.channels(input));
         let behind_an_addition =
-            self.norm_of(*input).is_some_and(|n| n.relu && !n.pooled && n.shortcut != Shortcut::None);
+            self.norm_of(input).is_some_and(|n| n.relu && !n.pooled && n.shortcut != Shortcut::None);
         // Of two such gradients one would have to be in memory.
-        let alone =
-            self.readers_of(*input).filter(|n| matches!(n, Node::Conv { kernel: 1, stride: 1, .. })).count();
+        let alone = self.readers_of(input).filter(|n| pointwise(n).is_some()).count();
         behind_an_addition && alone == 1 && self.p.ops.goes_through(inner, channels)
     }
 
     /// Whether the batch norm behind a convolution is left to that convolution's backward.
     pub(super) fn is_bottleneck(&self, node: &Node) -> bool {
-        let Node::Conv { kernel: 1, stride: 1, input, output, .. } = node else { return false };
+        let Some([input, output]) = pointwise(node) else { return false };
         // What comes back to that batch norm has to be past its ReLU.
-        let past = |norm: &NormNode| norm.input == *output && (!norm.relu || norm.shortcut != Shortcut::None);
-        self.p.ops.is_bottleneck(self.channels(*input), self.channels(*output))
+        let past = |norm: &NormNode| norm.input == output && (!norm.relu || norm.shortcut != Shortcut::None);
+        self.p.ops.is_bottleneck(self.channels(input), self.channels(output))
             && self.p.nodes.iter().any(|node| matches!(node, Node::Norm(norm) if past(norm)))
     }
 
@@ -72,11 +79,11 @@ impl<'a> Walk<'a> {
     pub(super) fn is_left_to_next(&self, node: &NormNode) -> bool {
         let mut after =
             self.p.nodes.iter().skip_while(|n| !matches!(n, Node::Norm(norm) if norm.norm == node.norm));
-        let Some(Node::Conv { kernel: 1, stride: 1, input, output, .. }) = after.nth(1) else { return false };
-        *input == node.output
+        let Some([input, output]) = after.nth(1).and_then(pointwise) else { return false };
+        input == node.output
             && node.relu
             && node.shortcut != Shortcut::None
-            && self.p.ops.ends_block(self.channels(*input), self.channels(*output))
+            && self.p.ops.ends_block(self.channels(input), self.channels(output))
     }
 
     /// The end of a block and the convolution after it.

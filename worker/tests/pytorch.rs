@@ -4,7 +4,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use lockstep_worker::{
     comm::Alone,
     data::loader::Batch,
-    engine::{Engine, EngineConfig, HostTensor, NamedTensors, build_cpu},
+    engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
     made_up::{labels, values},
     net::{Network, resnet},
 };
@@ -57,12 +57,14 @@ fn weights(network: &Network) -> NamedTensors {
         .collect()
 }
 
-fn engine(network: Network, batch_size: usize, weight_decay: f32) -> Box<dyn Engine> {
+fn sgd(weight_decay: f32) -> Optimizer {
+    Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() }
+}
+
+fn engine(network: Network, batch_size: usize, optimizer: Optimizer) -> Box<dyn Engine> {
     let config = EngineConfig {
         batch_size,
-        optimizer: OptimizerKind::Momentum,
-        momentum: 0.9,
-        weight_decay,
+        optimizer,
         label_smoothing: 0.0,
         accumulate: 1,
         sync_batch_norm: true,
@@ -86,7 +88,7 @@ fn names_shapes_and_logits_of_every_architecture() {
 
             let images = values(&format!("{arch}.{stem}.images"), 2 * image_size * image_size * channels);
             let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
-            let logits = engine(network, 2, 0.0).predict(&batch).unwrap();
+            let logits = engine(network, 2, sgd(0.0)).predict(&batch).unwrap();
             let largest = expected.logits.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
             for (ours, theirs) in logits.chunks(classes).zip(&expected.logits) {
                 for (a, b) in ours.iter().zip(theirs) {
@@ -105,32 +107,60 @@ struct Run {
     losses: Vec<f32>,
 }
 
+/// A run's own settings beside what all have.
+#[derive(Deserialize)]
+struct OptimizerRun {
+    #[serde(flatten)]
+    run: Run,
+    optimizer: OptimizerKind,
+    weight_decay: f32,
+    decay_norm_and_bias: bool,
+}
+
+/// Trains `arch` as the fixture's script did, and compares every loss.
+fn follow(arch: &str, name: &str, run: &Run, optimizer: Optimizer, tolerance: f32) {
+    let picture = run.image_size * run.image_size * 3;
+    let mut engine = engine(network(arch, "cifar", run.image_size, 3, 10), run.batch_size, optimizer);
+    let patterns = values(&format!("{arch}.patterns"), 10 * picture);
+    assert_eq!(run.losses.len(), 20);
+    for (step, expected) in run.losses.iter().enumerate() {
+        let labels = labels(&format!("{arch}.labels.{step}"), run.batch_size, 10);
+        let noise = values(&format!("{arch}.images.{step}"), run.batch_size * picture);
+        let images = noise
+            .chunks(picture)
+            .zip(&labels)
+            .flat_map(|(noise, &label)| {
+                noise.iter().zip(&patterns[label as usize * picture..]).map(|(n, p)| n * 0.5 + p)
+            })
+            .collect();
+        let batch = Batch { images, labels, ..Batch::default() };
+        let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
+        assert!(
+            (loss - expected).abs() <= tolerance * expected,
+            "{name}, step {}: loss {loss} instead of {expected}",
+            step + 1
+        );
+    }
+}
+
 #[test]
 fn twenty_training_steps_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, Run> = fixture("training.json");
     assert_eq!(runs.len(), 2);
     for (arch, run) in runs {
-        let picture = run.image_size * run.image_size * 3;
-        let mut engine = engine(network(&arch, "cifar", run.image_size, 3, 10), run.batch_size, 5e-4);
-        let patterns = values(&format!("{arch}.patterns"), 10 * picture);
-        assert_eq!(run.losses.len(), 20);
-        for (step, expected) in run.losses.iter().enumerate() {
-            let labels = labels(&format!("{arch}.labels.{step}"), run.batch_size, 10);
-            let noise = values(&format!("{arch}.images.{step}"), run.batch_size * picture);
-            let images = noise
-                .chunks(picture)
-                .zip(&labels)
-                .flat_map(|(noise, &label)| {
-                    noise.iter().zip(&patterns[label as usize * picture..]).map(|(n, p)| n * 0.5 + p)
-                })
-                .collect();
-            let batch = Batch { images, labels, ..Batch::default() };
-            let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
-            assert!(
-                (loss - expected).abs() <= 1e-3 * expected,
-                "{arch}, step {}: loss {loss} instead of {expected}",
-                step + 1
-            );
-        }
+        follow(&arch, &arch, &run, sgd(5e-4), 1e-3);
+    }
+}
+
+#[test]
+fn twenty_training_steps_of_adamw_and_lamb_follow_pytorch_s_losses() {
+    let mut fixture: BTreeMap<String, serde_json::Value> = fixture("optimizers.json");
+    let runs: BTreeMap<String, OptimizerRun> =
+        serde_json::from_value(fixture.remove("runs").unwrap()).unwrap();
+    assert_eq!(runs.len(), 4);
+    for (name, of) in runs {
+        let OptimizerRun { run, optimizer: kind, weight_decay, decay_norm_and_bias } = of;
+        let optimizer = Optimizer { kind, weight_decay, decay_norm_and_bias, ..Optimizer::default() };
+        follow("resnet20", &name, &run, optimizer, 1e-4);
     }
 }

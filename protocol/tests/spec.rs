@@ -114,7 +114,12 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "lr = 0", "lr", &["above 0"]),
         ("train", "lr = nan", "lr", &["a number"]),
         ("train", "momentum = 1.0", "momentum", &["below 1"]),
-        ("train", "optimizer = \"adam\"", "optimizer", &["momentum, nesterov, lars, adamw, lamb", "did you mean \"adamw\""]),
+        (
+            "train",
+            "optimizer = \"adam\"",
+            "optimizer",
+            &["momentum, nesterov, lars, adamw, lamb", "did you mean \"adamw\""],
+        ),
         ("train", "beta1 = 1.0", "beta1", &["below 1"]),
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
         ("train", "beta2 = 1", "beta2", &["below 1"]),

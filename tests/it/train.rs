@@ -127,7 +127,12 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_
     };
     for kind in ["adamw", "lamb"] {
         let of_kind = format!("train.optimizer={kind}");
-        let sets = [&of_kind, "train.lr=0.003", "train.weight_decay=0.05", "train.decay_norm_and_bias=false"];
+        let sets = [
+            of_kind.as_str(),
+            "train.lr=0.003",
+            "train.weight_decay=0.05",
+            "train.decay_norm_and_bias=false",
+        ];
         let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         succeeded(&bench.train(kind, &sets).output().expect("it runs"));
         let checkpoint = bench.out(kind).join("checkpoints/1-7");

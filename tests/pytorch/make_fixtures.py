@@ -295,8 +295,8 @@ def optimizer_runs():
     """Losses of 20 steps of ResNet-20 as in `training`, by AdamW and LAMB, with weight decay on everything or only on the
     weights of convolutions and linear layers."""
     out = {}
-    arch, batch, side, decay = "resnet20", 32, 16, 0.1
-    for kind, lr in (("adamw", 3e-4), ("lamb", 3e-3)):
+    arch, batch, side, decay = "resnet20", 32, 16, 4.0
+    for kind, lr in (("adamw", 1e-4), ("lamb", 3e-4)):
         for decay_norm_and_bias in (True, False):
             runs = {}
             for dtype in (torch.float32, torch.float64):

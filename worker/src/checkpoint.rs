@@ -127,8 +127,9 @@ pub struct Snapshot {
 impl Snapshot {
     /// The first value in it that no model can go on from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
-        first_not_finite(&self.parameters)
-            .or_else(|| first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}")))
+        first_not_finite(&self.parameters).or_else(|| {
+            first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
+        })
     }
 }
 
@@ -437,7 +438,8 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
     let mut optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
     if state.optimizer.is_none() {
-        optimizer = optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
+        optimizer =
+            optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
     }
     for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
         if let Some(found) = first_not_finite(tensors) {

@@ -12,9 +12,7 @@ mod start;
 mod votes;
 
 use crate::{
-    checkpoint::{
-        CheckpointError, DataPosition, Keeper, Kept, OptimizerNote, RandomState, Snapshot, State,
-    },
+    checkpoint::{CheckpointError, DataPosition, Keeper, Kept, OptimizerNote, RandomState, Snapshot, State},
     comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
         DataError,

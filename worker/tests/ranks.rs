@@ -400,6 +400,7 @@ fn weights_and_optimizer_state_come_back_as_they_were_set() {
         // Without the number of updates the bias would be corrected as at the start.
         if slots(kind).len() == 2 {
             let mut forgetful = engine(config(), Arc::new(Alone));
+            let state = other.optimizer_state().unwrap();
             forgetful.set_optimizer_state(&OptimizerState { updates: 0, ..state }).unwrap();
             forgetful.set_parameters(&other.parameters().unwrap()).unwrap();
             for engine in [&mut forgetful, &mut other] {

@@ -90,7 +90,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("train.beta2", "Beta 2", Kind::Number, "adamw, lamb"),
             more("train.epsilon", "Epsilon", Kind::Number, "adamw, lamb"),
             more("train.weight_decay", "Weight decay", Kind::Number, ""),
-            more("train.decay_norm_and_bias", "Weight decay also on batch norms and biases", Kind::Switch, ""),
+            more(
+                "train.decay_norm_and_bias",
+                "Weight decay also on batch norms and biases",
+                Kind::Switch,
+                "",
+            ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
             more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),

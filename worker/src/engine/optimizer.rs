@@ -128,7 +128,8 @@ mod tests {
     #[test]
     fn batch_norms_and_biases_are_decayed_and_adapted_as_the_job_says() {
         let treat = |kind, decay_norm_and_bias, is_weight| {
-            let optimizer = Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
+            let optimizer =
+                Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
             let Treatment { decay, adapted } = optimizer.treatment(is_weight);
             (decay, adapted)
         };

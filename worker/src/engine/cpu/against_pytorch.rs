@@ -8,11 +8,11 @@ use super::{
     optimizer::Update,
     pool::{self, MaxPool},
 };
+use crate::engine::optimizer::Optimizer;
 use crate::{
     made_up::{labels, values},
     net::TensorShape,
 };
-use crate::engine::optimizer::Optimizer;
 use lockstep_protocol::spec::OptimizerKind;
 use safetensors::SafeTensors;
 use serde::Deserialize;
@@ -266,8 +266,7 @@ fn adamw_and_lamb_step_by_step() {
             // The rate falls; every third gradient is small, and every seventh is none.
             let lr = way.lr * (1.0 - step as f32 / 40.0);
             let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
-            let mut g: Vec<f32> =
-                values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
+            let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             if optimizer.needs_norms() {
                 update.prepare(treatment.decay, &w, [&mut m, &mut v], &mut g);

@@ -111,7 +111,7 @@ impl Engine for CpuEngine {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let Machine { layout, state, config, .. } = &self.machine;
         let mut slots = NamedTensors::new();
-        for (name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
+        for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
             layout.export(Some(name), flat, &mut slots);
         }
         Ok(OptimizerState { slots, updates: state.updates })
@@ -124,7 +124,7 @@ impl Engine for CpuEngine {
         let Machine { layout, state, .. } = &mut self.machine;
         state.updates = to.updates;
         if writes {
-            for (name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
+            for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
                 layout.import(Some(name), &to.slots, flat);
             }
         }

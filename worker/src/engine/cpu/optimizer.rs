@@ -154,7 +154,7 @@ impl Update {
                 let adam = self.adam;
                 let kept = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
                 let size = (f64::from(rate) / adam.correction1) as f32;
-                values.zip(more.iter_mut()).for_each(|(((w, m), v), g)| {
+                values.zip(more.iter_mut()).for_each(|(((w, m), g), v)| {
                     let below = adam.take(m, v, *g);
                     *w = *w * kept - size * (*m / below);
                 });
@@ -187,12 +187,8 @@ mod tests {
 
     #[test]
     fn lars_moves_a_layer_by_its_own_norm_whatever_the_gradient_s_size() {
-        let lars = Optimizer {
-            kind: OptimizerKind::Lars,
-            momentum: 0.0,
-            weight_decay: 0.0,
-            ..Optimizer::default()
-        };
+        let lars =
+            Optimizer { kind: OptimizerKind::Lars, momentum: 0.0, weight_decay: 0.0, ..Optimizer::default() };
         for size in [1e-3f32, 1.0, 1e3] {
             let mut w = vec![3.0, 4.0];
             step(lars, true, &mut w, &[size, 0.0]);
@@ -205,7 +201,8 @@ mod tests {
 
     #[test]
     fn lamb_s_first_step_is_as_long_as_the_weights_whatever_the_gradient_s_size() {
-        let lamb = Optimizer { kind: OptimizerKind::Lamb, decay_norm_and_bias: false, ..Optimizer::default() };
+        let lamb =
+            Optimizer { kind: OptimizerKind::Lamb, decay_norm_and_bias: false, ..Optimizer::default() };
         for size in [1e-3f32, 1.0, 1e3] {
             let mut w = vec![3.0, 4.0];
             step(lamb, true, &mut w, &[size, 0.0]);

@@ -167,9 +167,8 @@ impl Layout {
         let mut flat = vec![0.0; self.len];
         for slot in &self.slots {
             let name = tensor_name(&slot.name, kept);
-            let tensor = values
-                .get(&name)
-                .ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
+            let tensor =
+                values.get(&name).ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
             let ours = &mut flat[slot.range.clone()];
             match (slot.order, &slot.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {

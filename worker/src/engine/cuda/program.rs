@@ -184,15 +184,8 @@ impl Program {
         let layout = Layout::new(&network, &steps, padded_input, padded_classes, folded);
         let kernels = Kernels::load(device, dtype)?;
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
-        let state = State::new(
-            device,
-            &network,
-            &steps,
-            layout.clone(),
-            dtype,
-            first_scale,
-            config.optimizer,
-        )?;
+        let state =
+            State::new(device, &network, &steps, layout.clone(), dtype, first_scale, config.optimizer)?;
         let narrow_gradients = device.zeros(4 * (layout.len - layout.wide).max(1))?;
         let wide_gradients = device.zeros(dtype.size() * layout.wide)?;
 

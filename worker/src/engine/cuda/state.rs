@@ -90,7 +90,9 @@ impl State {
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
             optimizer,
-            optimizer_slots: (optimizer.slots().iter())
+            optimizer_slots: optimizer
+                .slots()
+                .iter()
                 .map(|_| device.zeros(4 * layout.len))
                 .collect::<Result<_, _>>()?,
             shadow,
@@ -208,7 +210,7 @@ impl State {
 
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let mut slots = NamedTensors::new();
-        for (name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             self.layout.export(Some(name), &read(buffer)?, &mut slots);
         }
         Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
@@ -216,7 +218,7 @@ impl State {
 
     /// Replaces it; `to` is known to be whole.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        for (name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             buffer.write(&self.layout.import(Some(name), &to.slots)?)?;
         }
         // No run is so long that this is not the number; a correction by so many is none.

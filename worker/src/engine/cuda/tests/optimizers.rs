@@ -115,8 +115,7 @@ fn check_update(
     [before, after]: [&OptimizerState; 2],
 ) {
     for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
-        let slot =
-            |of: &OptimizerState, slot: &str| of.slots[&slot_name(parameter, slot)].values.clone();
+        let slot = |of: &OptimizerState, slot: &str| of.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
         let wanted = moved(optimizer, lr, &was[parameter], &m, &v, after.updates);

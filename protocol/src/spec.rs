@@ -216,8 +216,18 @@ pub struct TrainSpec {
     pub global_batch_size: Option<u32>,
     pub optimizer: OptimizerKind,
     pub lr: f32,
+    /// Of `momentum`, `nesterov` and `lars`.
     pub momentum: f32,
     pub weight_decay: f32,
+    /// False leaves batch norm's parameters and biases out of weight decay, and with `lamb` out of layer-wise
+    /// adaptation, too (`lars` always leaves them out of both).
+    pub decay_norm_and_bias: bool,
+    /// `adamw` and `lamb`: decay of the running mean of the gradient.
+    pub beta1: f64,
+    /// `adamw` and `lamb`: decay of the running mean of the gradient's square.
+    pub beta2: f64,
+    /// `adamw` and `lamb`: what is added to the square root that the mean is divided by.
+    pub epsilon: f64,
     pub schedule: ScheduleKind,
     /// Linear warm-up from 0, in epochs, before the schedule proper.
     pub warmup_epochs: f32,
@@ -240,7 +250,7 @@ pub struct TrainSpec {
     pub seed: u64,
 }
 
-/// SGD's flavours.
+/// The rule that weights follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
@@ -250,6 +260,39 @@ pub enum OptimizerKind {
     Nesterov,
     /// Layer-wise adaptive rates (You, Gitman, Ginsburg 2017).
     Lars,
+    /// PyTorch's AdamW (Loshchilov and Hutter 2019): weight decay is apart from the gradient.
+    AdamW,
+    /// Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962, algorithm 2 with bias correction). The trust
+    /// ratio is that of timm's `Lamb(always_adapt=True, max_grad_norm=None)`: |w| / |update|, 1 where either is 0, without
+    /// bounds; gradients are not clipped.
+    Lamb,
+}
+
+impl OptimizerKind {
+    /// Every optimizer with its name in a specification.
+    pub const ALL: [(OptimizerKind, &'static str); 5] = [
+        (OptimizerKind::Momentum, "momentum"),
+        (OptimizerKind::Nesterov, "nesterov"),
+        (OptimizerKind::Lars, "lars"),
+        (OptimizerKind::AdamW, "adamw"),
+        (OptimizerKind::Lamb, "lamb"),
+    ];
+
+    /// Their names alone.
+    pub const NAMES: [&'static str; Self::ALL.len()] = {
+        let mut names = [""; Self::ALL.len()];
+        let mut i = 0;
+        while i < names.len() {
+            names[i] = Self::ALL[i].1;
+            i += 1;
+        }
+        names
+    };
+
+    /// Its name in a specification, e.g. `adamw`.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(kind, _)| *kind == self).map_or("momentum", |(_, name)| name)
+    }
 }
 
 /// How the learning rate moves over a run.
@@ -397,6 +440,10 @@ impl Default for TrainSpec {
             lr: 0.01,
             momentum: 0.9,
             weight_decay: 0.0,
+            decay_norm_and_bias: true,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
             schedule: ScheduleKind::Constant,
             warmup_epochs: 0.0,
             milestones: Vec::new(),

@@ -2,7 +2,7 @@
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
-    spec::{Arch, JobSpec, KEYS, SpecError, apply_set, from_json, from_toml, toml_document},
+    spec::{Arch, JobSpec, KEYS, OptimizerKind, SpecError, apply_set, from_json, from_toml, toml_document},
 };
 use serde_json::json;
 
@@ -129,6 +129,19 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "lr = 0", "lr", &["above 0"]),
         ("train", "lr = nan", "lr", &["a number"]),
         ("train", "momentum = 1.0", "momentum", &["below 1"]),
+        (
+            "train",
+            "optimizer = \"adam\"",
+            "optimizer",
+            &["momentum, nesterov, lars, adamw, lamb", "did you mean \"adamw\""],
+        ),
+        ("train", "beta1 = 1.0", "beta1", &["below 1"]),
+        ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
+        ("train", "beta2 = 1", "beta2", &["below 1"]),
+        ("train", "beta2 = nan", "beta2", &["a number"]),
+        ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
+        ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
+        ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),
         ("train", "label_smoothing = 1.0", "label_smoothing", &["below 1"]),
         ("train", "milestones = [3, 2]", "milestones", &["ascending"]),
         ("train", "loss_scale = \"static\"", "loss_scale", &["dynamic"]),
@@ -150,6 +163,18 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
     one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
     one_mistake("train = 3\n[data]\ndataset = \"d\"", "/train", &["a table of keys"]);
     one_mistake("name = \"x\"", "/data/dataset", &["is missing"]);
+}
+
+#[test]
+fn the_ends_of_an_optimizer_s_ranges_belong_to_them() {
+    for (kind, name) in OptimizerKind::ALL {
+        let ends = "beta1 = 0\nbeta2 = 0.0\nepsilon = 1e-16\ndecay_norm_and_bias = false";
+        let spec = from_toml(&with("train", &format!("optimizer = {name:?}\n{ends}"))).expect("allowed");
+        assert_eq!((spec.train.optimizer, spec.train.optimizer.name()), (kind, name));
+        assert_eq!((spec.train.beta1, spec.train.beta2, spec.train.epsilon), (0.0, 0.0, 1e-16));
+    }
+    let train = from_toml(&with("train", "epsilon = 1\nbeta2 = 0.9999")).expect("allowed").train;
+    assert_eq!((train.epsilon, train.beta1, train.beta2), (1.0, 0.9, 0.9999));
 }
 
 #[test]

@@ -119,6 +119,38 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
 }
 
 #[tokio::test]
+async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_anew() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let optimizer = |out: &str| {
+        fs::read(bench.out(out).join("checkpoints/2-24/optimizer.safetensors")).expect("a checkpoint")
+    };
+    for kind in ["adamw", "lamb"] {
+        let of_kind = format!("train.optimizer={kind}");
+        let sets = [
+            of_kind.as_str(),
+            "train.lr=0.003",
+            "train.weight_decay=0.05",
+            "train.decay_norm_and_bias=false",
+        ];
+        let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        succeeded(&bench.train(kind, &sets).output().expect("it runs"));
+        let checkpoint = bench.out(kind).join("checkpoints/1-7");
+        let resume = ["--resume", checkpoint.to_str().expect("a path")];
+        let again = format!("{kind}-again");
+        let said = succeeded(&bench.train(&again, &[&sets[..], &resume].concat()).output().expect("it runs"));
+        assert!(said.contains("continuing from checkpoint 1-7") && !said.contains("begins anew"), "{said}");
+        assert!(bench.model(&again, "2-24") == bench.model(kind, "2-24"), "{kind}");
+        assert!(optimizer(&again) == optimizer(kind), "{kind}");
+
+        let other = bench.train(&format!("{kind}-then-momentum"), &resume).output().expect("it runs");
+        let said = succeeded(&other);
+        let line = format!("train.optimizer is momentum and was {kind}, which kept other numbers");
+        assert!(said.contains(&line), "{said}");
+    }
+}
+
+#[tokio::test]
 async fn a_stopped_run_goes_on_to_the_same_bytes() {
     let _turn = turn().await;
     let bench = Bench::new();

@@ -316,6 +316,106 @@ def step():
     (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of You et al. 2019 (arXiv 1904.00962) with bias correction; the trust ratio as in timm's
+    `Lamb(always_adapt=True, max_grad_norm=None)`. A group may say `adapt=False`."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adapt=True))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                m, v = state["m"], state["v"]
+                m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                m_hat = m / (1 - beta1 ** state["step"])
+                v_hat = v / (1 - beta2 ** state["step"])
+                update = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * p
+                w_norm, u_norm = p.norm().item(), update.norm().item()
+                trust = w_norm / u_norm if group["adapt"] and w_norm > 0 and u_norm > 0 else 1.0
+                p.sub_(update, alpha=group["lr"] * trust)
+
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "lamb": Lamb}
+
+
+def optimizer_steps():
+    """A parameter of 16 values on its way through 20 gradients, float32."""
+    out = {}
+    for kind, lr, decay, beta1, beta2, epsilon in (
+        ("adamw", 0.01, 0.0, 0.9, 0.999, 1e-8),
+        ("adamw", 0.1, 0.3, 0.8, 0.95, 1e-3),
+        ("adamw", 0.01, 0.1, 0.0, 0.0, 1e-6),
+        ("lamb", 0.01, 0.0, 0.9, 0.999, 1e-8),
+        ("lamb", 0.1, 0.3, 0.8, 0.95, 1e-3),
+        ("lamb", 0.01, 0.1, 0.0, 0.0, 1e-6),
+    ):
+        name = f"{kind}.{len(out)}"
+        w = torch.from_numpy(values(name + ".w", 16)).requires_grad_()
+        rule = OPTIMIZERS[kind]([w], lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=decay)
+        way = []
+        for step in range(20):
+            rule.param_groups[0]["lr"] = lr * (1 - step / 40)
+            scale = 0.0 if step % 7 == 6 else (1.0, 10.0, 1e-3)[step % 3]
+            w.grad = torch.from_numpy(values(f"{name}.g{step}", 16) * np.float32(scale))
+            rule.step()
+            way.append([float(v) for v in w.detach()])
+        out[name] = {
+            "optimizer": kind, "lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon,
+            "weights": way,
+        }
+    return out
+
+
+def optimizer_runs():
+    """Losses of 20 steps of ResNet-20 as in `training`, by AdamW and LAMB, with weight decay on everything or only on the
+    weights of convolutions and linear layers."""
+    out = {}
+    arch, batch, side, decay = "resnet20", 32, 16, 4.0
+    for kind, lr in (("adamw", 1e-4), ("lamb", 3e-4)):
+        for decay_norm_and_bias in (True, False):
+            runs = {}
+            for dtype in (torch.float32, torch.float64):
+                model = build(arch).to(dtype).train()
+                fill(model, arch)
+                weights = [p for p in model.parameters() if p.ndim > 1]
+                others = [p for p in model.parameters() if p.ndim <= 1]
+                rule = OPTIMIZERS[kind]([{"params": weights}, {"params": others}], lr=lr, weight_decay=decay)
+                if not decay_norm_and_bias:
+                    rule.param_groups[1].update(weight_decay=0.0, adapt=False)
+                run = []
+                for step in range(20):
+                    target = labels(f"{arch}.labels.{step}", batch, 10)
+                    images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
+                    images += values(f"{arch}.patterns", 10, side, side, 3)[target]
+                    x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
+                    loss = F.cross_entropy(model(x), torch.from_numpy(target))
+                    rule.zero_grad()
+                    loss.backward()
+                    rule.step()
+                    run.append(loss.item())
+                runs[dtype] = run
+            name = kind if decay_norm_and_bias else kind + ", weights alone decayed"
+            apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
+            print(f"{name}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+            out[name] = {
+                "optimizer": kind, "batch_size": batch, "image_size": side, "lr": lr, "weight_decay": decay,
+                "decay_norm_and_bias": decay_norm_and_bias, "losses": runs[torch.float32],
+            }
+    return out
+
+
+def optimizer_fixtures():
+    write("optimizers.json", json.dumps({"steps": optimizer_steps(), "runs": optimizer_runs()}, indent=1) + "\n")
+
+
 def looking():
     """Probabilities, confusion matrix and loss of a made-up model on made-up grey pictures of one byte a pixel."""
     arch, count, side = "resnet20", 200, 16
@@ -368,6 +468,7 @@ PARTS = {
     "resnexts": lambda: write("resnexts.json", architectures(RESNEXTS_AND_WIDE)),
     "training": training,
     "step": step,
+    "optimizers": optimizer_fixtures,
     "looking": looking,
 }
 

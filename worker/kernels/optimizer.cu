@@ -10,7 +10,8 @@ struct Scaler {
     float norm;     // their L2 norm, without the scale
     float inverse;  // 1 / the scale that they carry
     u32 apply;      // whether the update runs
-    u32 pad[2];
+    u32 updates;    // that have run, the latest step's included
+    u32 pad;
 };
 #define GROWTH_STEPS 2000
 #define LARGEST_SCALE 16777216.0f // 2^24
@@ -90,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(512)
     scaler->norm = (float)(sqrt(all) * inverse);
     scaler->finite = finite;
     scaler->apply = finite;
+    if (finite) scaler->updates++;
     if (!dynamic) return;
     u32 good = finite ? scaler->good_steps + 1 : 0;
     if (!finite) scale = scale * 0.5f < 1.0f ? 1.0f : scale * 0.5f;
@@ -104,14 +106,27 @@ extern "C" __global__ void __launch_bounds__(512)
 // A parameter's place in the flat buffers, ordered; lengths are multiples of 8.
 struct Segment {
     u64 offset, length;
-    u32 adapted, pad; // a weight of a convolution or linear layer
+    u32 adapted, pad; // whether its rate follows from its norms
 };
 struct Rate {
     float rate, decay; // times the step's learning rate; weight decay
 };
 
-// Sums of squares of a segment's (blockIdx.y) weights and gradients, by LARS_PARTS blocks each.
-#define LARS_PARTS 16
+// The last of `count` segments that begins at or before group `i` of eight values.
+__device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u64 i) {
+    u32 from = 0, to = count;
+    while (to - from > 1) {
+        u32 middle = (from + to) / 2;
+        if (segments[middle].offset <= i * 8)
+            from = middle;
+        else
+            to = middle;
+    }
+    return from;
+}
+
+// Sums of squares of a segment's (blockIdx.y) weights and gradients, by NORM_PARTS blocks each.
+#define NORM_PARTS 16
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
     enter();
@@ -120,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Segment s = segments[blockIdx.y];
     double weight = 0, gradient = 0;
     if (s.adapted)
-        for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < s.length / 8; i += (u64)LARS_PARTS * blockDim.x) {
+        for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < s.length / 8; i += (u64)NORM_PARTS * blockDim.x) {
             float w[8], g[8], ws = 0, gs = 0;
             load_channels(weights, s.offset / 8 + i, w);
             gradients.get(s.offset / 8 + i, g);
@@ -135,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(256)
     weight = block_sum(weight, warps);
     gradient = block_sum(gradient, warps);
     if (threadIdx.x == 0) {
-        double* to = partials + ((u64)blockIdx.y * LARS_PARTS + blockIdx.x) * 2;
+        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
         to[0] = weight;
         to[1] = gradient;
     }
@@ -148,9 +163,9 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     double weight = 0, gradient = 0;
-    for (u32 p = 0; p < LARS_PARTS; p++) {
-        weight += partials[((u64)i * LARS_PARTS + p) * 2];
-        gradient += partials[((u64)i * LARS_PARTS + p) * 2 + 1];
+    for (u32 p = 0; p < NORM_PARTS; p++) {
+        weight += partials[((u64)i * NORM_PARTS + p) * 2];
+        gradient += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
     double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, below = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
@@ -162,31 +177,25 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     rates[i] = r;
 }
 
-// kind 0: v = m v + (g + d w), w -= lr v. 1, Nesterov: the same v, w -= lr (g + d w + m v).
+// kind 0: v = m v + (g + d w), w -= lr v. 1, Nesterov: the same v, w -= lr (g + d w + m v). The first part's d and the
+// second's may differ.
 // 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
 template <int KIND>
 __device__ __forceinline__ void update(float* weights, float* velocity, T* shadow, const Gradients& gradients,
-                                       const Control* control, const Scaler* scaler, float momentum, float decay,
-                                       const Segment* segments, const Rate* rates, u32 count) {
+                                       const Control* control, const Scaler* scaler, float momentum, float first_decay,
+                                       float second_decay, const Segment* segments, const Rate* rates, u32 count) {
     if (!scaler->apply) return;
     float lr = control->lr, inverse = scaler->inverse;
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
-        float w[8], v[8], g[8], rate = lr;
+        float w[8], v[8], g[8], rate = lr, decay = i * 8 < gradients.first_length ? first_decay : second_decay;
         gradients.get(i, g);
         load_channels(weights, i, w);
         load_channels(velocity, i, v);
         if (KIND == 2) {
-            u32 from = 0, to = count; // the last segment that begins at or before i
-            while (to - from > 1) {
-                u32 middle = (from + to) / 2;
-                if (segments[middle].offset <= i * 8)
-                    from = middle;
-                else
-                    to = middle;
-            }
-            rate = lr * rates[from].rate;
-            decay = rates[from].decay;
+            Rate own = rates[segment_of(segments, count, i)];
+            rate = lr * own.rate;
+            decay = own.decay;
         }
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -207,10 +216,11 @@ __device__ __forceinline__ void update(float* weights, float* velocity, T* shado
 #define UPDATE(NAME, KIND)                                                                                          \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
         NAME(float* weights, float* velocity, T* shadow, GRADIENT_PARAMETERS, const Control* control,                \
-             const Scaler* scaler, float momentum, float decay, const Segment* segments, const Rate* rates,          \
-             u32 count) {                                                                                           \
+             const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
+             const Rate* rates, u32 count) {                                                                                           \
         enter();                                                                                                    \
-        update<KIND>(weights, velocity, shadow, GRADIENTS, control, scaler, momentum, decay, segments, rates, count); \
+        update<KIND>(weights, velocity, shadow, GRADIENTS, control, scaler, momentum, first_decay, second_decay,     \
+                     segments, rates, count);                                                                       \
     }
 UPDATE(sgd_momentum, 0)
 UPDATE(sgd_nesterov, 1)

@@ -13,10 +13,14 @@ pub use keeper::{Keeper, Kept};
 pub use tensors::{metadata, read as read_tensors};
 
 use crate::{
-    engine::{LossScaling, NamedTensors, first_not_finite},
+    engine::{LossScaling, NamedTensors, first_not_finite, slot_name},
     precision::SkippedSteps,
 };
-use lockstep_protocol::{agent::CheckpointInfo, fault, spec::Precision};
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    fault,
+    spec::{OptimizerKind, Precision},
+};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -28,7 +32,8 @@ use std::{
 
 /// Weights, biases and running statistics.
 pub const MODEL: &str = "model.safetensors";
-/// Momentum buffers.
+/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`. In files of
+/// older versions, whose [`State`] has no `optimizer`, momentum under the parameters' bare names.
 pub const OPTIMIZER: &str = "optimizer.safetensors";
 /// A [`State`].
 pub const STATE: &str = "state.json";
@@ -65,6 +70,17 @@ pub struct State {
     pub loss_scaling: Option<LossScaling>,
     #[serde(default)]
     pub skipped_steps: SkippedSteps,
+    /// Absent in files of older versions.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerNote>,
+}
+
+/// Of the optimizer that a checkpoint has the state of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OptimizerNote {
+    pub kind: OptimizerKind,
+    /// As [`crate::engine::OptimizerState::updates`].
+    pub updates: u64,
 }
 
 /// The next picture.
@@ -98,6 +114,7 @@ pub struct Best {
 pub struct Snapshot {
     pub state: State,
     pub parameters: NamedTensors,
+    /// As [`crate::engine::OptimizerState::slots`].
     pub optimizer: NamedTensors,
     /// Batches that batch norm has seen.
     pub batches: u64,
@@ -108,8 +125,9 @@ pub struct Snapshot {
 impl Snapshot {
     /// The first value in it that no model can go on from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
-        first_not_finite(&self.parameters)
-            .or_else(|| first_not_finite(&self.optimizer).map(|found| format!("momentum of {found}")))
+        first_not_finite(&self.parameters).or_else(|| {
+            first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
+        })
     }
 }
 
@@ -398,7 +416,7 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
-/// Reads a checkpoint after checking it.
+/// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
 ///
 /// # Errors
 /// It is damaged, or holds values that are not finite.
@@ -408,9 +426,13 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let path = folder.join(STATE);
     let text = fs::read(&path).map_err(at(&path))?;
-    let state = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
+    let state: State = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
     let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
-    let optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    let mut optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    if state.optimizer.is_none() {
+        optimizer =
+            optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
+    }
     for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
         if let Some(found) = first_not_finite(tensors) {
             return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });

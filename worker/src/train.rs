@@ -13,7 +13,7 @@ mod start;
 mod votes;
 
 use crate::{
-    checkpoint::{CheckpointError, DataPosition, Keeper, Kept, RandomState, Snapshot, State},
+    checkpoint::{CheckpointError, DataPosition, Keeper, Kept, OptimizerNote, RandomState, Snapshot, State},
     comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
         DataError,
@@ -455,7 +455,7 @@ impl Run<'_> {
         Ok(stop == 0.0)
     }
 
-    /// An error that ends the run on all ranks if any has weights or running statistics that are not finite.
+    /// An error that ends the run on all ranks if any has weights, running statistics or optimizer state that are not finite.
     fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
@@ -575,6 +575,7 @@ impl Run<'_> {
         let plan = &self.plan;
         let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
         let step_in_epoch = self.step % plan.steps_per_epoch;
+        let optimizer = self.engine.optimizer_state()?;
         let state = State {
             epoch: plan.epoch_of(self.step),
             step: self.step,
@@ -594,11 +595,15 @@ impl Run<'_> {
             precision: Some(self.engine.precision()),
             loss_scaling: self.engine.loss_scaling()?,
             skipped_steps: self.skipped.clone(),
+            optimizer: Some(OptimizerNote {
+                kind: self.training.spec.train.optimizer,
+                updates: optimizer.updates,
+            }),
         };
         let kept = keeper.keep(Snapshot {
             state,
             parameters: self.engine.parameters()?,
-            optimizer: self.engine.optimizer_state()?,
+            optimizer: optimizer.slots,
             batches: self.step * plan.accumulate as u64,
             metadata: self.metadata.clone(),
         });

@@ -4,7 +4,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use lockstep_worker::{
     comm::Alone,
     data::loader::Batch,
-    engine::{Engine, EngineConfig, HostTensor, NamedTensors, build_cpu},
+    engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
     made_up::{labels, values},
     net::{Network, resnet},
 };
@@ -87,22 +87,24 @@ fn weights(network: &Network) -> NamedTensors {
         .collect()
 }
 
-fn engine(network: Network, batch_size: usize, weight_decay: f32) -> Box<dyn Engine> {
+fn sgd(weight_decay: f32) -> Optimizer {
+    Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() }
+}
+
+fn engine(network: Network, batch_size: usize, optimizer: Optimizer) -> Box<dyn Engine> {
     let weights = weights(&network);
-    engine_with(&weights, network, batch_size, weight_decay)
+    engine_with(&weights, network, batch_size, optimizer)
 }
 
 fn engine_with(
     weights: &NamedTensors,
     network: Network,
     batch_size: usize,
-    weight_decay: f32,
+    optimizer: Optimizer,
 ) -> Box<dyn Engine> {
     let config = EngineConfig {
         batch_size,
-        optimizer: OptimizerKind::Momentum,
-        momentum: 0.9,
-        weight_decay,
+        optimizer,
         label_smoothing: 0.0,
         accumulate: 1,
         sync_batch_norm: true,
@@ -133,7 +135,7 @@ fn compare_architectures(file: &str, count: usize) {
 
             let images = values(&format!("{arch}.{stem}.images"), 2 * image_size * image_size * channels);
             let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
-            let logits = engine(network, 2, 0.0).predict(&batch).unwrap();
+            let logits = engine(network, 2, sgd(0.0)).predict(&batch).unwrap();
             let largest = expected.logits.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
             for (ours, theirs) in logits.chunks(classes).zip(&expected.logits) {
                 for (a, b) in ours.iter().zip(theirs) {
@@ -152,22 +154,50 @@ struct Run {
     losses: Vec<f32>,
 }
 
+/// A run's own settings beside what all have.
+#[derive(Deserialize)]
+struct OptimizerRun {
+    #[serde(flatten)]
+    run: Run,
+    optimizer: OptimizerKind,
+    weight_decay: f32,
+    decay_norm_and_bias: bool,
+}
+
+/// Trains `arch` as the fixture's script did, and compares every loss.
+fn follow(arch: &str, name: &str, run: &Run, optimizer: Optimizer, tolerance: f32) {
+    let mut engine = engine(network(arch, "cifar", run.image_size, 3, 10), run.batch_size, optimizer);
+    assert_eq!(run.losses.len(), 20);
+    for (step, expected) in run.losses.iter().enumerate() {
+        let batch = batch(arch, run.batch_size, run.image_size, step);
+        let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
+        assert!(
+            (loss - expected).abs() <= tolerance * expected,
+            "{name}, step {}: loss {loss} instead of {expected}",
+            step + 1
+        );
+    }
+}
+
 #[test]
 fn twenty_training_steps_follow_pytorch_s_losses() {
     let runs: BTreeMap<String, Run> = fixture("training.json");
     assert_eq!(runs.len(), 2);
     for (arch, run) in runs {
-        let mut engine = engine(network(&arch, "cifar", run.image_size, 3, 10), run.batch_size, 5e-4);
-        assert_eq!(run.losses.len(), 20);
-        for (step, expected) in run.losses.iter().enumerate() {
-            let batch = batch(&arch, run.batch_size, run.image_size, step);
-            let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
-            assert!(
-                (loss - expected).abs() <= 1e-3 * expected,
-                "{arch}, step {}: loss {loss} instead of {expected}",
-                step + 1
-            );
-        }
+        follow(&arch, &arch, &run, sgd(5e-4), 1e-3);
+    }
+}
+
+#[test]
+fn twenty_training_steps_of_adamw_and_lamb_follow_pytorch_s_losses() {
+    let mut fixture: BTreeMap<String, serde_json::Value> = fixture("optimizers.json");
+    let runs: BTreeMap<String, OptimizerRun> =
+        serde_json::from_value(fixture.remove("runs").unwrap()).unwrap();
+    assert_eq!(runs.len(), 4);
+    for (name, of) in runs {
+        let OptimizerRun { run, optimizer: kind, weight_decay, decay_norm_and_bias } = of;
+        let optimizer = Optimizer { kind, weight_decay, decay_norm_and_bias, ..Optimizer::default() };
+        follow("resnet20", &name, &run, optimizer, 1e-4);
     }
 }
 
@@ -213,7 +243,7 @@ fn a_step_of_a_grouped_network_is_pytorch_s() {
     for (_, tensor) in weights.iter_mut().filter(|(name, _)| name.ends_with("bn3.weight")) {
         tensor.values.iter_mut().for_each(|v| *v *= 0.125);
     }
-    let mut engine = engine_with(&weights, network, expected.batch_size, 5e-4);
+    let mut engine = engine_with(&weights, network, expected.batch_size, sgd(5e-4));
     assert!(expected.losses.len() == 3 && expected.momentum.len() == 8);
     for (step, wanted) in expected.losses.iter().enumerate() {
         let batch = batch(&expected.arch, expected.batch_size, expected.image_size, step);
@@ -222,9 +252,9 @@ fn a_step_of_a_grouped_network_is_pytorch_s() {
         if step > 0 {
             continue;
         }
-        let momentum = engine.optimizer_state().unwrap();
+        let momentum = engine.optimizer_state().unwrap().slots;
         for (name, wanted) in &expected.momentum {
-            let ours = &momentum[name].values;
+            let ours = &momentum[&format!("{name}.momentum")].values;
             let norm = ours.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
             assert!((norm / wanted.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", wanted.norm);
             for (i, value) in wanted.values.iter().enumerate() {

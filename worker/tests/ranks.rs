@@ -5,7 +5,10 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use lockstep_worker::{
     comm::{Alone, CommError, Communicator, Reduction, ring::Ring, shared::Host},
     data::loader::Batch,
-    engine::{Engine, EngineConfig, EngineError, NamedTensors, StepResult, build_cpu},
+    engine::{
+        Engine, EngineConfig, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StepResult,
+        build_cpu, slots,
+    },
     made_up::{labels, values},
     net::{Network, init, resnet},
     rendezvous::{Meeting, Store, free_port},
@@ -24,9 +27,7 @@ fn network() -> Arc<Network> {
 fn config(batch_size: usize) -> EngineConfig {
     EngineConfig {
         batch_size,
-        optimizer: OptimizerKind::Momentum,
-        momentum: 0.9,
-        weight_decay: 1e-4,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
         label_smoothing: 0.1,
         accumulate: 1,
         sync_batch_norm: true,
@@ -139,6 +140,36 @@ fn a_global_batch_of_64_on_1_2_and_4_ranks() {
         for (rank, (_, theirs)) in of_ranks.iter().enumerate() {
             for (name, tensor) in weights {
                 assert_eq!(tensor, &theirs[name], "{name} of rank {rank} of {ranks}");
+            }
+        }
+    }
+}
+
+/// Gradients are summed in float64, so every optimizer does the same at any number of ranks, with or without weight decay
+/// on batch norms and biases, and its state is the same, too.
+#[test]
+fn every_optimizer_does_the_same_on_1_2_and_4_ranks_bit_for_bit() {
+    for (kind, name) in OptimizerKind::ALL {
+        for decay_norm_and_bias in [true, false] {
+            let optimizer =
+                Optimizer { kind, decay_norm_and_bias, weight_decay: 0.01, ..Optimizer::default() };
+            let run = |ranks: u32, shared: bool| {
+                meet(ranks, shared, |comm| {
+                    let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
+                    let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
+                    for step in 0..6 {
+                        let batch = part_of(32, pictures(step, rank * own, (rank + 1) * own));
+                        engine.train_step(&[batch], 0.01).unwrap();
+                    }
+                    (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
+                })
+            };
+            let alone = &run(1, true)[0];
+            assert_eq!(alone.1.updates, 6);
+            for (ranks, shared) in [(2, true), (2, false), (4, true)] {
+                for (rank, of) in run(ranks, shared).iter().enumerate() {
+                    assert!(of == alone, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
+                }
             }
         }
     }
@@ -293,7 +324,9 @@ fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
     let model = ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
     let initial = init::initial_parameters(&network, false, 1);
-    for optimizer in [OptimizerKind::Momentum, OptimizerKind::Nesterov, OptimizerKind::Lars] {
+    for (kind, name) in OptimizerKind::ALL {
+        let optimizer = Optimizer { kind, ..config(1).optimizer };
+        let lr = if matches!(kind, OptimizerKind::AdamW | OptimizerKind::Lamb) { 1e-4 } else { 0.01 };
         let run = |ranks: u32, shared: bool, threads: usize, accumulate: usize, steps: usize| {
             meet(ranks, shared, |comm| {
                 let own = 8 / ranks as usize / accumulate;
@@ -305,21 +338,21 @@ fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
                     let all = own * ranks as usize;
                     let batch = |i| part_of(all, pictures(step, (first + i) * own, (first + i + 1) * own));
                     let batches: Vec<_> = (0..accumulate).map(batch).collect();
-                    norms.push(engine.train_step(&batches, 0.01).unwrap().grad_norm);
+                    norms.push(engine.train_step(&batches, lr).unwrap().grad_norm);
                 }
                 (norms, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
             })
         };
         let shared = run(2, true, 1, 2, 2);
-        assert_eq!(shared, run(2, true, 2, 2, 2), "{optimizer:?}: threads do not show, nor who does what");
-        assert_eq!(shared, run(2, false, 1, 2, 2), "{optimizer:?}: nor does the way of the gradients");
+        assert_eq!(shared, run(2, true, 2, 2, 2), "{name}: threads do not show, nor who does what");
+        assert_eq!(shared, run(2, false, 1, 2, 2), "{name}: nor does the way of the gradients");
         assert_eq!(shared[0], shared[1]);
         // One step: float32 sums in another order, and training lets rounding grow.
         let alone = &run(1, false, 1, 1, 1)[0];
         for of in [&run(2, true, 1, 1, 1)[0], &run(4, true, 1, 1, 1)[3]] {
-            assert!((of.0[0] / alone.0[0] - 1.0).abs() < 1e-3, "{optimizer:?}: {:?} {:?}", of.0, alone.0);
+            assert!((of.0[0] / alone.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", of.0, alone.0);
             let apart = furthest_apart(&of.1, &alone.1);
-            assert!(apart < 2e-3, "{optimizer:?}: {apart}");
+            assert!(apart < 2e-3, "{name}: {apart}");
         }
     }
 }
@@ -339,17 +372,70 @@ fn a_rank_that_is_told_to_stop_ends_its_step_with_the_reason() {
 }
 
 #[test]
-fn weights_and_momentum_come_back_as_they_were_set() {
+fn weights_and_optimizer_state_come_back_as_they_were_set() {
+    for (kind, name) in OptimizerKind::ALL {
+        let config = || {
+            let optimizer = Optimizer { kind, weight_decay: 0.01, ..Optimizer::default() };
+            EngineConfig { optimizer, ..config(8) }
+        };
+        let mut trained = engine(config(), Arc::new(Alone));
+        for step in 0..3 {
+            trained.train_step(&[pictures(step, 0, 8)], 0.01).unwrap();
+        }
+        let mut other = engine(config(), Arc::new(Alone));
+        other.set_parameters(&trained.parameters().unwrap()).unwrap();
+        let state = trained.optimizer_state().unwrap();
+        assert_eq!(state.updates, 3);
+        for slot in slots(kind) {
+            let of_one = &state.slots[&format!("layer1.0.conv1.weight.{slot}")];
+            assert!(of_one.shape == [16, 16, 3, 3] && of_one.values.iter().any(|v| *v != 0.0), "{slot}");
+        }
+        other.set_optimizer_state(&state).unwrap();
+        assert!(other.optimizer_state().unwrap() == state);
+        for engine in [&mut trained, &mut other] {
+            engine.train_step(&[pictures(3, 0, 5)], 0.01).unwrap();
+        }
+        assert!(trained.parameters().unwrap() == other.parameters().unwrap(), "{name}: continuing is exact");
+        assert!(trained.optimizer_state().unwrap() == other.optimizer_state().unwrap(), "{name}");
+        // Without the number of updates the bias would be corrected as at the start.
+        if slots(kind).len() == 2 {
+            let mut forgetful = engine(config(), Arc::new(Alone));
+            let state = other.optimizer_state().unwrap();
+            forgetful.set_optimizer_state(&OptimizerState { updates: 0, ..state }).unwrap();
+            forgetful.set_parameters(&other.parameters().unwrap()).unwrap();
+            for engine in [&mut forgetful, &mut other] {
+                engine.train_step(&[pictures(4, 0, 5)], 0.01).unwrap();
+            }
+            assert!(forgetful.parameters().unwrap() != other.parameters().unwrap());
+        }
+    }
+}
+
+#[test]
+fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
+    let adamw = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
+    let mut engine = engine(EngineConfig { optimizer: adamw, ..config(8) }, Arc::new(Alone));
+    let mut state = engine.optimizer_state().unwrap();
+    let sum = state.slots.remove("fc.bias.exp_avg_sq").unwrap();
+    state.slots.insert("fc.bias.momentum".into(), sum);
+    let error = engine.set_optimizer_state(&state).unwrap_err().to_string();
+    for part in ["fc.bias.exp_avg_sq is missing", "has no fc.bias.momentum"] {
+        assert!(error.contains(part), "{error}");
+    }
+    let mut state = engine.optimizer_state().unwrap();
+    assert_eq!(engine.first_not_finite().unwrap(), None);
+    let spoilt = HostTensor { shape: vec![10], values: vec![f32::INFINITY; 10] };
+    state.slots.insert("fc.bias.exp_avg_sq".into(), spoilt);
+    engine.set_optimizer_state(&state).unwrap();
+    let found = engine.first_not_finite().unwrap().unwrap();
+    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf"), "{found}");
+}
+
+#[test]
+fn evaluation_and_prediction_change_nothing() {
     let mut trained = engine(config(8), Arc::new(Alone));
     trained.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
-    let mut other = engine(config(8), Arc::new(Alone));
-    other.set_parameters(&trained.parameters().unwrap()).unwrap();
-    other.set_optimizer_state(&trained.optimizer_state().unwrap()).unwrap();
-    for engine in [&mut trained, &mut other] {
-        engine.train_step(&[pictures(1, 0, 5)], 0.1).unwrap();
-    }
-    assert_eq!(trained.parameters().unwrap(), other.parameters().unwrap(), "continuing is exact");
-    // Evaluation and prediction leave everything as it is, also for more pictures than a batch.
+    // Also for more pictures than a batch.
     let before = trained.parameters().unwrap();
     let result = trained.eval_step(&pictures(2, 0, 20)).unwrap();
     let logits = trained.predict(&pictures(2, 0, 20)).unwrap();

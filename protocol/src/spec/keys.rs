@@ -1,6 +1,6 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::{Arch, shortened};
+use super::{Arch, OptimizerKind, shortened};
 use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
@@ -96,10 +96,15 @@ pub const KEYS: &[Section] = &[
             ("steps", whole(1, MAX_STEPS)),
             ("batch_size", whole(1, 65_536)),
             ("global_batch_size", whole(1, 1 << 24)),
-            ("optimizer", Kind::Word(&["momentum", "nesterov", "lars"])),
+            ("optimizer", Kind::Word(&OptimizerKind::NAMES)),
             ("lr", Kind::Number { min: 0.0, max: 1e4, above: true, below: false }),
             ("momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("weight_decay", number(0.0, 1.0)),
+            ("decay_norm_and_bias", Kind::Bool),
+            ("beta1", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("beta2", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            // At 0 a weight without a gradient would be 0 / 0; far below this a GPU's float32 has none.
+            ("epsilon", number(1e-16, 1.0)),
             ("schedule", Kind::Word(&["constant", "step", "cosine", "one_cycle"])),
             ("warmup_epochs", number(0.0, 100_000.0)),
             ("milestones", Kind::Epochs),

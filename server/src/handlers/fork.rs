@@ -52,7 +52,8 @@ pub(crate) struct ForkRequest {
 /// Fork a job
 ///
 /// Makes a new job that goes on from a checkpoint of this one. Weights, optimizer state and the place in the data carry
-/// over, also to another number of ranks or another batch size.
+/// over, also to another number of ranks or another batch size. An optimizer that keeps something else than the
+/// checkpoint's did (`adamw` after `momentum`) begins with a state of its own; the job's log says so.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     request_body = ForkRequest,

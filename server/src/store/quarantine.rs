@@ -56,7 +56,7 @@ mod tests {
     fn a_specification_of_another_version_is_read_as_far_as_it_goes() {
         let mut document = serde_json::to_value(JobSpec::default()).unwrap();
         assert_eq!(read_spec(&document.to_string()), (JobSpec::default(), None));
-        document["train"]["optimizer"] = "adamw".into();
+        document["train"]["optimizer"] = "of another age".into();
         document["train"]["lr"] = json!(0.5);
         document["moon"] = json!({"phase": 1});
         let (spec, flaw) = read_spec(&document.to_string());

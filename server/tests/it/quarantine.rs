@@ -32,7 +32,7 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
     let of = |id: &dyn std::fmt::Display| format!("id = '{id}'");
 
     let mut spec = serde_json::to_value(&newer.spec).unwrap();
-    spec["train"]["optimizer"] = json!("adamw");
+    spec["train"]["optimizer"] = json!("of another age");
     spec["train"]["lr"] = json!(0.25);
     spec["moon"] = json!({"phase": 3});
     set(&house, "jobs", "spec", &spec.to_string(), &of(&newer.id)).await;

@@ -1,6 +1,6 @@
 //! The fields of the form: every key of a specification, grouped as shown.
 
-use lockstep_protocol::spec::Arch;
+use lockstep_protocol::spec::{Arch, OptimizerKind};
 use serde_json::Value;
 
 /// What a field holds, and so how its text becomes JSON.
@@ -83,10 +83,19 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Choice(&["constant", "step", "cosine", "one_cycle"]),
                 "",
             ),
-            field("train.optimizer", "Optimizer", Kind::Choice(&["momentum", "nesterov", "lars"]), ""),
+            field("train.optimizer", "Optimizer", Kind::Choice(&OptimizerKind::NAMES), ""),
             more("train.steps", "Steps", Kind::Integer, "instead of epochs"),
-            more("train.momentum", "Momentum", Kind::Number, ""),
+            more("train.momentum", "Momentum", Kind::Number, "momentum, nesterov, lars"),
+            more("train.beta1", "Beta 1", Kind::Number, "adamw, lamb"),
+            more("train.beta2", "Beta 2", Kind::Number, "adamw, lamb"),
+            more("train.epsilon", "Epsilon", Kind::Number, "adamw, lamb"),
             more("train.weight_decay", "Weight decay", Kind::Number, ""),
+            more(
+                "train.decay_norm_and_bias",
+                "Weight decay also on batch norms and biases",
+                Kind::Switch,
+                "",
+            ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
             more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),

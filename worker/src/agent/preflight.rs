@@ -2,7 +2,7 @@
 //! fails an hour later.
 
 use super::home::Held;
-use crate::{data::fingerprint::Fingerprint, launch::write_whole, net};
+use crate::{data::fingerprint::Fingerprint, engine::slots, launch::write_whole, net};
 use lockstep_protocol::{
     reason::ReasonCode,
     spec::{Device, JobSpec},
@@ -89,8 +89,8 @@ fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
     // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
     let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights and momentum, float32.
-    let each = values as u64 * 8;
+    // Weights and what the optimizer keeps, float32.
+    let each = values as u64 * 4 * (1 + slots(spec.train.optimizer).len() as u64);
     let kept = crate::checkpoint::list(&held.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The kept ones, the best one, and the one that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);

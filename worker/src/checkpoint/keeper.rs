@@ -302,9 +302,9 @@ mod tests {
             "{words}"
         );
         let mut spoilt = snapshot(1, 2, None);
-        spoilt.optimizer.get_mut("conv1.weight").unwrap().values[0] = f32::INFINITY;
+        spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
         let words = keeper.keep(spoilt).unwrap_err().to_string();
-        assert!(words.contains("momentum of conv1.weight holds inf"), "{words}");
+        assert!(words.contains("optimizer's state conv1.weight.exp_avg holds inf"), "{words}");
         to_the_end(keeper);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }

@@ -11,7 +11,10 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         ("bn1.running_mean".into(), tensor(&[2], 0.0)),
         ("fc.weight".into(), tensor(&[10, 2], f32::MIN_POSITIVE)),
     ]);
-    let optimizer = NamedTensors::from([("conv1.weight".into(), tensor(&[2, 3, 3, 3], -1.0))]);
+    let optimizer = NamedTensors::from([
+        ("conv1.weight.exp_avg".into(), tensor(&[2, 3, 3, 3], -1.0)),
+        ("conv1.weight.exp_avg_sq".into(), tensor(&[2, 3, 3, 3], 0.0)),
+    ]);
     let state = State {
         epoch,
         step,
@@ -27,6 +30,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         precision: Some(Precision::Fp16),
         loss_scaling: Some(LossScaling { scale: 4096.0, growth_tracker: 17 }),
         skipped_steps: SkippedSteps { total: 3, recent: vec![step.saturating_sub(1)] },
+        optimizer: Some(OptimizerNote { kind: OptimizerKind::AdamW, updates: step }),
     };
     let metadata =
         ["arch", "classes", "image_size", "mean", "spec", "std"].map(|k| (k.into(), format!("[{k}]")));
@@ -58,6 +62,33 @@ fn what_is_written_is_read_and_the_same_twice() {
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
     assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
+}
+
+/// `state.json` without `optimizer`, momentum under the parameters' names: as it was before there were slots.
+#[test]
+fn momentum_of_an_older_version_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut saved = snapshot(1, 7, None);
+    saved.state.optimizer = None;
+    let momentum = saved.optimizer.remove("conv1.weight.exp_avg").unwrap();
+    saved.optimizer = NamedTensors::from([("conv1.weight".into(), momentum.clone())]);
+    write(dir.path(), &saved, None).unwrap();
+    // Such a file does not have the key at all.
+    let folder = dir.path().join("1-7");
+    let mut state: serde_json::Value =
+        serde_json::from_slice(&fs::read(folder.join(STATE)).unwrap()).unwrap();
+    assert!(state.as_object_mut().unwrap().remove("optimizer").is_some());
+    fs::remove_file(folder.join(STATE)).unwrap();
+    let written = write_json(&folder.join(STATE), &state).unwrap();
+    let mut manifest: Manifest = serde_json::from_slice(&fs::read(folder.join(MANIFEST)).unwrap()).unwrap();
+    let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
+    manifest.files.insert(STATE.into(), file);
+    fs::remove_file(folder.join(MANIFEST)).unwrap();
+    write_json(&folder.join(MANIFEST), &manifest).unwrap();
+
+    let (state, _, slots) = load(&folder).unwrap();
+    assert_eq!(state.optimizer, None);
+    assert_eq!(slots, NamedTensors::from([("conv1.weight.momentum".into(), momentum)]));
 }
 
 #[test]
@@ -148,7 +179,8 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
     for (step, file, tensor, value) in [
         (1, MODEL, "fc.weight", f32::NAN),
         (2, MODEL, "bn1.running_mean", f32::INFINITY),
-        (3, OPTIMIZER, "conv1.weight", f32::NEG_INFINITY),
+        (3, OPTIMIZER, "conv1.weight.exp_avg", f32::NEG_INFINITY),
+        (4, OPTIMIZER, "conv1.weight.exp_avg_sq", -1.0),
     ] {
         let mut saved = snapshot(1, step, None);
         let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };

@@ -1,6 +1,6 @@
 //! Training throughput of named cases on made-up pictures.
 
-use super::{Engine, EngineConfig, StepResult, build_cpu, build_cuda};
+use super::{Engine, EngineConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
     comm::{Alone, Communicator, ring::Ring, shared::Host},
     data::{
@@ -12,7 +12,7 @@ use crate::{
     net::{init, resnet},
     rendezvous::{Meeting, Store, free_port},
 };
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 use serde::Serialize;
 use std::{
     sync::Arc,
@@ -149,9 +149,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<
     let batch_size = case.batch_size / ranks as usize;
     let config = EngineConfig {
         batch_size,
-        optimizer: OptimizerKind::Momentum,
-        momentum: 0.9,
-        weight_decay: 0.0,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
         label_smoothing: 0.0,
         accumulate: 1,
         sync_batch_norm: true,
@@ -267,9 +265,7 @@ fn on_gpu(
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
-        optimizer: OptimizerKind::Momentum,
-        momentum: 0.9,
-        weight_decay: 5e-4,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
         label_smoothing: 0.0,
         accumulate: 1,
         sync_batch_norm,

@@ -1,4 +1,5 @@
-//! Values that no model can be answered from: NaN, infinities, and running variances below zero.
+//! Values that no model can be answered from or go on from: NaN, infinities, and means of squares (running variances,
+//! Adam's second moments) below zero.
 
 use super::NamedTensors;
 
@@ -8,7 +9,7 @@ const SIGN: u32 = 0x8000_0000;
 /// Values that are looked at before the next look at the result: a tensor that is all NaN is found out early.
 const BLOCK: usize = 1 << 14;
 
-/// The first tensor, in the order of names, that holds a value that is not finite, or a running variance below zero;
+/// The first tensor, in the order of names, that holds a value that is not finite, or a mean of squares below zero;
 /// a sentence that names the tensor, the value and its place.
 ///
 /// Reads every value once, at about the speed of memory.
@@ -34,9 +35,12 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
             values.len()
         ));
     }
-    if name.ends_with("running_var") && !none_below_zero(values) {
+    let of_squares = [("running_var", "a variance"), (".exp_avg_sq", "a mean of squares")];
+    if let Some((_, what)) = of_squares.iter().find(|(end, _)| name.ends_with(end))
+        && !none_below_zero(values)
+    {
         let (place, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
-        return Some(format!("{name} holds {value} at place {place}: a variance is never below zero"));
+        return Some(format!("{name} holds {value} at place {place}: {what} is never below zero"));
     }
     None
 }
@@ -85,5 +89,8 @@ mod tests {
         assert!(found.contains("at place 2") && found.contains("variance"), "{found}");
         assert_eq!(first_not_finite(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
         assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be");
+        let found = first_not_finite(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
+        assert!(found.contains("fc.bias.exp_avg_sq holds -1 at place 1: a mean of squares"), "{found}");
+        assert_eq!(first_not_finite(&tensors("fc.bias.exp_avg", vec![-1.0])), None);
     }
 }

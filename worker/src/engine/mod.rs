@@ -5,15 +5,17 @@ pub mod bench;
 pub mod cpu;
 pub mod cuda;
 mod finite;
+mod optimizer;
 
 pub use finite::{all_finite, first_not_finite};
+pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 
 use crate::{
     comm::{CommError, Communicator},
     data::loader::{Batch, DataSource, Form},
     gpu::GpuConfig,
 };
-use lockstep_protocol::spec::{OptimizerKind, Precision};
+use lockstep_protocol::spec::Precision;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -34,9 +36,7 @@ pub type NamedTensors = BTreeMap<String, HostTensor>;
 pub struct EngineConfig {
     /// Pictures of this rank in a micro-batch (the last one of an epoch may be smaller).
     pub batch_size: usize,
-    pub optimizer: OptimizerKind,
-    pub momentum: f32,
-    pub weight_decay: f32,
+    pub optimizer: Optimizer,
     pub label_smoothing: f32,
     /// Micro-batches a step.
     pub accumulate: usize,
@@ -144,10 +144,10 @@ pub trait Engine: Send {
     /// Replaces weights, biases and running statistics; `values` must hold all of them. Where ranks share memory,
     /// weights and biases are rank 0's, for all to see after the next collective.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// Momentum buffers under their parameters' names.
-    fn optimizer_state(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces the momentum buffers, shared as weights are.
-    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
+    /// What the optimizer keeps from step to step.
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
+    /// Replaces it: slots are shared as weights are, updates are counted by every rank.
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
     /// Loss scaling as the next step will use it; `None` where nothing is scaled (all but float16).
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
         Ok(None)
@@ -160,10 +160,8 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// As [`first_not_finite`] of this rank's weights, biases and running statistics.
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        Ok(first_not_finite(&self.parameters()?))
-    }
+    /// As [`first_not_finite`] of this rank's weights, biases, running statistics and optimizer state.
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a

@@ -4,10 +4,10 @@ use crate::{
     checkpoint,
     comm::Alone,
     data::loader::Batch,
-    engine::{self, Engine, EngineConfig},
+    engine::{self, Engine, EngineConfig, Optimizer},
     net,
 };
-use lockstep_protocol::spec::{ModelSpec, OptimizerKind};
+use lockstep_protocol::spec::ModelSpec;
 use serde::de::DeserializeOwned;
 use std::{ops::RangeInclusive, path::Path, sync::Arc};
 
@@ -67,9 +67,7 @@ impl Model {
         let config = EngineConfig {
             batch_size: BATCH,
             // Of no matter: it is never trained.
-            optimizer: OptimizerKind::Momentum,
-            momentum: 0.0,
-            weight_decay: 0.0,
+            optimizer: Optimizer::default(),
             label_smoothing: 0.0,
             accumulate: 1,
             sync_batch_norm: false,

@@ -4,7 +4,7 @@ use super::{TrainError, Training};
 use crate::{
     comm::Communicator,
     data::loader::{DataSource, Shape},
-    engine::{self, Engine, EngineConfig},
+    engine::{self, Engine, EngineConfig, Optimizer},
     gpu::{DeviceChoice, GpuConfig},
     net,
 };
@@ -126,9 +126,7 @@ pub(super) fn build_engine(
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
-        optimizer: spec.train.optimizer,
-        momentum: spec.train.momentum,
-        weight_decay: spec.train.weight_decay,
+        optimizer: Optimizer::from(&spec.train),
         label_smoothing: spec.train.label_smoothing,
         accumulate: spec.train.accumulate.max(1) as usize,
         sync_batch_norm: spec.parallel.sync_batch_norm,

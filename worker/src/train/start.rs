@@ -3,13 +3,17 @@
 
 use super::{TrainError, Training, pretrained, setup::Plan};
 use crate::{
-    checkpoint::{self, Best, State},
+    checkpoint::{self, Best, OptimizerNote, State},
     comm::Communicator,
-    engine::{Engine, NamedTensors},
+    engine::{Engine, NamedTensors, OptimizerState, slots},
     gpu::DeviceChoice,
     precision::SkippedSteps,
 };
-use lockstep_protocol::{agent::AttemptEvent, dataset::classes_differ, spec::Precision};
+use lockstep_protocol::{
+    agent::AttemptEvent,
+    dataset::classes_differ,
+    spec::{OptimizerKind, Precision},
+};
 use std::path::{Path, PathBuf};
 
 /// Differences between a file and the network that are named.
@@ -93,13 +97,22 @@ fn resume(
         }
         None => (None, None, None),
     };
+    let state = shared_state(comm, state)?;
     let parameters = shared(comm, engine.parameters()?, parameters)?;
-    let optimizer = shared(comm, engine.optimizer_state()?, optimizer)?;
+    // Before there were others it was one of SGD's.
+    let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
+    let kind = training.spec.train.optimizer;
+    let carries_over = slots(note.kind) == slots(kind);
+    let optimizer = match carries_over {
+        true => Some(shared(comm, engine.optimizer_state()?.slots, optimizer)?),
+        false => None,
+    };
     // Ranks may share them: all have looked at the old ones before they change.
     comm.barrier()?;
     engine.set_parameters(&parameters)?;
-    engine.set_optimizer_state(&optimizer)?;
-    let state = shared_state(comm, state)?;
+    if let Some(slots) = optimizer {
+        engine.set_optimizer_state(&OptimizerState { slots, updates: note.updates })?;
+    }
     if let Some(scaling) = state.loss_scaling {
         engine.set_loss_scaling(scaling)?;
     }
@@ -132,6 +145,13 @@ fn resume(
         ));
         if state.random_state.seed != training.spec.train.seed {
             observer.log("train.seed is not the checkpoint's: the order of the pictures changes here");
+        }
+        if !carries_over {
+            observer.log(&format!(
+                "train.optimizer is {} and was {}, which kept other numbers: its state begins anew, at zero",
+                kind.name(),
+                note.kind.name()
+            ));
         }
         if step != state.step {
             observer.log(&format!(
@@ -240,7 +260,7 @@ fn shared(
             tensors.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
         };
         if shapes(loaded) != shapes(&template) {
-            let text = "the checkpoint's momentum is not of the weights that lie beside it";
+            let text = "the checkpoint's optimizer state is not of the weights that lie beside it";
             return Err(TrainError::Impossible(text.into()));
         }
     }

@@ -5,15 +5,18 @@ use super::{
     batch_norm::{self, Affine, Mask, Statistics},
     conv::{self, ConvShape, Scratch},
     linear, loss,
+    optimizer::Update,
     pool::{self, MaxPool},
-    sgd::Sgd,
 };
+use crate::engine::optimizer::Optimizer;
 use crate::{
     made_up::{labels, values},
     net::TensorShape,
 };
 use lockstep_protocol::spec::OptimizerKind;
 use safetensors::SafeTensors;
+use serde::Deserialize;
+use std::collections::BTreeMap;
 
 /// Largest difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
@@ -236,14 +239,66 @@ fn cross_entropy() {
 fn stochastic_gradient_descent() {
     cases("sgd", |fixtures, name, numbers| {
         let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
-        let sgd = Sgd { kind, momentum: 0.9, weight_decay: 0.01 };
+        let sgd = Optimizer { kind, momentum: 0.9, weight_decay: 0.01, ..Optimizer::default() };
         let (mut w, mut v) = (values(&format!("{name}.w"), 50), vec![0.0; 50]);
         // The fixture's own ".w" is the result; the start comes from the generator.
         for step in 0..3 {
-            let (rate, decay) = sgd.rates(0.1, true, || unreachable!("no norms"));
-            sgd.update(rate, decay, &mut w, &mut v, &values(&format!("{name}.g{step}"), 50));
+            let update = Update::new(&sgd, 0.1, step + 1);
+            let (rate, decay) = update.rates(sgd.treatment(true), || unreachable!("no norms"));
+            let g = values(&format!("{name}.g{step}"), 50);
+            update.apply(rate, decay, &mut w, [&mut v, &mut []], &g);
         }
         fixtures.compare(&format!("{name}.w"), &w);
         fixtures.compare(&format!("{name}.v"), &v);
     });
+}
+
+/// A parameter's way, by `optimizer_steps` of `make_fixtures.py`.
+#[derive(Deserialize)]
+struct Way {
+    optimizer: OptimizerKind,
+    lr: f32,
+    weight_decay: f32,
+    beta1: f64,
+    beta2: f64,
+    epsilon: f64,
+    /// The weights after each step.
+    weights: Vec<Vec<f32>>,
+}
+
+#[test]
+fn adamw_and_lamb_step_by_step() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/optimizers.json");
+    let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let ways: BTreeMap<String, Way> = serde_json::from_value(fixture["steps"].clone()).unwrap();
+    assert_eq!(ways.len(), 6);
+    for (name, way) in ways {
+        let Way { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = way;
+        let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
+        let treatment = optimizer.treatment(true);
+        let mut w = values(&format!("{name}.w"), 16);
+        let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
+        assert_eq!(way.weights.len(), 20);
+        for (step, wanted) in way.weights.iter().enumerate() {
+            let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+            // The rate falls; every third gradient is small, and every seventh is none.
+            let lr = way.lr * (1.0 - step as f32 / 40.0);
+            let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
+            let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
+            let update = Update::new(&optimizer, lr, step as u64 + 1);
+            if optimizer.needs_norms() {
+                update.prepare(treatment.decay, &w, [&mut m, &mut v], &mut g);
+            }
+            let (rate, decay) = update.rates(treatment, || [norm(&g), norm(&w)]);
+            update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);
+            let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (ours, theirs) in w.iter().zip(wanted) {
+                assert!(
+                    (ours - theirs).abs() <= TOLERANCE * largest,
+                    "{name}, step {}: {w:?} instead of {wanted:?}",
+                    step + 1
+                );
+            }
+        }
+    }
 }

@@ -6,10 +6,16 @@ use super::{
     plan::Step,
 };
 use crate::{
-    engine::{EngineError, HostTensor, NamedTensors},
-    net::{Network, Parameter, Role},
+    engine::{
+        EngineError, HostTensor, NamedTensors,
+        optimizer::{is_weight, tensor_name},
+    },
+    net::Network,
 };
-use std::{collections::BTreeMap, ops::Range};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 /// Values at which a bucket is closed: an eighth of the network, so that most of it is under way
 /// before backward ends, but not so few that calls cost more than bytes, nor more than fill a ring's
@@ -31,8 +37,8 @@ pub(super) struct Slot {
     pub(super) bucket: usize,
     /// In its bucket.
     pub(super) in_bucket: Range<usize>,
-    /// Whether LARS adapts it: weights of convolutions and linear layers.
-    pub(super) adapted: bool,
+    /// Of a convolution or linear layer, and no bias.
+    pub(super) is_weight: bool,
 }
 
 impl Slot {
@@ -70,7 +76,7 @@ pub(super) struct Layout {
 
 impl Layout {
     pub(super) fn new(network: &Network, steps: &[Step]) -> Self {
-        let parameters: BTreeMap<String, Parameter> =
+        let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout =
             Self { slots: Vec::new(), by_name: BTreeMap::new(), buckets: Vec::new(), last_slots: Vec::new() };
@@ -91,7 +97,7 @@ impl Layout {
                     conv,
                     bucket: layout.buckets.len(),
                     in_bucket: range.start - bucket.start..range.end - bucket.start,
-                    adapted: matches!(p.role, Role::ConvWeight | Role::LinearWeight),
+                    is_weight: is_weight(p.role),
                     range: range.clone(),
                 });
                 bucket.end = range.end;
@@ -123,51 +129,59 @@ impl Layout {
         slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's order.
-    pub(super) fn export(&self, flat: &[f32], tensors: &mut NamedTensors) {
-        for slot in &self.slots {
-            tensors.insert(slot.name.clone(), slot.export(flat));
-        }
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout; of the optimizer's slot `kept`, if that
+    /// is what the buffer holds.
+    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
+        tensors.extend(self.slots.iter().map(|slot| (tensor_name(&slot.name, kept), slot.export(flat))));
     }
 
     /// Fills the flat buffer from `tensors`, which have been checked.
-    pub(super) fn import(&self, tensors: &NamedTensors, flat: &mut [f32]) {
+    pub(super) fn import(&self, kept: Option<&str>, tensors: &NamedTensors, flat: &mut [f32]) {
         for slot in &self.slots {
-            if let Some(tensor) = tensors.get(&slot.name) {
+            if let Some(tensor) = tensors.get(&tensor_name(&slot.name, kept)) {
                 slot.import(tensor, flat);
             }
         }
     }
 }
 
-/// Whether `tensors` are exactly the wanted parameters of the network.
+/// Whether `tensors` are exactly the parameters and running statistics of the network.
 ///
 /// # Errors
 /// Every tensor that is missing, unknown or of another shape (the first three are named).
-pub(in crate::engine) fn check(
+pub(in crate::engine) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), EngineError> {
+    let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
+    check_shapes(network, tensors, wanted)
+}
+
+/// Whether `tensors` are exactly those of `wanted`, names and shapes.
+///
+/// # Errors
+/// As [`check`].
+pub(in crate::engine) fn check_shapes(
     network: &Network,
     tensors: &NamedTensors,
-    wanted: impl Fn(&Parameter) -> bool,
+    wanted: impl IntoIterator<Item = (String, Vec<usize>)>,
 ) -> Result<(), EngineError> {
     let mut mistakes = Vec::new();
-    let mut known = BTreeMap::new();
-    for p in network.parameters().into_iter().filter(|p| wanted(p)) {
-        match tensors.get(&p.name) {
-            None => mistakes.push(format!("{} is missing", p.name)),
-            Some(t) if t.shape != p.shape || t.values.len() != p.len() => mistakes.push(format!(
-                "{} has shape {:?} ({} values) where {} needs {:?}",
-                p.name,
-                t.shape,
-                t.values.len(),
-                network.arch,
-                p.shape
-            )),
+    let mut known = BTreeSet::new();
+    for (name, shape) in wanted {
+        match tensors.get(&name) {
+            None => mistakes.push(format!("{name} is missing")),
+            Some(t) if t.shape != shape || t.values.len() != shape.iter().product::<usize>() => {
+                mistakes.push(format!(
+                    "{name} has shape {:?} ({} values) where {} needs {shape:?}",
+                    t.shape,
+                    t.values.len(),
+                    network.arch
+                ));
+            }
             Some(_) => {}
         }
-        known.insert(p.name.clone(), ());
+        known.insert(name);
     }
     mistakes.extend(
-        tensors.keys().filter(|n| !known.contains_key(*n)).map(|n| format!("{} has no {n}", network.arch)),
+        tensors.keys().filter(|n| !known.contains(*n)).map(|n| format!("{} has no {n}", network.arch)),
     );
     if mistakes.is_empty() {
         return Ok(());

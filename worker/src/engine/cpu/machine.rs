@@ -7,7 +7,6 @@ use super::{
     loss,
     plan::{self, Step},
     reduce::Reducer,
-    sgd::Sgd,
     state::State,
 };
 use crate::{
@@ -88,9 +87,7 @@ impl Machine {
         let norms = norms(&network, &steps);
         let tensors = network.tensors.len();
         let world_size = f64::from(comm.world_size());
-        let sgd =
-            Sgd { kind: config.optimizer, momentum: config.momentum, weight_decay: config.weight_decay };
-        let (state, apart) = State::new(&layout, exact, sgd, comm.as_ref())?;
+        let (state, apart) = State::new(&layout, exact, config.optimizer, comm.as_ref())?;
         let reducer = Reducer::new(comm, state.memory())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let mut machine = Self {

@@ -15,15 +15,18 @@ pub(super) mod layout;
 mod linear;
 mod loss;
 mod machine;
+mod optimizer;
 mod pieces;
 pub(super) mod plan;
 mod pool;
 mod reduce;
-pub(super) mod sgd;
 mod simd;
 mod state;
 
-use super::{Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, StepResult};
+use super::{
+    Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
+    first_not_finite,
+};
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
 use machine::Machine;
 use std::sync::Arc;
@@ -78,7 +81,7 @@ impl Engine for CpuEngine {
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.machine.layout.export(&self.machine.state.weights, &mut all);
+        self.machine.layout.export(None, &self.machine.state.weights, &mut all);
         for norm in &self.machine.norms {
             for (suffix, values) in [("running_mean", &norm.running_mean), ("running_var", &norm.running_var)]
             {
@@ -90,9 +93,9 @@ impl Engine for CpuEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        layout::check(&self.network, values, |_| true)?;
+        layout::check(&self.network, values)?;
         if self.writes() {
-            self.machine.layout.import(values, &mut self.machine.state.weights);
+            self.machine.layout.import(None, values, &mut self.machine.state.weights);
         }
         for norm in &mut self.machine.norms {
             if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
@@ -105,18 +108,32 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
-    fn optimizer_state(&self) -> Result<NamedTensors, EngineError> {
-        let mut all = NamedTensors::new();
-        self.machine.layout.export(&self.machine.state.momentum, &mut all);
-        Ok(all)
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        let Machine { layout, state, config, .. } = &self.machine;
+        let mut slots = NamedTensors::new();
+        for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
+            layout.export(Some(name), flat, &mut slots);
+        }
+        Ok(OptimizerState { slots, updates: state.updates })
     }
 
-    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        layout::check(&self.network, values, |p| p.role.is_trained())?;
-        if self.writes() {
-            self.machine.layout.import(values, &mut self.machine.state.momentum);
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        let optimizer = self.machine.config.optimizer;
+        layout::check_shapes(&self.network, &to.slots, optimizer.state_shapes(&self.network))?;
+        let writes = self.writes();
+        let Machine { layout, state, .. } = &mut self.machine;
+        state.updates = to.updates;
+        if writes {
+            for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
+                layout.import(Some(name), &to.slots, flat);
+            }
         }
         Ok(())
+    }
+
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        let found = first_not_finite(&self.parameters()?);
+        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {

@@ -22,7 +22,7 @@ pub(super) struct Piece {
 pub(super) enum Work {
     /// Sum over the ranks and update.
     Whole,
-    /// Only the sum, and its norm: the optimizer needs that of the whole parameter first.
+    /// Only the sum, what the optimizer prepares of it, and norms: it needs those of the whole parameter first.
     Sum,
     /// Then the update.
     Update,

@@ -1,6 +1,6 @@
-//! What a rank trains: weights, momentum and gradients, and the update that leads from one step to the next.
+//! What a rank trains: weights, optimizer state and gradients, and the update that leads from one step to the next.
 //!
-//! Ranks of one machine keep weights and momentum once, where all of them see them, and each one's gradients beside
+//! Ranks of one machine keep weights and optimizer state once, where all of them see them, and each one's gradients beside
 //! them. Whichever rank (and thread of it) has nothing better to do takes the next piece of a bucket that
 //! every rank has completed, adds up the gradients in the order of ranks and updates the weights: gradients
 //! travel no way, weights are updated once and not once a rank, and a rank that waits for another works
@@ -15,14 +15,17 @@
 
 use super::{
     layout::Layout,
+    optimizer::{Lanes, Slots, Update},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
-    sgd::{Lanes, Sgd},
     simd::wide,
 };
-use crate::comm::{
-    CommError, Communicator,
-    shared::{Held, SharedMemory},
+use crate::{
+    comm::{
+        CommError, Communicator,
+        shared::{Held, SharedMemory},
+    },
+    engine::optimizer::{Optimizer, Treatment},
 };
 use std::{
     ops::Range,
@@ -53,21 +56,24 @@ struct Counts {
 /// See the module.
 pub(super) struct State {
     pub(super) weights: Held<f32>,
-    pub(super) momentum: Held<f32>,
+    /// By the optimizer's slot, each as long as the weights.
+    pub(super) optimizer_slots: Vec<Held<f32>>,
+    /// Updates done since those were zeros.
+    pub(super) updates: u64,
     /// By rank in sight, by bucket: those of this process alone, or of all ranks of this machine. An own one is
     /// empty while it travels.
     gradients: Vec<Vec<Bucket>>,
     own: usize,
     counts: Held<Counts>,
-    /// By piece: sum of squares of the gradient, and (in two steps) of the weights.
-    squares: [Held<AtomicU64>; 2],
+    /// By piece: sum of squares of the gradient and, in two passes, of the weights and of what is prepared.
+    squares: [Held<AtomicU64>; 3],
     memory: Option<SharedMemory>,
-    sgd: Sgd,
+    optimizer: Optimizer,
     /// Of this step.
-    lr: f32,
-    /// Whether LARS adapts a parameter, by slot.
-    adapted: Vec<bool>,
-    /// Of each slot.
+    update: Update,
+    /// Of each parameter.
+    treatments: Vec<Treatment>,
+    /// Of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
@@ -78,10 +84,10 @@ pub(super) struct State {
 /// What lies in shared memory, or would.
 struct Kept {
     weights: Held<f32>,
-    momentum: Held<f32>,
+    optimizer_slots: Vec<Held<f32>>,
     gradients: Vec<Vec<Bucket>>,
     counts: Held<Counts>,
-    squares: [Held<AtomicU64>; 2],
+    squares: [Held<AtomicU64>; 3],
 }
 
 /// Where everything lies in shared memory.
@@ -105,11 +111,11 @@ impl State {
     pub(super) fn new(
         layout: &Layout,
         exact: bool,
-        sgd: Sgd,
+        optimizer: Optimizer,
         comm: &dyn Communicator,
     ) -> Result<(Self, Option<String>), CommError> {
         let pieces = pieces::pieces(layout);
-        let tasks = pieces::tasks(&pieces, sgd.needs_norms());
+        let tasks = pieces::tasks(&pieces, optimizer.needs_norms());
         let (world, len) = (comm.world_size() as usize, layout.len());
         let mut slot_pieces = vec![0..0; layout.slots.len()];
         for (index, piece) in pieces.iter().enumerate() {
@@ -118,9 +124,10 @@ impl State {
         }
 
         let mut map = Map { next: 0 };
-        let [weights, momentum] = [0; 2].map(|_| map.take(4 * len));
+        let weights = map.take(4 * len);
+        let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| map.take(4 * len)).collect();
         let counts = map.take(world * size_of::<Counts>());
-        let squares = [0; 2].map(|_| map.take(8 * pieces.len()));
+        let squares = [0; 3].map(|_| map.take(8 * pieces.len()));
         let width = if exact { 8 } else { 4 };
         let places: Vec<Vec<usize>> = (0..world)
             .map(|_| layout.buckets.iter().map(|bucket| map.take(width * bucket.len())).collect())
@@ -142,7 +149,7 @@ impl State {
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
                 Kept {
                     weights: memory.view(weights, len),
-                    momentum: memory.view(momentum, len),
+                    optimizer_slots: optimizer_slots.iter().map(|at| memory.view(*at, len)).collect(),
                     gradients: places.iter().map(of_rank).collect(),
                     counts: memory.view(counts, world),
                     squares: squares.map(|at| memory.view(at, pieces.len())),
@@ -156,28 +163,29 @@ impl State {
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
                 Kept {
                     weights: vec![0.0; len].into(),
-                    momentum: vec![0.0; len].into(),
+                    optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; len].into()).collect(),
                     gradients: vec![layout.buckets.iter().map(bucket).collect()],
                     counts: vec![Counts::default()].into(),
-                    squares: [zeros().into(), zeros().into()],
+                    squares: [0; 3].map(|_| zeros().into()),
                 }
             }
         };
-        let Kept { weights, momentum, gradients, counts, squares } = kept;
+        let Kept { weights, optimizer_slots, gradients, counts, squares } = kept;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let adapted = layout.slots.iter().map(|slot| slot.adapted).collect();
-        let (buckets, steps, lr) = (layout.buckets.len(), 0, 0.0);
+        let treatments = layout.slots.iter().map(|slot| optimizer.treatment(slot.is_weight)).collect();
+        let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
-            momentum,
+            optimizer_slots,
+            updates,
             gradients,
             own,
             counts,
             squares,
             memory,
-            sgd,
-            lr,
-            adapted,
+            optimizer,
+            update: Update::new(&optimizer, 0.0, 1),
+            treatments,
             slot_pieces,
             pieces,
             tasks,
@@ -199,7 +207,7 @@ impl State {
 
     /// Begins a step.
     pub(super) fn begin(&mut self, lr: f32) {
-        self.lr = lr;
+        self.update = Update::new(&self.optimizer, lr, self.updates + 1);
     }
 
     /// This rank's gradients of a bucket are complete, and it uses the bucket's weights no more in this step.
@@ -240,6 +248,7 @@ impl State {
             }
         };
         self.steps += 1;
+        self.updates += 1;
         Ok((self.squares[0].iter().map(number).sum(), waited))
     }
 
@@ -289,20 +298,25 @@ impl State {
     }
 
     /// # Safety
-    /// Nobody else uses this piece of weights, momentum and gradients meanwhile.
+    /// Nobody else uses this piece of weights, optimizer state and gradients meanwhile.
     unsafe fn piece(&self, index: usize, work: Work) {
         let piece = &self.pieces[index];
         // SAFETY: the caller's promise.
-        let (weights, momentum) =
-            unsafe { (self.weights.part(piece.range.clone()), self.momentum.part(piece.range.clone())) };
-        let (lr, decay) = match work {
-            Work::Sum => (0.0, 0.0),
-            _ => self.sgd.rates(self.lr, self.adapted[piece.slot], || self.norms(piece.slot)),
+        let weights = unsafe { self.weights.part(piece.range.clone()) };
+        let mut slots: Slots<'_> = Default::default();
+        for (slot, values) in slots.iter_mut().zip(&self.optimizer_slots) {
+            // SAFETY: as above.
+            *slot = unsafe { values.part(piece.range.clone()) };
+        }
+        let treatment = self.treatments[piece.slot];
+        let (rate, decay) = match work {
+            Work::Sum => (0.0, treatment.decay),
+            _ => self.update.rates(treatment, || self.norms(piece.slot)),
         };
         wide(
             #[inline(always)]
             || {
-                let (mut squares, mut of_weights) = (Lanes::default(), Lanes::default());
+                let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
                 let mut block = [0.0f32; BLOCK];
                 for from in (0..weights.len()).step_by(BLOCK) {
                     let to = weights.len().min(from + BLOCK);
@@ -314,17 +328,21 @@ impl State {
                         sum(&self.gradients, piece.bucket, place.clone(), gradient);
                         squares.add(gradient);
                     }
-                    let (weights, momentum) = (&mut weights[from..to], &mut momentum[from..to]);
+                    let weights = &mut weights[from..to];
+                    // Those that the optimizer does not have are empty.
+                    let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
                     if work == Work::Sum {
                         of_weights.add(weights);
-                        // SAFETY: the sum takes the place of rank 0's own part of it.
+                        self.update.prepare(decay, weights, slots, gradient);
+                        of_prepared.add(gradient);
+                        // SAFETY: it takes the place of rank 0's own part of the sum.
                         unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
                     } else {
-                        self.sgd.update(lr, decay, weights, momentum, gradient);
+                        self.update.apply(rate, decay, weights, slots, gradient);
                     }
                 }
                 if work != Work::Update {
-                    for (kept, lanes) in self.squares.iter().zip([squares, of_weights]) {
+                    for (kept, lanes) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
                         kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
                     }
                 }
@@ -332,10 +350,11 @@ impl State {
         );
     }
 
-    /// L2 norms of a parameter's gradient and of its weights, when all sums of its bucket are done.
+    /// L2 norms of what is prepared of a parameter and of its weights, when all sums of its bucket are done.
     fn norms(&self, slot: usize) -> [f64; 2] {
         let pieces = self.slot_pieces[slot].clone();
-        self.squares.each_ref().map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
+        let [_, weights, prepared] = &self.squares;
+        [prepared, weights].map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
     }
 }
 

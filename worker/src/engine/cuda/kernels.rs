@@ -66,6 +66,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/pool.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),
+    include_str!("../../../kernels/adam.cu"),
     include_str!("../../../kernels/gather.cu"),
     include_str!("../../../kernels/step.cu"),
 );
@@ -87,6 +88,7 @@ pub(super) enum Arg {
     U32(u32),
     F32(f32),
     U64(u64),
+    F64(f64),
 }
 
 impl Arg {
@@ -95,6 +97,7 @@ impl Arg {
             Arg::Ptr(v) | Arg::U64(v) => v,
             Arg::U32(v) => u64::from(v),
             Arg::F32(v) => u64::from(v.to_bits()),
+            Arg::F64(v) => v.to_bits(),
         }
     }
 }

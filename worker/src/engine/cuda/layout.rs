@@ -1,12 +1,16 @@
 //! Where each parameter lies on the GPU.
 //!
-//! Weights and momentum are flat float32 buffers of two parts. *Wide*: weights of convolutions and of the
+//! Weights and optimizer state are flat float32 buffers of two parts. *Wide*: weights of convolutions and of the
 //! linear layer, in the order in which backward produces their gradients, with a copy and gradients
 //! in the type that is computed in. *Narrow*: batch norm's parameters and the linear layer's bias, with
 //! float32 gradients.
 
 use crate::{
-    engine::{EngineError, HostTensor, NamedTensors, cpu::plan::Step},
+    engine::{
+        EngineError, HostTensor, NamedTensors,
+        cpu::plan::Step,
+        optimizer::{is_weight, tensor_name},
+    },
     net::{Network, Role},
 };
 use std::{collections::BTreeMap, ops::Range};
@@ -44,8 +48,8 @@ pub(super) struct Slot {
     order: Order,
     /// In the flat buffers.
     pub(super) range: Range<usize>,
-    /// Whether LARS adapts it: weights of convolutions and linear layers.
-    pub(super) adapted: bool,
+    /// Of a convolution or linear layer, and no bias.
+    pub(super) is_weight: bool,
 }
 
 /// All trained parameters.
@@ -103,7 +107,7 @@ impl Layout {
                     shape: p.shape.clone(),
                     order,
                     range: 0..len,
-                    adapted: matches!(p.role, Role::ConvWeight | Role::LinearWeight),
+                    is_weight: is_weight(p.role),
                 };
                 if slot.order == Order::Vector {
                     narrow.push(slot);
@@ -136,8 +140,8 @@ impl Layout {
         &self.slots[self.by_name[&format!("{name}.{suffix}")]]
     }
 
-    /// From the flat order to torchvision's.
-    pub(super) fn export(&self, flat: &[f32], into: &mut NamedTensors) {
+    /// From the flat order to torchvision's; of the optimizer's slot `kept`, if that is what the buffer holds.
+    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for slot in &self.slots {
             let ours = &flat[slot.range.clone()];
             let mut values = vec![0.0; slot.shape.iter().product()];
@@ -153,17 +157,18 @@ impl Layout {
                     values.copy_from_slice(&ours[..len]);
                 }
             }
-            into.insert(slot.name.clone(), HostTensor { shape: slot.shape.clone(), values });
+            let name = tensor_name(&slot.name, kept);
+            into.insert(name, HostTensor { shape: slot.shape.clone(), values });
         }
     }
 
     /// The flat buffer of `values`, which [`crate::engine::cpu`]'s check found whole.
-    pub(super) fn import(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
+    pub(super) fn import(&self, kept: Option<&str>, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
         let mut flat = vec![0.0; self.len];
         for slot in &self.slots {
-            let tensor = values
-                .get(&slot.name)
-                .ok_or_else(|| EngineError::Parameters(format!("`{}` is missing", slot.name)))?;
+            let name = tensor_name(&slot.name, kept);
+            let tensor =
+                values.get(&name).ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
             let ours = &mut flat[slot.range.clone()];
             match (slot.order, &slot.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {

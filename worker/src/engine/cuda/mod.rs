@@ -1,4 +1,4 @@
-//! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and momentum.
+//! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
 //! A step is recorded once as a CUDA graph and then replayed: what changes from step to step is read by the
 //! kernels from [`rings`]. The host starts a step, goes on, and reads its result when it comes. Results
@@ -29,7 +29,8 @@ pub use error::CudaError;
 pub use kernels::DType;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, StepResult, first_not_finite,
+    Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
+    first_not_finite,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -366,23 +367,23 @@ impl Engine for CudaEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values, |_| true)?;
+        super::cpu::layout::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_parameters(&self.program.ops, self.program.main.0, values)?;
         Ok(())
     }
 
-    fn optimizer_state(&self) -> Result<NamedTensors, EngineError> {
-        self.read(State::optimizer)
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        self.read(State::optimizer_state)
     }
 
-    fn set_optimizer_state(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values, |p| p.role.is_trained())?;
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        let wanted = self.config.optimizer.state_shapes(&self.network);
+        super::cpu::layout::check_shapes(&self.network, &to.slots, wanted)?;
         self.device.bind()?;
         self.device.synchronize()?;
-        self.program.state.set_optimizer(values)?;
-        Ok(())
+        self.program.state.set_optimizer_state(to)
     }
 
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
@@ -417,7 +418,8 @@ impl Engine for CudaEngine {
         if self.program.is_finite()? {
             return Ok(None);
         }
-        Ok(first_not_finite(&self.parameters()?))
+        let found = first_not_finite(&self.parameters()?);
+        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
     }
 
     fn exchange(&self) -> String {
@@ -457,10 +459,7 @@ impl Engine for CudaEngine {
 
 impl CudaEngine {
     /// The state, when everything that was started is done.
-    fn read(
-        &self,
-        what: impl FnOnce(&State) -> Result<NamedTensors, EngineError>,
-    ) -> Result<NamedTensors, EngineError> {
+    fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
         what(&self.program.state)

@@ -15,6 +15,7 @@
 //! # Pointers
 //! 0 stands for "absent" where a field says that it may be.
 
+mod adam;
 mod block_end;
 mod bottleneck;
 mod input;
@@ -25,12 +26,13 @@ mod pool;
 mod step;
 mod through;
 
+pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};
 pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};
-pub(super) use optimizer::{GradientNorm, Gradients, LarsRates, Sgd, Update};
+pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, Rates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
 pub(super) use step::{Fetch, Record};
 pub(super) use through::Through;
@@ -65,8 +67,8 @@ impl Ops {
     pub(super) fn scratch_bytes(multiprocessors: u32, pictures: u32, padded: u32, segments: u32) -> u64 {
         let sums = u64::from(multiprocessors.max(256)) * 512 * 4;
         let loss = u64::from(loss::blocks(pictures)) * (16 + u64::from(padded) * 4);
-        let lars = u64::from(segments) * optimizer::LARS_PARTS as u64 * 16;
-        COUNTERS * 4 + sums.max(loss).max(lars)
+        let norms = u64::from(segments) * optimizer::NORM_PARTS as u64 * 16;
+        COUNTERS * 4 + sums.max(loss).max(norms)
     }
 
     /// Times calls, if somebody asks.

@@ -115,7 +115,7 @@ pub(super) struct Program {
     /// Partial sums of the kernels.
     #[allow(dead_code)] // Its address is with `ops`.
     scratch: Buffer,
-    /// For LARS: where each parameter lies, and its rate.
+    /// For LARS and LAMB: where each parameter lies, and its rate.
     segments: Buffer,
     rates: Buffer,
     tuner: Tuner,
@@ -184,7 +184,8 @@ impl Program {
         let layout = Layout::new(&network, &steps, padded_input, padded_classes, folded);
         let kernels = Kernels::load(device, dtype)?;
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
-        let state = State::new(device, &network, &steps, layout.clone(), dtype, first_scale)?;
+        let state =
+            State::new(device, &network, &steps, layout.clone(), dtype, first_scale, config.optimizer)?;
         let narrow_gradients = device.zeros(4 * (layout.len - layout.wide).max(1))?;
         let wide_gradients = device.zeros(dtype.size() * layout.wide)?;
 
@@ -255,7 +256,10 @@ impl Program {
         let segments: Vec<u64> = layout
             .slots
             .iter()
-            .flat_map(|s| [s.range.start as u64, s.range.len() as u64, u64::from(s.adapted)])
+            .flat_map(|s| {
+                let adapted = config.optimizer.treatment(s.is_weight).adapted;
+                [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
+            })
             .collect();
         let count = layout.slots.len();
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
@@ -391,7 +395,7 @@ impl Program {
         Ok((loss[0], correct[0]))
     }
 
-    /// Whether all weights, biases and running statistics are finite.
+    /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
         self.state.is_finite(&self.ops, self.main.0, &self.found)
     }

@@ -1,4 +1,4 @@
-//! What training changes: weights, momentum and batch norm's running statistics on the GPU.
+//! What training changes: weights, optimizer state and batch norm's running statistics on the GPU.
 
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
 
@@ -10,7 +10,9 @@ use super::{
     ops::Ops,
 };
 use crate::{
-    engine::{EngineError, HostTensor, LossScaling, NamedTensors, cpu::plan::Step},
+    engine::{
+        EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, cpu::plan::Step,
+    },
     net::Network,
 };
 
@@ -24,7 +26,7 @@ struct Running {
     stride: usize,
 }
 
-/// fp16's loss scaling; `Scaler` of the kernels.
+/// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Scaling {
@@ -34,7 +36,9 @@ pub(super) struct Scaling {
     pub(super) norm: f32,
     pub(super) inverse: f32,
     pub(super) apply: u32,
-    pub(super) pad: [u32; 2],
+    /// Updates that the optimizer has done.
+    pub(super) updates: u32,
+    pub(super) pad: u32,
 }
 
 // SAFETY: numbers without a gap between them.
@@ -46,8 +50,9 @@ pub(super) struct State {
     dtype: DType,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
-    /// As long.
-    pub(super) momentum: Buffer,
+    optimizer: Optimizer,
+    /// As long, each of the optimizer's slots.
+    pub(super) optimizer_slots: Vec<Buffer>,
     /// Wide weights in the type that is computed in; `None` with float32, where they are the weights.
     shadow: Option<Buffer>,
     /// Mean and variance of every batch norm.
@@ -64,6 +69,7 @@ impl State {
         layout: Layout,
         dtype: DType,
         first_scale: f32,
+        optimizer: Optimizer,
     ) -> Result<Self, CudaError> {
         let mut running: Vec<(usize, Running)> = Vec::new();
         let mut at = 0;
@@ -83,7 +89,12 @@ impl State {
         let scaling = Scaling { scale: first_scale, ..bytemuck::Zeroable::zeroed() };
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
-            momentum: device.zeros(4 * layout.len)?,
+            optimizer,
+            optimizer_slots: optimizer
+                .slots()
+                .iter()
+                .map(|_| device.zeros(4 * layout.len))
+                .collect::<Result<_, _>>()?,
             shadow,
             running_values: device.zeros(4 * at.max(1))?,
             running: running.into_iter().map(|(_, r)| r).collect(),
@@ -119,7 +130,7 @@ impl State {
     /// Weights, biases and running statistics.
     pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.layout.export(&read(&self.weights)?, &mut all);
+        self.layout.export(None, &read(&self.weights)?, &mut all);
         let values = read(&self.running_values)?;
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
@@ -137,7 +148,7 @@ impl State {
         stream: Stream,
         values: &NamedTensors,
     ) -> Result<(), EngineError> {
-        let mut flat = self.layout.import(values)?;
+        let mut flat = self.layout.import(None, values)?;
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
@@ -170,21 +181,25 @@ impl State {
 
     /// Loss scaling as the next step will use it.
     pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
-        let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
-        self.scaling.read(0, &mut now)?;
-        Ok(LossScaling { scale: now[0].scale, growth_tracker: now[0].good_steps })
+        let now = self.read_scaling()?;
+        Ok(LossScaling { scale: now.scale, growth_tracker: now.good_steps })
     }
 
     pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
-        let scaling =
-            Scaling { scale: to.scale, good_steps: to.growth_tracker, ..bytemuck::Zeroable::zeroed() };
-        self.scaling.write(&[scaling])
+        let now = self.read_scaling()?;
+        self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
     }
 
-    /// Whether all weights, biases and running statistics are finite.
+    fn read_scaling(&self) -> Result<Scaling, CudaError> {
+        let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
+        self.scaling.read(0, &mut now)?;
+        Ok(now[0])
+    }
+
+    /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
     pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
         found.write(&[0u32])?;
-        for values in [&self.weights, &self.running_values] {
+        for values in [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots) {
             ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
         }
         stream.synchronize()?;
@@ -193,15 +208,23 @@ impl State {
         Ok(spoilt == [0])
     }
 
-    /// Momentum under its parameters' names.
-    pub(super) fn optimizer(&self) -> Result<NamedTensors, EngineError> {
-        let mut all = NamedTensors::new();
-        self.layout.export(&read(&self.momentum)?, &mut all);
-        Ok(all)
+    pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        let mut slots = NamedTensors::new();
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+            self.layout.export(Some(name), &read(buffer)?, &mut slots);
+        }
+        Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
     }
 
-    pub(super) fn set_optimizer(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        Ok(self.momentum.write(&self.layout.import(values)?)?)
+    /// Replaces it; `to` is known to be whole.
+    pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+            buffer.write(&self.layout.import(Some(name), &to.slots)?)?;
+        }
+        // No run is so long that this is not the number; a correction by so many is none.
+        let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
+        let now = self.read_scaling()?;
+        Ok(self.scaling.write(&[Scaling { updates, ..now }])?)
     }
 }
 

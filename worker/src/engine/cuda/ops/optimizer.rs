@@ -5,8 +5,8 @@
 
 use super::{Arg, CudaError, NORM_COUNTER, Ops, Ptr, Stream, plain};
 
-/// Blocks that share the norm of one parameter; `LARS_PARTS` of `optimizer.cu`.
-pub(super) const LARS_PARTS: u32 = 16;
+/// Blocks that share the norm of one parameter; `NORM_PARTS` of `optimizer.cu`.
+pub(super) const NORM_PARTS: u32 = 16;
 
 /// A step's gradients, times the loss scale.
 #[derive(Debug, Clone, Copy)]
@@ -22,7 +22,7 @@ pub(in crate::engine::cuda) struct Gradients {
 }
 
 impl Gradients {
-    fn args(self) -> [Arg; 5] {
+    pub(super) fn args(self) -> [Arg; 5] {
         [
             Arg::Ptr(self.first),
             Arg::Ptr(self.second),
@@ -34,8 +34,8 @@ impl Gradients {
 }
 
 /// Norm of the gradients and what follows from it, into the scaler:
-/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply; u32 0, 0`, of which the host
-/// sets `scale` (1 without scaling) and zeros.
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply; u32 updates; u32 0`, of which the host
+/// sets `scale` (1 without scaling) and zeros, and `updates` of a run that goes on.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,
@@ -44,49 +44,63 @@ pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) dynamic: bool,
 }
 
-/// LARS: each parameter's own rate.
+/// What an update reads and writes, whatever its rule.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::engine::cuda) struct LarsRates {
+pub(in crate::engine::cuda) struct Flat {
+    /// float32, like the optimizer's slots.
     pub(in crate::engine::cuda) weights: Ptr,
-    pub(in crate::engine::cuda) gradients: Gradients,
-    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
-    pub(in crate::engine::cuda) segments: Ptr,
-    pub(in crate::engine::cuda) count: u32,
-    pub(in crate::engine::cuda) scaler: Ptr,
-    pub(in crate::engine::cuda) trust: f32,
-    pub(in crate::engine::cuda) decay: f32,
-    /// `f32 rate, decay` for each parameter.
-    pub(in crate::engine::cuda) rates: Ptr,
-}
-
-/// How weights move; the formulas are the CPU engine's (`engine/cpu/sgd.rs`).
-#[derive(Debug, Clone, Copy)]
-pub(in crate::engine::cuda) enum Update {
-    Momentum,
-    Nesterov,
-    /// With what [`Ops::lars_rates`] wrote.
-    Lars {
-        segments: Ptr,
-        rates: Ptr,
-        count: u32,
-    },
-}
-
-/// One step of all weights.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::engine::cuda) struct Sgd {
-    pub(in crate::engine::cuda) update: Update,
-    /// float32, like the momentum buffers in `velocity`.
-    pub(in crate::engine::cuda) weights: Ptr,
-    pub(in crate::engine::cuda) velocity: Ptr,
     /// The weights as T; may be 0.
     pub(in crate::engine::cuda) shadow: Ptr,
     pub(in crate::engine::cuda) gradients: Gradients,
     /// The learning rate is its `lr`.
     pub(in crate::engine::cuda) control: Ptr,
     pub(in crate::engine::cuda) scaler: Ptr,
+    /// Weight decay of the first part and of the second.
+    pub(in crate::engine::cuda) decay: [f32; 2],
+}
+
+/// Each parameter's own learning rate.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Rates {
+    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
+    pub(in crate::engine::cuda) segments: Ptr,
+    pub(in crate::engine::cuda) count: u32,
+    /// `f32 rate, decay` for each parameter.
+    pub(in crate::engine::cuda) rates: Ptr,
+}
+
+impl Rates {
+    /// Blocks that take the norms of all parameters.
+    pub(super) fn norm_blocks(&self) -> [u32; 3] {
+        [NORM_PARTS, self.count.max(1), 1]
+    }
+}
+
+/// LARS: the rates.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct LarsRates {
+    pub(in crate::engine::cuda) flat: Flat,
+    pub(in crate::engine::cuda) rates: Rates,
+    pub(in crate::engine::cuda) trust: f32,
+}
+
+/// How weights move; the formulas are the CPU engine's (`engine/cpu/optimizer.rs`).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) enum Update {
+    Momentum,
+    Nesterov,
+    /// With what [`Ops::lars_rates`] wrote.
+    Lars(Rates),
+}
+
+/// One step of all weights by SGD or LARS.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::engine::cuda) struct Sgd {
+    pub(in crate::engine::cuda) update: Update,
+    pub(in crate::engine::cuda) flat: Flat,
+    /// The momentum buffers.
+    pub(in crate::engine::cuda) velocity: Ptr,
     pub(in crate::engine::cuda) momentum: f32,
-    pub(in crate::engine::cuda) decay: f32,
 }
 
 impl Ops {
@@ -110,43 +124,46 @@ impl Ops {
 
     /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
     pub(in crate::engine::cuda) fn lars_rates(&self, stream: Stream, p: LarsRates) -> Result<(), CudaError> {
-        let mut args = vec![Arg::Ptr(p.weights)];
-        args.extend(p.gradients.args());
-        args.extend([Arg::Ptr(p.segments), Arg::Ptr(self.partials())]);
-        let grid = [LARS_PARTS, p.count.max(1), 1];
-        self.launch(stream, "lars_norms", plain(grid, [256, 1, 1]), &args)?;
+        let LarsRates { flat, rates, trust } = p;
+        let mut args = vec![Arg::Ptr(flat.weights)];
+        args.extend(flat.gradients.args());
+        args.extend([Arg::Ptr(rates.segments), Arg::Ptr(self.partials())]);
+        self.launch(stream, "lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), &args)?;
         let args = [
             Arg::Ptr(self.partials()),
-            Arg::Ptr(p.segments),
-            Arg::U32(p.count),
-            Arg::Ptr(p.scaler),
-            Arg::F32(p.trust),
-            Arg::F32(p.decay),
-            Arg::Ptr(p.rates),
+            Arg::Ptr(rates.segments),
+            Arg::U32(rates.count),
+            Arg::Ptr(flat.scaler),
+            Arg::F32(trust),
+            Arg::F32(flat.decay[0]),
+            Arg::Ptr(rates.rates),
         ];
-        self.launch(stream, "lars_rates", plain([p.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)
+        self.launch(stream, "lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)
     }
 
     /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and shadow once: 20 bytes a
     /// value in the 16-bit formats.
     pub(in crate::engine::cuda) fn sgd(&self, stream: Stream, p: Sgd) -> Result<(), CudaError> {
-        let (name, segments, rates, count) = match p.update {
-            Update::Momentum => ("sgd_momentum", 0, 0, 0),
-            Update::Nesterov => ("sgd_nesterov", 0, 0, 0),
-            Update::Lars { segments, rates, count } => ("sgd_lars", segments, rates, count),
+        let none = Rates { segments: 0, count: 0, rates: 0 };
+        let (name, Rates { segments, count, rates }) = match p.update {
+            Update::Momentum => ("sgd_momentum", none),
+            Update::Nesterov => ("sgd_nesterov", none),
+            Update::Lars(rates) => ("sgd_lars", rates),
         };
-        let mut args = vec![Arg::Ptr(p.weights), Arg::Ptr(p.velocity), Arg::Ptr(p.shadow)];
-        args.extend(p.gradients.args());
+        let flat = p.flat;
+        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(p.velocity), Arg::Ptr(flat.shadow)];
+        args.extend(flat.gradients.args());
         args.extend([
-            Arg::Ptr(p.control),
-            Arg::Ptr(p.scaler),
+            Arg::Ptr(flat.control),
+            Arg::Ptr(flat.scaler),
             Arg::F32(p.momentum),
-            Arg::F32(p.decay),
+            Arg::F32(flat.decay[0]),
+            Arg::F32(flat.decay[1]),
             Arg::Ptr(segments),
             Arg::Ptr(rates),
             Arg::U32(count),
         ]);
-        self.launch(stream, name, self.items(p.gradients.length / 8, 6), &args)
+        self.launch(stream, name, self.items(flat.gradients.length / 8, 6), &args)
     }
 
     /// sum (float32) += gradient (T), or = with `overwrite`; `length` values, a multiple of 8.

@@ -1,7 +1,7 @@
 //! Gradients over all ranks, and the optimizer's step.
 
 use super::*;
-use crate::engine::cpu::sgd::LARS_TRUST;
+use crate::engine::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
 impl Walk<'_> {
@@ -76,36 +76,48 @@ impl Walk<'_> {
             length: layout.len as u64,
             wide,
         };
-        let (weights, scaler) = (p.state.weights.ptr, p.state.scaling.ptr);
+        let scaler = p.state.scaling.ptr;
         let dynamic = p.dynamic_scale.unwrap_or(false);
         p.ops.gradient_norm(main, ops::GradientNorm { gradients, scaler, dynamic })?;
-        let (segments, rates, count) = (p.segments.ptr, p.rates.ptr, layout.slots.len() as u32);
-        let update = match p.config.optimizer {
-            OptimizerKind::Momentum => ops::Update::Momentum,
-            OptimizerKind::Nesterov => ops::Update::Nesterov,
-            OptimizerKind::Lars => {
-                let (trust, decay) = (LARS_TRUST, p.config.weight_decay);
-                let rates =
-                    ops::LarsRates { weights, gradients, segments, count, scaler, trust, decay, rates };
-                p.ops.lars_rates(main, rates)?;
-                ops::Update::Lars { segments, rates: p.rates.ptr, count }
-            }
-        };
-        let sgd = ops::Sgd {
-            update,
-            weights,
-            velocity: p.state.momentum.ptr,
-            shadow: p.state.shadow().unwrap_or(0),
-            gradients,
-            control: p.inputs.control.ptr,
-            scaler,
-            momentum: p.config.momentum,
-            decay: p.config.weight_decay,
-        };
-        p.ops.sgd(main, sgd)?;
+        self.update_weights(gradients)?;
         p.ops.stamp(main, p.stamps.ptr + 24)?;
         p.ops.record(main, p.results.record(p.totals.ptr, scaler, p.stamps.ptr))?;
         Ok(())
+    }
+
+    /// The optimizer's step, by gradients whose norm is known.
+    fn update_weights(&self, gradients: ops::Gradients) -> Result<(), CudaError> {
+        let (p, main) = (self.p, self.main());
+        let (optimizer, slots) = (&p.config.optimizer, &p.state.optimizer_slots);
+        let flat = ops::Flat {
+            weights: p.state.weights.ptr,
+            shadow: p.state.shadow().unwrap_or(0),
+            gradients,
+            control: p.inputs.control.ptr,
+            scaler: p.state.scaling.ptr,
+            // The wide part has all weights of convolutions and linear layers, and nothing else.
+            decay: [true, false].map(|is_weight| optimizer.treatment(is_weight).decay),
+        };
+        let count = p.state.layout.slots.len() as u32;
+        let rates = ops::Rates { segments: p.segments.ptr, count, rates: p.rates.ptr };
+        let moments = || ops::Moments {
+            first: slots[0].ptr,
+            second: slots[1].ptr,
+            beta1: optimizer.beta1,
+            beta2: optimizer.beta2,
+            epsilon: optimizer.epsilon as f32,
+        };
+        let update = match optimizer.kind {
+            OptimizerKind::Momentum => ops::Update::Momentum,
+            OptimizerKind::Nesterov => ops::Update::Nesterov,
+            OptimizerKind::Lars => {
+                p.ops.lars_rates(main, ops::LarsRates { flat, rates, trust: LARS_TRUST })?;
+                ops::Update::Lars(rates)
+            }
+            OptimizerKind::AdamW => return p.ops.adamw(main, ops::AdamW { flat, moments: moments() }),
+            OptimizerKind::Lamb => return p.ops.lamb(main, ops::Lamb { flat, moments: moments(), rates }),
+        };
+        p.ops.sgd(main, ops::Sgd { update, flat, velocity: slots[0].ptr, momentum: optimizer.momentum })
     }
 
     pub(super) fn wide_gradient(&self, name: &str) -> Ptr {

@@ -1,0 +1,150 @@
+// AdamW and LAMB over flat buffers, laid out as in optimizer.cu.
+
+// Running means of the gradient and of its square, and their decay.
+#define MOMENT_PARAMETERS float *first_moment, float *second_moment, double beta1, double beta2, float epsilon
+
+// What the formulas need of a step besides them.
+struct Adam {
+    float beta1, beta2, rest1, rest2; // rest: 1 - beta
+    float epsilon;
+    double correction1; // 1 - beta1^t
+    float root2;        // sqrt(1 - beta2^t)
+
+    // Takes a gradient into the moments, and gives what the mean is divided by.
+    __device__ __forceinline__ float take(float& m, float& v, float g) const {
+        m = fmaf(beta1, m, rest1 * g);
+        v = fmaf(beta2, v, rest2 * g * g);
+        return divisor(v);
+    }
+    __device__ __forceinline__ float divisor(float v) const { return sqrtf(v) / root2 + epsilon; }
+};
+
+// Of the update that gradient_norm has counted. All threads of a block call it; one works out the powers.
+__device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, double beta2, float epsilon, double* shared) {
+    if (threadIdx.x == 0) {
+        double t = scaler->updates;
+        shared[0] = 1 - pow(beta1, t);
+        shared[1] = sqrt(1 - pow(beta2, t));
+    }
+    __syncthreads();
+    return {(float)beta1, (float)beta2, (float)(1 - beta1), (float)(1 - beta2), epsilon, shared[0], (float)shared[1]};
+}
+
+// m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, w = (1 - lr d) w,
+// w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon).
+extern "C" __global__ void __launch_bounds__(256)
+    adamw(float* weights, T* shadow, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
+          const Scaler* scaler, float first_decay, float second_decay) {
+    enter();
+    SHARED(double, powers, 2);
+    if (!scaler->apply) return;
+    Gradients gradients = GRADIENTS;
+    Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
+    float inverse = scaler->inverse, size = (float)(control->lr / adam.correction1);
+    float first_kept = (float)(1 - (double)control->lr * first_decay);
+    float second_kept = (float)(1 - (double)control->lr * second_decay);
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float w[8], m[8], v[8], g[8], kept = i * 8 < first_length ? first_kept : second_kept;
+        gradients.get(i, g);
+        load_channels(weights, i, w);
+        load_channels(first_moment, i, m);
+        load_channels(second_moment, i, v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            float below = adam.take(m[k], v[k], g[k] * inverse);
+            w[k] = fmaf(w[k], kept, -size * (m[k] / below));
+        }
+        store_channels(weights, i, w);
+        store_channels(first_moment, i, m);
+        store_channels(second_moment, i, v);
+        if (shadow && i * 8 < first_length) store(shadow, i, pack(w)); // it has the first part alone
+    }
+}
+
+// LAMB's first pass over a segment (blockIdx.y), by NORM_PARTS blocks each: the moments, and sums of squares of the
+// weights and of r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w. What is not adapted is not
+// decayed either.
+extern "C" __global__ void __launch_bounds__(256)
+    lamb_moments(const float* weights, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Scaler* scaler, float decay,
+                 const Segment* segments, double* partials) {
+    enter();
+    SHARED(double, powers, 2);
+    SHARED(double, warps, 8);
+    if (!scaler->apply) return;
+    Gradients gradients = GRADIENTS;
+    Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
+    Segment s = segments[blockIdx.y];
+    float inverse = scaler->inverse, scale = (float)(1 / adam.correction1), d = s.adapted ? decay : 0;
+    double weight = 0, moved = 0;
+    // A bias may end within a group; zeros follow it.
+    u64 groups = (s.length + 7) / 8, step = (u64)NORM_PARTS * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        u64 at = s.offset / 8 + i;
+        float w[8], m[8], v[8], g[8], ws = 0, rs = 0;
+        gradients.get(at, g);
+        load_channels(weights, at, w);
+        load_channels(first_moment, at, m);
+        load_channels(second_moment, at, v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            float below = adam.take(m[k], v[k], g[k] * inverse), r = fmaf(d, w[k], m[k] * scale / below);
+            ws = fmaf(w[k], w[k], ws);
+            rs = fmaf(r, r, rs);
+        }
+        store_channels(first_moment, at, m);
+        store_channels(second_moment, at, v);
+        weight += ws;
+        moved += rs;
+    }
+    weight = block_sum(weight, warps);
+    moved = block_sum(moved, warps);
+    if (threadIdx.x == 0) {
+        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
+        to[0] = weight;
+        to[1] = moved;
+    }
+}
+
+// Each segment's rate: |w| / |r|, or 1 and no decay for what is not adapted. A thread a segment.
+extern "C" __global__ void lamb_rates(const double* partials, const Segment* segments, u32 count, float decay, Rate* rates) {
+    enter();
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    double weight = 0, moved = 0;
+    for (u32 p = 0; p < NORM_PARTS; p++) {
+        weight += partials[((u64)i * NORM_PARTS + p) * 2];
+        moved += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
+    }
+    Rate r = {1.0f, 0.0f};
+    if (segments[i].adapted) {
+        r.decay = decay;
+        // A parameter that is all zeros could never leave zero at a rate of zero.
+        if (weight > 0 && moved > 0) r.rate = (float)(sqrt(weight) / sqrt(moved));
+    }
+    rates[i] = r;
+}
+
+// LAMB's second pass: w -= lr rate r.
+extern "C" __global__ void __launch_bounds__(256)
+    lamb(float* weights, T* shadow, MOMENT_PARAMETERS, u64 first_length, u64 length, const Control* control,
+         const Scaler* scaler, const Segment* segments, const Rate* rates, u32 count) {
+    enter();
+    SHARED(double, powers, 2);
+    if (!scaler->apply) return;
+    Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
+    float lr = control->lr, scale = (float)(1 / adam.correction1);
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float w[8], m[8], v[8];
+        load_channels(weights, i, w);
+        load_channels(first_moment, i, m);
+        load_channels(second_moment, i, v);
+        Rate own = rates[segment_of(segments, count, i)];
+        float rate = lr * own.rate;
+#pragma unroll
+        for (int k = 0; k < 8; k++) w[k] -= rate * fmaf(own.decay, w[k], m[k] * scale / adam.divisor(v[k]));
+        store_channels(weights, i, w);
+        if (shadow && i * 8 < first_length) store(shadow, i, pack(w));
+    }
+}

@@ -1,0 +1,226 @@
+//! Optimizers' formulas over flat ranges: SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
+
+use crate::engine::optimizer::{LARS_TRUST, MOST_SLOTS, Optimizer, Treatment};
+use lockstep_protocol::spec::OptimizerKind;
+
+/// A sum of squares in double precision, in an order that depends on the number of values alone.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Lanes {
+    lanes: [f64; 16],
+    rest: f64,
+}
+
+impl Lanes {
+    /// Adds those of `values`: a multiple of 16, or the last ones.
+    #[inline(always)]
+    pub(super) fn add(&mut self, values: &[f32]) {
+        let rows = values.chunks_exact(16);
+        self.rest += rows.remainder().iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>();
+        for row in rows {
+            for (lane, &v) in self.lanes.iter_mut().zip(row) {
+                *lane += f64::from(v) * f64::from(v);
+            }
+        }
+    }
+
+    pub(super) fn sum(&self) -> f64 {
+        self.lanes.iter().sum::<f64>() + self.rest
+    }
+}
+
+/// One parameter's slots, in the order of [`Optimizer::slots`]; those that the optimizer does not have are empty.
+pub(super) type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
+
+/// One step's update.
+///
+/// A rule of layer-wise rates ([`Optimizer::needs_norms`]) takes two passes over a parameter: [`Update::prepare`], then, when
+/// all of it is prepared and the norms are known, [`Update::apply`]. Others apply alone.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Update {
+    optimizer: Optimizer,
+    lr: f32,
+    adam: Adam,
+}
+
+/// What Adam's formulas need, worked out in float64 as PyTorch does it.
+#[derive(Debug, Clone, Copy)]
+struct Adam {
+    beta1: f32,
+    beta2: f32,
+    /// `1 - beta`.
+    rest1: f32,
+    rest2: f32,
+    epsilon: f32,
+    /// `1 - beta1^t`.
+    correction1: f64,
+    /// `sqrt(1 - beta2^t)`.
+    root2: f32,
+}
+
+impl Adam {
+    fn new(optimizer: &Optimizer, number: u64) -> Self {
+        let Optimizer { beta1, beta2, epsilon, .. } = *optimizer;
+        let correction = |beta: f64| 1.0 - libm::pow(beta, number as f64);
+        Self {
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            rest1: (1.0 - beta1) as f32,
+            rest2: (1.0 - beta2) as f32,
+            epsilon: epsilon as f32,
+            correction1: correction(beta1),
+            root2: correction(beta2).sqrt() as f32,
+        }
+    }
+
+    /// Takes a gradient into the moments, and gives what the mean is divided by.
+    #[inline(always)]
+    fn take(&self, m: &mut f32, v: &mut f32, g: f32) -> f32 {
+        *m = self.beta1 * *m + self.rest1 * g;
+        *v = self.beta2 * *v + self.rest2 * g * g;
+        v.sqrt() / self.root2 + self.epsilon
+    }
+}
+
+impl Update {
+    /// Update number `number` (from 1) at learning rate `lr`.
+    pub(super) fn new(optimizer: &Optimizer, lr: f32, number: u64) -> Self {
+        Self { optimizer: *optimizer, lr, adam: Adam::new(optimizer, number) }
+    }
+
+    /// Learning rate and weight decay of a parameter. `norms` are those of what [`Update::prepare`] made and of its weights,
+    /// asked for only where it is adapted.
+    ///
+    /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
+    /// - lamb: it is `lr |w| / |r|`
+    pub(super) fn rates(&self, treatment: Treatment, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
+        let Treatment { decay, adapted } = treatment;
+        if !adapted {
+            return (self.lr, decay);
+        }
+        let [moved, weights] = norms();
+        let (trust, below) = match self.optimizer.kind {
+            OptimizerKind::Lars => (f64::from(LARS_TRUST), moved + f64::from(decay) * weights),
+            _ => (1.0, moved),
+        };
+        // A parameter that is all zeros could never leave zero at a rate of zero.
+        let local = if weights > 0.0 && below > 0.0 { (trust * weights / below) as f32 } else { 1.0 };
+        (self.lr * local, decay)
+    }
+
+    /// The first of two passes: puts what moves the weights `w` in the place of their gradient `g`.
+    ///
+    /// - lars: the gradient itself
+    /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`
+    #[inline(always)]
+    pub(super) fn prepare(&self, decay: f32, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
+        if self.optimizer.kind != OptimizerKind::Lamb {
+            return;
+        }
+        let (adam, scale) = (self.adam, (1.0 / self.adam.correction1) as f32);
+        for (((g, w), m), v) in g.iter_mut().zip(w).zip(m).zip(v) {
+            let below = adam.take(m, v, *g);
+            *g = *m * scale / below + decay * w;
+        }
+    }
+
+    /// Updates weights `w` of one parameter and its slots by their gradient `g` (or what [`Update::prepare`] made of it),
+    /// with what [`Update::rates`] gave.
+    ///
+    /// - momentum: `v = m v + (g + d w)`, `w -= lr v`
+    /// - nesterov: the same `v`, `w -= lr (g + d w + m v)`
+    /// - lars: `v = m v + lr (g + d w)`, `w -= v` (algorithm 1 of the paper)
+    /// - adamw: `m = beta1 m + (1 - beta1) g`, `v = beta2 v + (1 - beta2) g^2`, `w = (1 - lr d) w`,
+    ///   `w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)`
+    /// - lamb: `w -= lr r`
+    #[inline(always)]
+    pub(super) fn apply(&self, rate: f32, decay: f32, w: &mut [f32], [v, more]: Slots<'_>, g: &[f32]) {
+        let m = self.optimizer.momentum;
+        let values = w.iter_mut().zip(v.iter_mut()).zip(g);
+        match self.optimizer.kind {
+            OptimizerKind::Momentum => values.for_each(|((w, v), g)| {
+                *v = m * *v + (g + decay * *w);
+                *w -= rate * *v;
+            }),
+            OptimizerKind::Nesterov => values.for_each(|((w, v), g)| {
+                let d = g + decay * *w;
+                *v = m * *v + d;
+                *w -= rate * (d + m * *v);
+            }),
+            OptimizerKind::Lars => values.for_each(|((w, v), g)| {
+                *v = m * *v + rate * (g + decay * *w);
+                *w -= *v;
+            }),
+            OptimizerKind::AdamW => {
+                let adam = self.adam;
+                let kept = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
+                let size = (f64::from(rate) / adam.correction1) as f32;
+                values.zip(more.iter_mut()).for_each(|(((w, m), g), v)| {
+                    let below = adam.take(m, v, *g);
+                    *w = *w * kept - size * (*m / below);
+                });
+            }
+            OptimizerKind::Lamb => values.for_each(|((w, _), r)| *w -= rate * r),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As an engine does it to a whole parameter, at learning rate 1 from slots of zeros.
+    fn step(optimizer: Optimizer, is_weight: bool, w: &mut [f32], g: &[f32]) {
+        let norm = |values: &[f32]| {
+            let mut lanes = Lanes::default();
+            lanes.add(values);
+            lanes.sum().sqrt()
+        };
+        let (update, treatment) = (Update::new(&optimizer, 1.0, 1), optimizer.treatment(is_weight));
+        let [mut a, mut b] = [(); 2].map(|()| vec![0.0; g.len()]);
+        let mut g = g.to_vec();
+        if optimizer.needs_norms() {
+            update.prepare(treatment.decay, w, [&mut a, &mut b], &mut g);
+        }
+        let (rate, decay) = update.rates(treatment, || [norm(&g), norm(w)]);
+        update.apply(rate, decay, w, [&mut a, &mut b], &g);
+    }
+
+    #[test]
+    fn lars_moves_a_layer_by_its_own_norm_whatever_the_gradient_s_size() {
+        let lars =
+            Optimizer { kind: OptimizerKind::Lars, momentum: 0.0, weight_decay: 0.0, ..Optimizer::default() };
+        for size in [1e-3f32, 1.0, 1e3] {
+            let mut w = vec![3.0, 4.0];
+            step(lars, true, &mut w, &[size, 0.0]);
+            assert!((w[0] - (3.0 - 5.0 * LARS_TRUST)).abs() < 1e-6 && w[1] == 4.0, "{w:?}");
+        }
+        let mut w = vec![3.0, 4.0];
+        step(Optimizer { weight_decay: 0.1, ..lars }, false, &mut w, &[1.0, 0.0]);
+        assert_eq!(w, [2.0, 4.0], "a bias is neither adapted nor decayed");
+    }
+
+    #[test]
+    fn lamb_s_first_step_is_as_long_as_the_weights_whatever_the_gradient_s_size() {
+        let lamb =
+            Optimizer { kind: OptimizerKind::Lamb, decay_norm_and_bias: false, ..Optimizer::default() };
+        for size in [1e-3f32, 1.0, 1e3] {
+            let mut w = vec![3.0, 4.0];
+            step(lamb, true, &mut w, &[size, 0.0]);
+            assert!((w[0] + 2.0).abs() < 1e-4 && w[1] == 4.0, "{w:?}");
+        }
+        let mut w = vec![0.0, 0.0];
+        step(lamb, true, &mut w, &[7.0, -7.0]);
+        assert!(w[0] < -0.999 && w[1] > 0.999, "weights that are all zeros leave zero: {w:?}");
+        let mut w = vec![3.0, 4.0];
+        step(Optimizer { weight_decay: 0.1, ..lamb }, false, &mut w, &[7.0, 0.0]);
+        assert!((w[0] - 2.0).abs() < 1e-6 && w[1] == 4.0, "a bias is neither adapted nor decayed: {w:?}");
+    }
+
+    #[test]
+    fn adamw_decays_weights_that_have_no_gradient() {
+        let adamw = Optimizer { kind: OptimizerKind::AdamW, weight_decay: 0.25, ..Optimizer::default() };
+        let mut w = vec![4.0, 4.0];
+        step(adamw, true, &mut w, &[0.0, 1e-3]);
+        assert!(w[0] == 3.0 && (w[1] - 2.0).abs() < 1e-4, "and the others by as much, whatever it is: {w:?}");
+    }
+}

@@ -169,7 +169,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let mut pulse = Pulse::new(*observer, comm.rank(), device);
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
-    let plan = Plan::new(spec, &data.shape, comm.as_ref())?;
+    let plan = Plan::new(spec, &data.shape, setup::data_threads(training, &data), comm.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = setup::build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;

@@ -112,12 +112,11 @@ const TRAINING_TO_DATA: usize = 8;
 
 /// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready
 /// in memory take one.
-pub(super) fn data_threads(training: &Training<'_>, data: &DataSource) -> usize {
-    let threads = training.threads.max(1);
-    match training.device {
-        _ if !data.is_prepared_each_step() => 1,
-        DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA),
-        DeviceChoice::Cuda { .. } => threads,
+pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_step: bool) -> usize {
+    match device {
+        _ if !prepared_each_step => 1,
+        DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA).max(1),
+        DeviceChoice::Cuda { .. } => threads.max(1),
     }
 }
 
@@ -226,5 +225,27 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
     let exchange = engine.exchange();
     if !exchange.is_empty() {
         observer.log(&exchange);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {
+        let gpu = DeviceChoice::Cuda { ordinal: 0 };
+        for (device, threads, expected) in [
+            (DeviceChoice::Cpu, 0, 1),
+            (DeviceChoice::Cpu, 1, 1),
+            (DeviceChoice::Cpu, 8, 1),
+            (DeviceChoice::Cpu, 9, 2),
+            (DeviceChoice::Cpu, 64, 8),
+            (gpu, 0, 1),
+            (gpu, 16, 16),
+        ] {
+            assert_eq!(data_threads(device, threads, true), expected, "{device:?}, {threads} threads");
+            assert_eq!(data_threads(device, threads, false), 1);
+        }
     }
 }

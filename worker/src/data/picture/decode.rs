@@ -39,7 +39,7 @@ pub(super) struct Header<'a> {
 }
 
 enum Body<'a> {
-    Jpeg(JpegDecoder<ZCursor<&'a [u8]>>),
+    Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
     Other(Box<dyn ImageDecoder + 'a>),
 }
 
@@ -75,7 +75,7 @@ fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
     let (width, height) = decoder.dimensions().unwrap_or_default();
     let orientation = orientation(decoder.exif().map(Vec::as_slice));
     let (width, height) = (width as u32, height as u32);
-    Ok(Header { format: ImageFormat::Jpeg, width, height, orientation, body: Body::Jpeg(decoder) })
+    Ok(Header { format: ImageFormat::Jpeg, width, height, orientation, body: Body::Jpeg(Box::new(decoder)) })
 }
 
 fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {

@@ -1,7 +1,7 @@
 //! Against what torchvision makes of the same pictures with the same parameters (`tests/pytorch/make_pictures.py`).
 
 use super::op::Op;
-use crate::data::picture::{Area, Picture, PictureRef, Region, Resize};
+use crate::data::picture::{Area, Picture, Region, Resize};
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -55,7 +55,7 @@ fn crops_and_resizes_are_torchvision_s() {
     let (mut values, mut apart, mut seen) = (0, 0, 0);
     for case in cases().iter().filter(|case| case.op.is_empty()) {
         let (source, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
-        let picture = PictureRef { pixels: &source.pixels, ..source.view() };
+        let picture = source.view();
         let area = match (case.resized_crop, case.resize) {
             (Some([top, left, height, width]), _) => Area::Cut(Region { left, top, width, height }),
             (_, Some(resize)) => picture.centre_crop(resize, case.side),

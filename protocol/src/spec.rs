@@ -166,7 +166,24 @@ pub struct DataSpec {
     pub image_size: Option<u32>,
     /// Zero padding in pixels around a picture before a random crop of its own size; 0 for no crop.
     pub crop_padding: u32,
+    /// Instead of the padded crop: a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
+    pub random_resized_crop: bool,
+    /// `random_resized_crop`: the smallest and the largest area, as a share of the picture's.
+    pub crop_scale: [f32; 2],
+    /// `random_resized_crop`: the smallest and the largest width over height.
+    pub crop_ratio: [f32; 2],
+    /// Validation: resize the short side to so many pixels, then crop `image_size` at the centre (torchvision's `Resize`
+    /// and `CenterCrop`). When absent: `image_size` * 256 / 224 with `random_resized_crop`; without, the largest centred
+    /// square is scaled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resize: Option<u32>,
     pub horizontal_flip: bool,
+    pub vertical_flip: bool,
+    /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
+    pub color_jitter: [f32; 4],
+    pub auto_augment: AutoAugment,
+    /// The probability that a random rectangle is 0 after normalisation (torchvision's `RandomErasing`).
+    pub random_erasing: f32,
     /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Vec<f32>>,
@@ -177,6 +194,17 @@ pub struct DataSpec {
     pub drop_remainder: bool,
     /// What a broken file does: end the job, or be left out (named in the log, and counted).
     pub broken_files: BrokenFiles,
+}
+
+/// Policies that choose operations on a picture by themselves, as torchvision has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AutoAugment {
+    None,
+    /// One operation of any strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
+    TrivialAugment,
+    /// Two operations of strength 9 (Cubuk et al. 2019): `RandAugment(2, 9)`.
+    RandAugment,
 }
 
 /// Where validation pictures come from.
@@ -420,7 +448,15 @@ impl Default for DataSpec {
             validation: Validation::Split("test".into()),
             image_size: None,
             crop_padding: 4,
+            random_resized_crop: false,
+            crop_scale: [0.08, 1.0],
+            crop_ratio: [0.75, 1.3333],
+            resize: None,
             horizontal_flip: true,
+            vertical_flip: false,
+            color_jitter: [0.0; 4],
+            auto_augment: AutoAugment::None,
+            random_erasing: 0.0,
             mean: None,
             std: None,
             drop_remainder: true,

@@ -58,6 +58,7 @@ fn every_key_is_known_to_the_structs_and_back() {
         data: lockstep_protocol::spec::DataSpec {
             dataset: "d".into(),
             image_size: Some(32),
+            resize: Some(36),
             mean: Some(vec![0.5]),
             std: Some(vec![0.5]),
             ..Default::default()
@@ -90,6 +91,25 @@ fn every_key_is_known_to_the_structs_and_back() {
                 "{key} is not in KEYS"
             );
         }
+    }
+}
+
+#[test]
+fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
+    for line in [
+        "crop_scale = [0.001, 1.0]",
+        "crop_scale = [1, 1]",
+        "crop_ratio = [0.0625, 16]",
+        "resize = 8",
+        "resize = 8192",
+        "resize = 224\nimage_size = 224",
+        "color_jitter = [10, 10, 10, 0.5]",
+        "color_jitter = [0, 0, 0, 0]",
+        "random_erasing = 0",
+        "random_erasing = 1",
+    ] {
+        let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
+        assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
     }
 }
 
@@ -152,6 +172,25 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "std = [0.0]", "std", &["positive"]),
         ("data", "mean = [0.1, 0.2]", "mean", &["1 or 3"]),
         ("data", "horizontal_flip = 1", "horizontal_flip", &["true or false"]),
+        ("data", "vertical_flip = 1", "vertical_flip", &["true or false"]),
+        ("data", "random_resized_crop = 1", "random_resized_crop", &["true or false"]),
+        ("data", "crop_scale = [0.5, 0.4]", "crop_scale", &["the smallest and the largest", "0.001 to 1"]),
+        ("data", "crop_scale = [0.0009, 1.0]", "crop_scale", &["0.001 to 1"]),
+        ("data", "crop_scale = [0.5, 1.001]", "crop_scale", &["0.001 to 1"]),
+        ("data", "crop_scale = [0.5]", "crop_scale", &["two numbers"]),
+        ("data", "crop_scale = [nan, 1.0]", "crop_scale", &["two numbers"]),
+        ("data", "crop_ratio = [0.0624, 1.0]", "crop_ratio", &["0.0625 to 16"]),
+        ("data", "crop_ratio = [1.0, 16.1]", "crop_ratio", &["0.0625 to 16"]),
+        ("data", "resize = 7", "resize", &["from 8 to 8,192"]),
+        ("data", "resize = 8193", "resize", &["from 8 to 8,192"]),
+        ("data", "resize = 223\nimage_size = 224", "resize", &["image_size = 224", "give 256 or more"]),
+        ("data", "color_jitter = [10.1, 0, 0, 0]", "color_jitter", &["0 to 10", "four numbers"]),
+        ("data", "color_jitter = [0, 0, -0.1, 0]", "color_jitter", &["0 to 10"]),
+        ("data", "color_jitter = [0, 0, 0, 0.51]", "color_jitter", &["hue (0 to 0.5)"]),
+        ("data", "color_jitter = [0, 0, 0]", "color_jitter", &["four numbers"]),
+        ("data", "auto_augment = \"randaugment\"", "auto_augment", &["did you mean \"rand_augment\""]),
+        ("data", "random_erasing = 1.1", "random_erasing", &["at most 1"]),
+        ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
         ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
         ("parallel", "mode = \"pipeline\"", "mode", &["\"data\""]),
         ("checkpoint", "keep = 1", "keep", &["from 2"]),

@@ -9,6 +9,15 @@ const PART = 48;
 /** Pictures whose augmented versions are shown at a time, and versions of each. */
 const AUGMENTED = 8, VERSIONS = 5;
 
+/** A job's augmentation in a few words. */
+function augmentation(data) {
+  const crop = data.random_resized_crop ? "resized crop" : data.crop_padding ? `crop ${data.crop_padding}` : "";
+  const words = [crop, data.horizontal_flip && "flip", data.vertical_flip && "vertical flip", data.color_jitter?.some((v) => v > 0) && "color jitter"];
+  if (data.auto_augment && data.auto_augment !== "none") words.push(data.auto_augment.replace("_", " "));
+  if (data.random_erasing > 0) words.push("erasing");
+  return words.filter(Boolean).join(", ");
+}
+
 export class Gallery {
   #asked = 0;
   #offset = 0;
@@ -32,8 +41,7 @@ export class Gallery {
   async #jobs() {
     const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
     for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {
-      const { crop_padding: crop, horizontal_flip: flip } = job.spec.data;
-      this.at("augmented").add(new Option(`${job.name}: ${[crop ? `crop ${crop}` : "", flip ? "flip" : ""].filter(Boolean).join(", ") || "none"}`, job.id));
+      this.at("augmented").add(new Option(`${job.name}: ${augmentation(job.spec.data) || "none"}`, job.id));
     }
   }
 

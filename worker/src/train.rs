@@ -170,7 +170,8 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let mut pulse = Pulse::new(*observer, comm.rank(), device);
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
-    let plan = Plan::new(spec, &data.shape, comm.as_ref())?;
+    let data_threads = setup::data_threads(training.device, training.threads, data.is_prepared_each_step());
+    let plan = Plan::new(spec, &data.shape, data_threads, comm.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = setup::build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;

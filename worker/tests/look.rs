@@ -294,6 +294,9 @@ fn metadata_that_no_model_has_is_refused_by_file() {
         ("channels", "2", "2 channels"),
         ("mean", "[]", "not those of 1 channels"),
         ("std", "[0.0]", "not those of 1 channels"),
+        ("resize", "8193", "resized to 8193 pixels"),
+        ("resize", "7", "resized to 7 pixels"),
+        ("resize", "large", "its resize is no number"),
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
@@ -337,6 +340,51 @@ fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
         confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
     }
     assert_eq!(confusion, evaluated.confusion);
+}
+
+#[test]
+fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    let resize = of.side + 5;
+    write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
+    let (height, width, count) = (of.side / 2, of.side, 40);
+    let size = height * width;
+    let pictures = &pixels(&of)[..count * size];
+    let word = |n: usize| (n as u32).to_be_bytes();
+    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
+    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
+    for split in ["train", "t10k"] {
+        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+    }
+    // Whatever has become of the job's own keys since.
+    let mut job = spec(&of);
+    job.data.resize = Some(2 * of.side as u32);
+    let evaluated = evaluate(dir.path(), job.clone()).unwrap();
+    let files: Vec<_> = pictures
+        .chunks(size)
+        .map(|pixels| {
+            let mut png = std::io::Cursor::new(Vec::new());
+            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
+            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
+            (String::new(), png.into_inner())
+        })
+        .collect();
+    let mut confusion = vec![vec![0; 10]; 10];
+    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
+        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
+    }
+    assert_eq!(confusion, evaluated.confusion);
+
+    // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
+    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
+    job.data.image_size = Some(of.side as u32);
+    job.data.random_resized_crop = true;
+    assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
+    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);
 }
 
 fn samples(path: &Path, pick: Pick) -> Samples {

@@ -225,6 +225,17 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             ),
         );
     }
+    if let (Some(resize), Some(size)) = (spec.data.resize, spec.data.image_size)
+        && resize < size
+    {
+        mistake(
+            "/data/resize",
+            format!(
+                "{resize} pixels are less than the crop of image_size = {size} that is taken then; give {} or more",
+                size.saturating_mul(256) / 224
+            ),
+        );
+    }
     // The default keeps the best by val_accuracy, which is harmless without validation.
     if no_validation && spec.checkpoint.keep_best == "val_loss" {
         mistake(

@@ -33,6 +33,13 @@ pub enum Kind {
     Channels {
         positive: bool,
     },
+    /// The smallest and the largest of a range: two numbers, both within these.
+    Range {
+        min: f64,
+        max: f64,
+    },
+    /// Strengths of brightness, contrast, saturation and hue.
+    ColorJitter,
     /// Ascending epochs.
     Epochs,
     /// A split's name, or a fraction of the training split.
@@ -51,6 +58,8 @@ pub struct Section {
 
 const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
+/// Brightness, contrast and saturation may become so many times more.
+const JITTER: f64 = 10.0;
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
@@ -82,7 +91,15 @@ pub const KEYS: &[Section] = &[
             ("validation", Kind::Validation),
             ("image_size", whole(8, 4096)),
             ("crop_padding", whole(0, 512)),
+            ("random_resized_crop", Kind::Bool),
+            ("crop_scale", Kind::Range { min: 0.001, max: 1.0 }),
+            ("crop_ratio", Kind::Range { min: 0.0625, max: 16.0 }),
+            ("resize", whole(8, 8192)),
             ("horizontal_flip", Kind::Bool),
+            ("vertical_flip", Kind::Bool),
+            ("color_jitter", Kind::ColorJitter),
+            ("auto_augment", Kind::Word(&["none", "trivial_augment", "rand_augment"])),
+            ("random_erasing", number(0.0, 1.0)),
             ("mean", Kind::Channels { positive: false }),
             ("std", Kind::Channels { positive: true }),
             ("drop_remainder", Kind::Bool),
@@ -214,6 +231,21 @@ impl Kind {
                     }),
                 }
             }
+            Kind::Range { min, max } => match numbers(value).as_deref() {
+                Some(&[low, high]) if min <= low && low <= high && high <= max => Ok(()),
+                _ => is(&format!("the smallest and the largest, two numbers from {min} to {max}")),
+            },
+            Kind::ColorJitter => match numbers(value).as_deref() {
+                Some(&[brightness, contrast, saturation, hue])
+                    if [brightness, contrast, saturation].iter().all(|v| (0.0..=JITTER).contains(v))
+                        && (0.0..=0.5).contains(&hue) =>
+                {
+                    Ok(())
+                }
+                _ => is(&format!(
+                    "how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers"
+                )),
+            },
             Kind::Epochs => {
                 let epochs: Option<Vec<u64>> =
                     value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
@@ -246,6 +278,10 @@ impl Kind {
             },
         }
     }
+}
+
+fn numbers(value: &Value) -> Option<Vec<f64>> {
+    value.as_array()?.iter().map(Value::as_f64).collect()
 }
 
 fn one_of(words: &[&str]) -> String {

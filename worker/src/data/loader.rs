@@ -2,20 +2,25 @@
 
 use super::{
     Catalog, DataError, Picture,
-    augment::{Augmenter, Draw, Recipe},
+    picture::{self, Decoder, PictureRef, Resize},
     shard,
+    transform::{Crop, Transform, evaluation_resize},
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use ahead::prepare_ahead;
+use batch::make_batch;
 use splits::{Opened, normalisation, open_splits, sizes};
+use workers::Workers;
 
 mod ahead;
+mod batch;
 mod splits;
+mod workers;
 
 /// What a batch holds of its pictures; engines differ in what they do themselves.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -23,7 +28,7 @@ pub enum Form {
     /// [`Batch::images`].
     #[default]
     Normalised,
-    /// [`Batch::bytes`]: cropped, flipped and scaled, but not normalised.
+    /// [`Batch::bytes`]: transformed, but not normalised.
     Bytes,
     /// [`Batch::draws`]: the engine has the pictures.
     Draws,
@@ -36,7 +41,7 @@ pub struct Batch {
     pub images: Vec<f32>,
     /// NHWC, as many bytes.
     pub bytes: Vec<u8>,
-    /// The augmentation of each picture; see [`Draw::packed`].
+    /// The augmentation of each picture; see `AugmentParams::packed`.
     pub draws: Vec<u32>,
     /// Class of each picture.
     pub labels: Vec<u32>,
@@ -68,6 +73,9 @@ pub struct Shape {
     pub skipped: Vec<String>,
     /// Pictures are not square and come packed into one file: they are scaled as a whole to the network's square.
     pub whole_pictures: bool,
+    /// The short side that validation pictures are resized to before the centre crop; where it is absent, their largest
+    /// centred square is scaled.
+    pub resize: Option<u32>,
 }
 
 /// A dataset opened for a job. Every rank reads the same files; which pictures a rank gets follows
@@ -76,11 +84,13 @@ pub struct Shape {
 pub struct DataSource {
     /// What was found.
     pub shape: Shape,
-    recipe: Arc<Recipe>,
+    transform: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
     seed: u64,
     form: Form,
+    /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
+    workers: Mutex<Option<(usize, Arc<Workers>)>>,
 }
 
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
@@ -137,25 +147,52 @@ struct Part {
     labels: Arc<Vec<u32>>,
     /// Places in the split, ascending.
     chosen: Vec<u32>,
-    /// Bytes of a picture in memory.
-    size: usize,
+    /// Height, width and channels of a picture in memory, or of the square that is made of a file.
+    size: [usize; 3],
+    /// Files are seen whole, whatever their size.
+    whole: bool,
+}
+
+/// What a thread needs to open pictures.
+#[derive(Debug, Default)]
+struct Opener {
+    decoder: Decoder,
+    resize: Resize,
+    square: Vec<u8>,
 }
 
 impl Part {
-    fn with_picture<T>(&self, place: usize, then: impl FnOnce(&[u8]) -> T) -> Result<T, DataError> {
+    fn is_decoded_each_step(&self) -> bool {
+        matches!(self.pixels, Pixels::Files { .. })
+    }
+
+    /// The picture at `place` of the split, as the transform begins with it.
+    fn picture<'a>(&'a self, place: usize, opener: &'a mut Opener) -> Result<PictureRef<'a>, DataError> {
+        let [height, width, channels] = self.size;
+        let size = height * width * channels;
+        let of = |pixels: &'a [u8]| PictureRef {
+            width: width as u32,
+            height: height as u32,
+            channels: channels as u32,
+            pixels,
+        };
         match &self.pixels {
-            Pixels::Memory(bytes) => Ok(then(&bytes[place * self.size..][..self.size])),
+            Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
             Pixels::Files { files, square } => {
-                let picture = Picture::read(&files[place])?;
-                let picture = match square {
-                    Some(side) => picture.centre_square(*side),
-                    None => picture,
-                };
-                if picture.pixels.len() != self.size {
-                    let detail = "has changed its size since the job began".into();
-                    return Err(DataError::File { path: files[place].display().to_string(), detail });
+                let wrong =
+                    |detail: String| DataError::File { path: files[place].display().to_string(), detail };
+                let bytes = picture::bytes_of(&files[place]).map_err(wrong)?;
+                let whole = opener.decoder.decode(&bytes).map_err(wrong)?;
+                let square = square.filter(|_| !self.whole);
+                match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
+                    Some((side, area)) => {
+                        opener.square.resize(size, 0);
+                        opener.resize.run(whole, area, (side, side), &mut opener.square);
+                        Ok(of(&opener.square))
+                    }
+                    None if self.whole || whole.pixels.len() == size => Ok(whole),
+                    None => Err(wrong("has changed its size since the job began".into())),
                 }
-                Ok(then(&picture.pixels))
             }
         }
     }
@@ -181,9 +218,10 @@ impl Batch {
 impl DataSource {
     /// Reads the dataset's index and, when they are few, its pictures.
     ///
-    /// CIFAR and IDX pictures, and square files of one size no larger than `image_size`, are cropped
+    /// Padded crops: CIFAR and IDX pictures, and square files of one size no larger than `image_size`, are cropped
     /// at their own size and then scaled to `image_size`. Of other files the largest centred square
-    /// is scaled to `image_size` first, and cropped then.
+    /// is scaled to `image_size` first, and cropped then. Random resized crops, and validation pictures that are resized
+    /// and cropped at their centre, are taken from the whole picture; files are decoded for each step then.
     ///
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
@@ -208,7 +246,8 @@ impl DataSource {
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
         let sizes = sizes(&mut catalog, &mut skipped)?;
-        let opened = open_splits(&mut catalog, sizes, spec, &mut skipped)?;
+        let whole = spec.random_resized_crop || spec.resize.is_some();
+        let opened = open_splits(&mut catalog, sizes, spec, whole, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
@@ -235,7 +274,6 @@ impl DataSource {
             return Err(DataError::Invalid("the dataset has no training split".into()));
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
-        let size = height * width * channels;
         let side = match spec.image_size {
             Some(side) => side as usize,
             None if height == width => height,
@@ -245,7 +283,14 @@ impl DataSource {
                 )));
             }
         };
-        if spec.crop_padding as usize >= height.min(width) {
+        if let Some(resize) = spec.resize.filter(|resize| (*resize as usize) < side) {
+            return Err(DataError::Invalid(format!(
+                "data.resize: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
+                 lower data.image_size",
+                side * 256 / 224
+            )));
+        }
+        if !spec.random_resized_crop && spec.crop_padding as usize >= height.min(width) {
             return Err(DataError::Invalid(format!(
                 "data.crop_padding: {} pixels around pictures of {width} x {height} would make crops of nothing but padding; 1/8 of a side is usual",
                 spec.crop_padding
@@ -257,11 +302,13 @@ impl DataSource {
             Validation::Fraction(fraction) => shard::hold_out(total, *fraction, seed),
             Validation::Split(_) => (all(total), Vec::new()),
         };
-        let (mean, std) = normalisation(spec, &train, channels, size)?;
+        let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
+        let size = [height, width, channels];
+        let resize = evaluation_resize(spec, side);
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
                 let chosen = all(split.labels.len());
-                Part { pixels: split.pixels, labels: split.labels, chosen, size }
+                Part { pixels: split.pixels, labels: split.labels, chosen, size, whole: resize.is_some() }
             }
             None => {
                 let pixels = match &train.pixels {
@@ -270,23 +317,20 @@ impl DataSource {
                         Pixels::Files { files: files.clone(), square: *square }
                     }
                 };
-                Part { pixels, labels: train.labels.clone(), chosen: held_out, size }
+                Part { pixels, labels: train.labels.clone(), chosen: held_out, size, whole: resize.is_some() }
             }
         };
-        let train = Part { pixels: train.pixels, labels: train.labels, chosen: train_chosen, size };
+        let train = Part {
+            pixels: train.pixels,
+            labels: train.labels,
+            chosen: train_chosen,
+            size,
+            whole: spec.random_resized_crop,
+        };
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
         }
-        let recipe = Recipe {
-            height,
-            width,
-            channels,
-            side,
-            crop_padding: spec.crop_padding as usize,
-            horizontal_flip: spec.horizontal_flip,
-            seed,
-            table: Recipe::normalisation(&mean, &std),
-        };
+        let transform = Transform::new(spec, size, side, seed, (&mean, &std));
         let shape = Shape {
             image_size: side,
             channels,
@@ -297,42 +341,46 @@ impl DataSource {
             std,
             skipped,
             whole_pictures: height != width,
+            resize,
         };
-        Ok(Self {
+        Ok(Self::of(shape, transform, train, validation))
+    }
+
+    fn of(shape: Shape, transform: Transform, train: Part, validation: Part) -> Self {
+        Self {
             shape,
-            recipe: Arc::new(recipe),
+            seed: transform.seed,
+            transform: Arc::new(transform),
             train: Arc::new(train),
             validation: Arc::new(validation),
-            seed,
             form: Form::default(),
-        })
+            workers: Mutex::default(),
+        }
     }
 
     /// `count` made-up colour pictures of 32 x 32 pixels in 10 classes, cropped, flipped and scaled to
     /// `side`: CIFAR-10 as far as speed can tell.
     pub(crate) fn made_up(count: usize, side: usize, seed: u64) -> Self {
-        let (height, width, channels) = (32, 32, 3);
-        let size = height * width * channels;
+        let size = [32, 32, 3];
         let mut random = super::Random::new(&[seed, count as u64]);
-        let bytes: Vec<u8> = (0..count * size / 8).flat_map(|_| random.next_u64().to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..count * size.iter().product::<usize>() / 8)
+            .flat_map(|_| random.next_u64().to_le_bytes())
+            .collect();
         let labels = Arc::new((0..count as u32).map(|i| i % 10).collect::<Vec<_>>());
         let bytes = Arc::new(bytes);
-        let part =
-            |chosen| Part { pixels: Pixels::Memory(bytes.clone()), labels: labels.clone(), chosen, size };
-        let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
-        let recipe = Recipe {
-            height,
-            width,
-            channels,
-            side,
-            crop_padding: 4,
-            horizontal_flip: true,
-            seed,
-            table: Recipe::normalisation(&mean, &std),
+        let part = |chosen| Part {
+            pixels: Pixels::Memory(bytes.clone()),
+            labels: labels.clone(),
+            chosen,
+            size,
+            whole: false,
         };
+        let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
+        let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
+        let transform = Transform::new(&spec, size, side, seed, (&mean, &std));
         let shape = Shape {
             image_size: side,
-            channels,
+            channels: size[2],
             classes: (0..10).map(|c| c.to_string()).collect(),
             train_samples: count as u64,
             validation_samples: 0,
@@ -340,31 +388,37 @@ impl DataSource {
             std,
             skipped: Vec::new(),
             whole_pictures: false,
+            resize: None,
         };
-        let train = part((0..count as u32).collect());
-        let validation = part(Vec::new());
-        Self {
-            shape,
-            recipe: Arc::new(recipe),
-            train: Arc::new(train),
-            validation: Arc::new(validation),
-            seed,
-            form: Form::default(),
-        }
+        Self::of(shape, transform, part((0..count as u32).collect()), part(Vec::new()))
     }
 
-    /// Has batches made in another form.
+    /// Has batches made in another form. Erased rectangles are 0 after normalisation, which no byte is: where there are
+    /// some, [`Form::Bytes`] gives normalised batches.
     pub fn set_form(&mut self, form: Form) {
-        self.form = form;
+        self.form = if form == Form::Bytes && self.transform.erases() { Form::Normalised } else { form };
     }
 
-    /// The pictures, when all of them are in memory.
+    /// Whether pictures are decoded for each step, or transformed with more than a crop, a flip and scaling: work for
+    /// more than one thread.
+    pub fn is_prepared_each_step(&self) -> bool {
+        self.train.is_decoded_each_step()
+            || self.validation.is_decoded_each_step()
+            || !self.transform.is_padded_crop_and_flip()
+    }
+
+    /// The pictures, when all of them are in memory and an engine can augment them itself: a padded crop, a flip and
+    /// scaling.
     pub fn resident(&self) -> Option<Resident> {
         let memory = |part: &Part| match &part.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
             Pixels::Files { .. } => None,
         };
-        let Recipe { height, width, crop_padding, .. } = *self.recipe;
+        let Crop::Padded(crop_padding) = self.transform.crop else { return None };
+        let Transform { height, width, .. } = *self.transform;
+        if !self.transform.is_padded_crop_and_flip() {
+            return None;
+        }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
         Some(Resident { train, validation, height, width, crop_padding })
     }
@@ -376,16 +430,20 @@ impl DataSource {
     /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
     /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, recipe) = (self.train.clone(), self.recipe.clone());
+        let (part, transform) = (self.train.clone(), self.transform.clone());
         let (samples, form) = (part.chosen.len(), self.form);
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
-        prepare_ahead(steps as usize * plan.accumulate, plan.threads, move |number| {
+        let (lanes, ahead, workers) = match self.workers(plan.threads) {
+            Ok(workers) => workers,
+            Err(error) => return Box::new(std::iter::once(Err(error))),
+        };
+        prepare_ahead(steps as usize * plan.accumulate, lanes, ahead, move |number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            let batch = make_batch(&part, &recipe, &chosen, Some(plan.epoch), form)?;
+            let batch = make_batch(&part, &transform, &chosen, Some(plan.epoch), form, &workers)?;
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
@@ -409,7 +467,8 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let batch = make_batch(part, &self.recipe, &[chosen], epoch, Form::Normalised)?;
+        let batch =
+            make_batch(part, &self.transform, &[chosen], epoch, Form::Normalised, &Workers::alone(1))?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;
@@ -428,53 +487,35 @@ impl DataSource {
         batch_size: usize,
         threads: usize,
     ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, recipe) = (self.validation.clone(), self.recipe.clone());
+        let (part, transform) = (self.validation.clone(), self.transform.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
         let (batch_size, form) = (batch_size.max(1), self.form);
-        prepare_ahead(share.len().div_ceil(batch_size), threads, move |number| {
+        let (lanes, ahead, workers) = match self.workers(threads) {
+            Ok(workers) => workers,
+            Err(error) => return Box::new(std::iter::once(Err(error))),
+        };
+        prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
-            make_batch(&part, &recipe, chosen, None, form)
+            make_batch(&part, &transform, chosen, None, form, &workers)
         })
     }
-}
 
-/// `epoch` is `None` for evaluation.
-fn make_batch(
-    part: &Part,
-    recipe: &Recipe,
-    chosen: &[u32],
-    epoch: Option<u32>,
-    form: Form,
-) -> Result<Batch, DataError> {
-    let size = recipe.side * recipe.side * recipe.channels;
-    let room = |wanted: Form| if form == wanted { chosen.len() * size } else { 0 };
-    let draw = |place: u32| epoch.map_or_else(Draw::default, |epoch| Draw::new(recipe, epoch, place.into()));
-    let mut batch = Batch {
-        images: vec![0.0; room(Form::Normalised)],
-        bytes: vec![0; room(Form::Bytes)],
-        draws: Vec::new(),
-        labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
-        indices: chosen.iter().map(|c| u64::from(*c)).collect(),
-        global_samples: chosen.len(),
-    };
-    if form == Form::Draws {
-        batch.draws = chosen.iter().map(|place| draw(*place).packed()).collect();
-        return Ok(batch);
+    /// Threads that put batches together, how many batches wait for each, and what they have their pictures made by.
+    ///
+    /// Simple pictures are made by the thread itself. Where there is more to do, all threads work on the pictures of two
+    /// batches: the second one keeps them busy at the end of the first, and memory does not grow with their number.
+    fn workers(&self, threads: usize) -> Result<(usize, usize, Arc<Workers>), DataError> {
+        const AHEAD: usize = 2;
+        if threads <= 1 || !self.is_prepared_each_step() {
+            return Ok((threads, AHEAD, Arc::new(Workers::alone(threads))));
+        }
+        let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let workers = match kept.as_ref().filter(|(of, _)| *of == threads) {
+            Some((_, workers)) => workers.clone(),
+            None => Arc::new(Workers::pool(threads)?),
+        };
+        *kept = Some((threads, workers.clone()));
+        Ok((2, 1, workers))
     }
-    let mut augmenter = Augmenter::new(recipe);
-    for (number, place) in chosen.iter().enumerate() {
-        let range = number * size..(number + 1) * size;
-        part.with_picture(*place as usize, |pixels| {
-            let scaled = match epoch {
-                Some(_) => augmenter.cropped_and_scaled(pixels, draw(*place)),
-                None => augmenter.scaled(pixels),
-            };
-            match form {
-                Form::Normalised => recipe.normalise(scaled, &mut batch.images[range]),
-                Form::Bytes | Form::Draws => batch.bytes[range].copy_from_slice(scaled),
-            }
-        })?;
-    }
-    Ok(batch)
 }

@@ -1,6 +1,5 @@
 //! Datasets, sharding, augmentation and batches.
 
-mod augment;
 mod cifar;
 pub mod fingerprint;
 mod idx;
@@ -11,6 +10,7 @@ mod picture;
 mod random;
 mod shard;
 mod stored;
+mod transform;
 
 pub use inspect::inspect;
 pub use picture::Picture;

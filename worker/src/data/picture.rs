@@ -2,12 +2,15 @@
 
 use super::DataError;
 use crate::files;
-use fast_image_resize::{
-    FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
-};
-use image::{ImageDecoder, ImageFormat, ImageReader, Limits};
-use std::{io::Cursor, path::Path};
+use decode::Header;
+use image::ImageFormat;
+use std::path::Path;
 
+pub(super) use decode::Decoder;
+pub(super) use resize::{Area, Region, Resize};
+
+mod decode;
+mod resize;
 mod whole;
 
 /// The formats that are read, for sentences.
@@ -34,6 +37,16 @@ pub struct Picture {
     pub height: u32,
     pub channels: u32,
     pub pixels: Vec<u8>,
+}
+
+/// A picture that lies somewhere else: height, width, channels; one byte each.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PictureRef<'a> {
+    pub(super) width: u32,
+    pub(super) height: u32,
+    /// 1 or 3.
+    pub(super) channels: u32,
+    pub(super) pixels: &'a [u8],
 }
 
 /// What these first bytes of a file are.
@@ -75,41 +88,17 @@ fn no_picture(bytes: &[u8]) -> String {
     }
 }
 
-fn decoder(bytes: &[u8]) -> Result<(ImageFormat, impl ImageDecoder + '_), String> {
-    let format = format_of(bytes).ok_or_else(|| no_picture(bytes))?;
-    if !whole::is_whole(format, bytes) {
-        return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
-    }
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
-    let mut limits = Limits::default();
-    limits.max_alloc = Some(MAX_BYTES);
-    reader.limits(limits);
-    let decoder = reader.into_decoder().map_err(cannot_be_decoded)?;
-    let (width, height) = decoder.dimensions();
-    if width == 0 || height == 0 || u64::from(width) * u64::from(height) > MAX_PIXELS {
-        return Err(format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20));
-    }
-    if decoder.total_bytes() > MAX_BYTES {
-        return Err(format!(
-            "is {width} x {height} pixels of {:?}, {} MiB; up to {} MiB are read",
-            decoder.color_type(),
-            decoder.total_bytes() >> 20,
-            MAX_BYTES >> 20
-        ));
-    }
-    Ok((format, decoder))
+/// Why a picture of this size is not read, if it is not.
+fn too_large(width: u32, height: u32) -> Option<String> {
+    let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
+    (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
 }
 
-fn cannot_be_decoded(error: image::ImageError) -> String {
-    format!("cannot be decoded: {error}")
-}
-
-fn rgb(decoder: impl ImageDecoder) -> Result<Picture, String> {
-    let picture = image::DynamicImage::from_decoder(decoder).map_err(cannot_be_decoded)?.into_rgb8();
-    Ok(Picture { width: picture.width(), height: picture.height(), channels: 3, pixels: picture.into_raw() })
-}
-
-fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
+/// A picture file's content.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
     let bytes = files::read(path, MAX_BYTES)?;
     // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
     let told = matches!(image::guess_format(&bytes), Ok(format) if format != image::ImageFormat::Tiff);
@@ -120,14 +109,15 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Width and height of a picture file that looks whole. It is decoded only where its format does not tell where it ends.
+/// Width and height of a picture file that looks whole, once it is upright. It is decoded only where its format does not
+/// tell where it ends.
 pub(super) fn dimensions(path: &Path) -> Result<(u32, u32), DataError> {
     let look = || {
         let bytes = bytes_of(path)?;
-        let (format, decoder) = decoder(&bytes)?;
-        let size = decoder.dimensions();
-        if !whole::is_told(format) {
-            rgb(decoder)?;
+        let header = Header::read(&bytes)?;
+        let size = header.dimensions();
+        if !whole::is_told(header.format) {
+            Decoder::default().pixels_of(header)?;
         }
         Ok(size)
     };
@@ -145,72 +135,69 @@ impl Picture {
             .map_err(|detail| DataError::File { path: path.display().to_string(), detail })
     }
 
-    /// Decodes a picture of any size and colour type as RGB.
+    /// Decodes a picture of any size and colour type as RGB, upright, with Pillow's meaning.
     ///
     /// # Errors
     /// What is wrong with it, to stand after its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let (_, decoder) = decoder(bytes)?;
-        rgb(decoder)
+        Decoder::default().decode_owned(bytes)
+    }
+
+    pub(super) fn view(&self) -> PictureRef<'_> {
+        let Self { width, height, channels, pixels } = self;
+        PictureRef { width: *width, height: *height, channels: *channels, pixels }
     }
 
     /// The largest centred square, scaled to `side` pixels.
     pub fn centre_square(self, side: u32) -> Self {
-        if self.width == side && self.height == side {
-            return self;
+        match self.view().centre_square(side) {
+            Some(square) => self.resized(square, side),
+            None => self,
         }
-        let cut = self.width.min(self.height);
-        let left = f64::from((self.width - cut) / 2);
-        let top = f64::from((self.height - cut) / 2);
-        self.scaled(side, Some((left, top, f64::from(cut))))
     }
 
     /// All of it, scaled to a square of `side` pixels.
     pub(crate) fn stretched(self, side: u32) -> Self {
-        self.scaled(side, None)
+        self.resized(Area::Whole, side)
     }
 
-    fn scaled(self, side: u32, crop: Option<(f64, f64, f64)>) -> Self {
-        let mut pixels = vec![0; (side * side * self.channels) as usize];
-        Scaler::new(side, self.channels).scale(&self.pixels, self.width, self.height, crop, &mut pixels);
+    /// torchvision's `Resize(resize)`, then `CenterCrop(side)`; `resize` is not below `side`.
+    pub(crate) fn resized_and_cropped(self, resize: u32, side: u32) -> Self {
+        let window = self.view().centre_crop(resize, side);
+        self.resized(window, side)
+    }
+
+    fn resized(self, area: Area, side: u32) -> Self {
+        let mut pixels = vec![0; side as usize * side as usize * self.channels as usize];
+        Resize::default().run(self.view(), area, (side, side), &mut pixels);
         Self { width: side, height: side, channels: self.channels, pixels }
     }
 }
 
-/// Scales pictures to a square: bilinear, averaging over the source's pixels when it makes them smaller.
-pub(super) struct Scaler {
-    resizer: Resizer,
-    kind: PixelType,
-    side: u32,
-}
-
-impl Scaler {
-    pub(super) fn new(side: u32, channels: u32) -> Self {
-        let kind = if channels == 1 { PixelType::U8 } else { PixelType::U8x3 };
-        Self { resizer: Resizer::new(), kind, side }
+impl PictureRef<'_> {
+    /// The largest centred square; `None` when it is the picture, of `side` pixels already.
+    pub(super) fn centre_square(self, side: u32) -> Option<Area> {
+        if self.width == side && self.height == side {
+            return None;
+        }
+        let cut = self.width.min(self.height);
+        let left = f64::from((self.width - cut) / 2);
+        let top = f64::from((self.height - cut) / 2);
+        Some(Area::Window(left, top, cut.into(), cut.into()))
     }
 
-    /// `crop` is left, top and side of the square to take; the whole picture when absent.
-    /// Both slices must have the sizes said.
-    pub(super) fn scale(
-        &mut self,
-        from: &[u8],
-        width: u32,
-        height: u32,
-        crop: Option<(f64, f64, f64)>,
-        to: &mut [u8],
-    ) {
-        let mut options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
-        if let Some((left, top, side)) = crop {
-            options = options.crop(left, top, side, side);
-        }
-        let scaled = ImageRef::new(width, height, from, self.kind)
-            .ok()
-            .zip(Image::from_slice_u8(self.side, self.side, to, self.kind).ok());
-        if let Some((source, mut target)) = scaled {
-            // Sizes and pixel types fit by construction, which is all that can fail here.
-            let fits = self.resizer.resize(&source, &mut target, &options);
-            debug_assert!(fits.is_ok(), "{fits:?}");
-        }
+    /// What of the picture is seen when its short side is resized to `resize` pixels and a centred square of `side` is cut
+    /// out of that; the rest need not be computed. Sizes and places are rounded as torchvision's `Resize` and
+    /// `CenterCrop` round them.
+    pub(super) fn centre_crop(self, resize: u32, side: u32) -> Area {
+        let short = u64::from(self.width.min(self.height)).max(1);
+        let along = |length: u32| {
+            let resized = (u64::from(resize) * u64::from(length) / short) as f64;
+            let scale = f64::from(length) / resized;
+            let first = ((resized - f64::from(side)) / 2.0).round_ties_even().max(0.0) * scale;
+            (first, (f64::from(side) * scale).min(f64::from(length) - first))
+        };
+        let ((left, width), (top, height)) = (along(self.width), along(self.height));
+        Area::Window(left, top, width, height)
     }
 }

@@ -30,6 +30,11 @@ impl Random {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
+    /// A number in `low..high`, of 53 random bits; `low` when both are equal.
+    pub fn uniform(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * ((self.next_u64() >> 11) as f64 / (1u64 << 53) as f64)
+    }
+
     /// `0..len` in random order (Fisher-Yates).
     pub fn permutation(&mut self, len: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..len as u32).collect();

@@ -23,6 +23,9 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
         image_size: Some(model.image_size as u32),
         mean: Some(model.mean.clone()),
         std: Some(model.std.clone()),
+        resize: model.resize,
+        // Training's; it would have pictures resized where the model's were not.
+        random_resized_crop: false,
         ..spec.data.clone()
     };
     let data =

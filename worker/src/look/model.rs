@@ -15,6 +15,8 @@ use std::{ops::RangeInclusive, path::Path, sync::Arc};
 pub(super) const BATCH: usize = 32;
 /// Pixels of an input's side, as in a specification.
 const SIDES: RangeInclusive<usize> = 8..=4096;
+/// The longest short side that pictures are resized to, as in a specification.
+const MAX_RESIZE: usize = 8192;
 /// Far more than any data set of pictures has.
 const CLASSES: RangeInclusive<usize> = 1..=100_000;
 
@@ -27,6 +29,9 @@ pub(super) struct Model {
     pub(super) std: Vec<f32>,
     /// Pictures were scaled as a whole, not their largest centred square.
     pub(super) whole_pictures: bool,
+    /// The short side that pictures were resized to before the centre crop; absent: their largest centred square was
+    /// scaled, as by older versions.
+    pub(super) resize: Option<u32>,
 }
 
 impl Model {
@@ -77,7 +82,9 @@ impl Model {
         let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(Alone))
             .map_err(|e| naming(e.to_string()))?;
         let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
-        Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures })
+        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
+        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
+        Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures, resize })
     }
 
     /// What the model says of each picture: a value of each class, before they become probabilities. Where weights are
@@ -113,6 +120,16 @@ fn check_sizes(
         return Err(format!("its mean and std are not those of {channels} channels"));
     }
     Ok(())
+}
+
+/// The short side before the centre crop, within the limits of a specification.
+fn check_resize(resize: usize, image_size: usize) -> Result<u32, String> {
+    match u32::try_from(resize) {
+        Ok(side) if (image_size..=MAX_RESIZE).contains(&resize) => Ok(side),
+        _ => Err(format!(
+            "is no model of ours: pictures resized to {resize} pixels before a crop of {image_size} pixels"
+        )),
+    }
 }
 
 fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {

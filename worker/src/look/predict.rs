@@ -7,7 +7,7 @@ use lockstep_protocol::look::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 
 /// What the model at `path` (a checkpoint's folder, or a safetensors file) says of pictures, prepared as for its
-/// validation: the largest centred square, scaled, normalised.
+/// validation: the largest centred square, scaled, or resized and cropped at the centre; normalised.
 ///
 /// # Errors
 /// A model that cannot be read or was never trained to an end. A picture that cannot be read says so in its own answer.
@@ -68,7 +68,11 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
         picture = grey(picture);
     }
     let side = model.image_size as u32;
-    let picture = if model.whole_pictures { picture.stretched(side) } else { picture.centre_square(side) };
+    let picture = match model.resize {
+        Some(resize) => picture.resized_and_cropped(resize, side),
+        None if model.whole_pictures => picture.stretched(side),
+        None => picture.centre_square(side),
+    };
     let normal = |(i, v): (usize, &u8)| {
         let channel = i % model.channels;
         (f32::from(*v) / 255.0 - model.mean[channel]) / model.std[channel]

@@ -29,7 +29,12 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(spec: &JobSpec, shape: &Shape, comm: &dyn Communicator) -> Result<Self, TrainError> {
+    pub(super) fn new(
+        spec: &JobSpec,
+        shape: &Shape,
+        data_threads: usize,
+        comm: &dyn Communicator,
+    ) -> Result<Self, TrainError> {
         let impossible = |text: String| Err(TrainError::Impossible(text));
         if comm.world_size() != spec.parallel.ranks {
             let (is, wanted) = (comm.world_size(), spec.parallel.ranks);
@@ -55,8 +60,7 @@ impl Plan {
             global_batch_size,
             steps_per_epoch,
             total_steps: spec.total_steps(shape.train_samples),
-            // Preparing a picture costs a small part of what training on it does.
-            data_threads: 1,
+            data_threads,
             evaluate_every_epochs: spec.evaluate.every_epochs.into(),
             checkpoint_every_epochs: every_epochs.into(),
             checkpoint_every_steps: every_steps,
@@ -101,6 +105,19 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
     }
     Ok(data)
+}
+
+/// Of a CPU rank's threads, one in so many prepares pictures: decoding one takes a small part of what training on it does.
+const TRAINING_TO_DATA: usize = 8;
+
+/// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready
+/// in memory take one.
+pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_step: bool) -> usize {
+    match device {
+        _ if !prepared_each_step => 1,
+        DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA).max(1),
+        DeviceChoice::Cuda { .. } => threads.max(1),
+    }
 }
 
 /// The engine, with initial weights. `precision` in place of the job's; `generation`: how many there were before.
@@ -172,6 +189,9 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
     if shape.whole_pictures {
         about.insert("whole_pictures".into(), "true".into());
     }
+    if let Some(resize) = shape.resize {
+        about.insert("resize".into(), resize.to_string());
+    }
     about
 }
 
@@ -203,5 +223,27 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
     let exchange = engine.exchange();
     if !exchange.is_empty() {
         observer.log(&exchange);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {
+        let gpu = DeviceChoice::Cuda { ordinal: 0 };
+        for (device, threads, expected) in [
+            (DeviceChoice::Cpu, 0, 1),
+            (DeviceChoice::Cpu, 1, 1),
+            (DeviceChoice::Cpu, 8, 1),
+            (DeviceChoice::Cpu, 9, 2),
+            (DeviceChoice::Cpu, 64, 8),
+            (gpu, 0, 1),
+            (gpu, 16, 16),
+        ] {
+            assert_eq!(data_threads(device, threads, true), expected, "{device:?}, {threads} threads");
+            assert_eq!(data_threads(device, threads, false), 1);
+        }
     }
 }

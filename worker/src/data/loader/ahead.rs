@@ -7,21 +7,19 @@ use std::{
     thread,
 };
 
-/// Batches that each thread prepares ahead.
-const AHEAD: usize = 2;
-
-/// Runs `make(0)`, `make(1)`, ... on `threads` threads, a few ahead, and gives the results in order.
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, `ahead` of them waiting for each, and gives the results in order.
 /// Dropping the iterator ends the threads.
 pub(super) fn prepare_ahead(
     count: usize,
     threads: usize,
+    ahead: usize,
     make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
 ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
     let threads = threads.clamp(1, count.max(1));
     let make = Arc::new(make);
     let lanes: Vec<_> = (0..threads)
         .map(|lane| {
-            let (sender, receiver) = mpsc::sync_channel(AHEAD);
+            let (sender, receiver) = mpsc::sync_channel(ahead);
             let make = make.clone();
             let work = move || {
                 for number in (lane..count).step_by(threads) {

@@ -104,11 +104,12 @@ fn leave_out<T>(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Decodes splits that fit into memory.
+/// Decodes splits that fit into memory, unless each step needs the `whole` pictures.
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common: Option<(u32, u32)>,
     spec: &DataSpec,
+    whole: bool,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Opened>, DataError> {
     let mut opened = Vec::new();
@@ -135,7 +136,7 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let pixels = if files.len().saturating_mul(size) <= CACHE_BYTES {
+                let pixels = if !whole && files.len().saturating_mul(size) <= CACHE_BYTES {
                     let decoded: Vec<_> = files
                         .par_iter()
                         .map(|f| {

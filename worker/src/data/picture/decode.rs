@@ -1,0 +1,233 @@
+//! Bytes of a file to RGB pixels, with Pillow's meaning: `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
+//!
+//! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
+//! applied; of 16 bits the upper 8 are taken.
+
+use super::{MAX_BYTES, PictureRef, format_of, no_picture, too_large, whole};
+use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use std::io::Cursor;
+use zune_jpeg::{
+    JpegDecoder,
+    zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},
+};
+
+/// Buffers that a picture has made larger are given back before the next one.
+const KEPT_BYTES: usize = 64 << 20;
+
+/// Which of a sample's two bytes, in this machine's order, has the upper 8 bits.
+const UPPER: usize = if cfg!(target_endian = "little") { 1 } else { 0 };
+
+/// Decodes pictures; one a thread, as it keeps its buffers.
+#[derive(Debug, Default)]
+pub(in crate::data) struct Decoder {
+    /// As the file has them.
+    stored: Vec<u8>,
+    /// RGB.
+    pixels: Vec<u8>,
+    /// RGB, upright.
+    turned: Vec<u8>,
+}
+
+/// A file of which only the beginning was read.
+pub(super) struct Header<'a> {
+    pub(super) format: ImageFormat,
+    /// As they are stored, before `orientation`.
+    width: u32,
+    height: u32,
+    orientation: Orientation,
+    body: Body<'a>,
+}
+
+enum Body<'a> {
+    Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
+    Other(Box<dyn ImageDecoder + 'a>),
+}
+
+impl<'a> Header<'a> {
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub(super) fn read(bytes: &'a [u8]) -> Result<Self, String> {
+        let format = format_of(bytes).ok_or_else(|| no_picture(bytes))?;
+        if !whole::is_whole(format, bytes) {
+            return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
+        }
+        let header = if format == ImageFormat::Jpeg { jpeg(bytes)? } else { other(format, bytes)? };
+        if let Some(words) = too_large(header.width, header.height) {
+            return Err(words);
+        }
+        Ok(header)
+    }
+
+    /// Width and height of the upright picture.
+    pub(super) fn dimensions(&self) -> (u32, u32) {
+        if is_on_its_side(self.orientation) { (self.height, self.width) } else { (self.width, self.height) }
+    }
+}
+
+fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
+    let options = DecoderOptions::default()
+        .set_strict_mode(false)
+        .set_max_width(usize::MAX)
+        .set_max_height(usize::MAX)
+        .jpeg_set_out_colorspace(ColorSpace::RGB);
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
+    decoder.decode_headers().map_err(cannot_be_decoded)?;
+    let (width, height) = decoder.dimensions().unwrap_or_default();
+    let orientation = orientation(decoder.exif().map(Vec::as_slice));
+    let (width, height) = (width as u32, height as u32);
+    Ok(Header { format: ImageFormat::Jpeg, width, height, orientation, body: Body::Jpeg(Box::new(decoder)) })
+}
+
+fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+    let mut limits = Limits::default();
+    limits.max_alloc = Some(MAX_BYTES);
+    reader.limits(limits);
+    let mut decoder = reader.into_decoder().map_err(cannot_be_decoded)?;
+    let (width, height) = decoder.dimensions();
+    if let Some(words) = too_large(width, height) {
+        return Err(words);
+    }
+    if decoder.total_bytes() > MAX_BYTES {
+        return Err(format!(
+            "is {width} x {height} pixels of {:?}, {} MiB; up to {} MiB are read",
+            decoder.color_type(),
+            decoder.total_bytes() >> 20,
+            MAX_BYTES >> 20
+        ));
+    }
+    let orientation = match format {
+        ImageFormat::Tiff => decoder.orientation().unwrap_or(Orientation::NoTransforms),
+        // A note that cannot be read turns nothing.
+        _ => orientation(decoder.exif_metadata().ok().flatten().as_deref()),
+    };
+    Ok(Header { format, width, height, orientation, body: Body::Other(Box::new(decoder)) })
+}
+
+/// From an EXIF block, which some writers begin as JPEG files do.
+fn orientation(exif: Option<&[u8]>) -> Orientation {
+    exif.map(|exif| exif.strip_prefix(b"Exif\0\0").unwrap_or(exif))
+        .and_then(Orientation::from_exif_chunk)
+        .unwrap_or(Orientation::NoTransforms)
+}
+
+fn is_on_its_side(orientation: Orientation) -> bool {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    matches!(orientation, Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH)
+}
+
+fn cannot_be_decoded(error: impl std::fmt::Display) -> String {
+    format!("cannot be decoded: {error}")
+}
+
+impl Decoder {
+    /// Decodes a picture of any size and colour type as RGB.
+    ///
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub(in crate::data) fn decode(&mut self, bytes: &[u8]) -> Result<PictureRef<'_>, String> {
+        self.pixels_of(Header::read(bytes)?)
+    }
+
+    /// The picture of which [`Decoder::decode`] gives a view.
+    pub(super) fn decode_owned(mut self, bytes: &[u8]) -> Result<super::Picture, String> {
+        let header = Header::read(bytes)?;
+        let (width, height) = header.dimensions();
+        let upright = header.orientation == Orientation::NoTransforms;
+        self.pixels_of(header)?;
+        let pixels = if upright { self.pixels } else { self.turned };
+        Ok(super::Picture { width, height, channels: 3, pixels })
+    }
+
+    pub(super) fn pixels_of(&mut self, header: Header<'_>) -> Result<PictureRef<'_>, String> {
+        for buffer in [&mut self.stored, &mut self.pixels, &mut self.turned] {
+            if buffer.capacity() > KEPT_BYTES {
+                *buffer = Vec::new();
+            }
+        }
+        let (width, height) = header.dimensions();
+        let (stored_width, orientation) = (header.width as usize, header.orientation);
+        let size = header.width as usize * header.height as usize * 3;
+        self.pixels.resize(size, 0);
+        match header.body {
+            Body::Jpeg(mut decoder) => decoder.decode_into(&mut self.pixels).map_err(cannot_be_decoded)?,
+            Body::Other(decoder) => {
+                let kind = decoder.color_type();
+                match kind {
+                    ColorType::Rgb8 => decoder.read_image(&mut self.pixels).map_err(cannot_be_decoded)?,
+                    _ => {
+                        self.stored.resize(decoder.total_bytes() as usize, 0);
+                        decoder.read_image(&mut self.stored).map_err(cannot_be_decoded)?;
+                        to_rgb(kind, &self.stored, &mut self.pixels)?;
+                    }
+                }
+            }
+        }
+        let pixels = if orientation == Orientation::NoTransforms {
+            &self.pixels
+        } else {
+            turn(orientation, stored_width, &self.pixels, &mut self.turned);
+            &self.turned
+        };
+        Ok(PictureRef { width, height, channels: 3, pixels })
+    }
+}
+
+/// As `Image.convert("RGB")`.
+fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> {
+    let mut grey = |bytes: usize, value: fn(&[u8]) -> u8| {
+        for (to, from) in rgb.chunks_exact_mut(3).zip(stored.chunks_exact(bytes)) {
+            to.fill(value(from));
+        }
+    };
+    match kind {
+        ColorType::L8 => grey(1, |p| p[0]),
+        ColorType::La8 => grey(2, |p| p[0]),
+        ColorType::L16 => grey(2, |p| p[UPPER]),
+        ColorType::La16 => grey(4, |p| p[UPPER]),
+        ColorType::Rgba8 => {
+            for (to, from) in rgb.chunks_exact_mut(3).zip(stored.chunks_exact(4)) {
+                to.copy_from_slice(&from[..3]);
+            }
+        }
+        ColorType::Rgb16 | ColorType::Rgba16 => {
+            let bytes = usize::from(kind.bytes_per_pixel());
+            for (to, from) in rgb.chunks_exact_mut(3).zip(stored.chunks_exact(bytes)) {
+                (0..3).for_each(|c| to[c] = from[2 * c + UPPER]);
+            }
+        }
+        other => {
+            return Err(format!(
+                "has pixels of {other:?}, whose range is not known; convert it to 8 or 16 bits"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// As `ImageOps.exif_transpose`: `from` is stored in rows of `width` pixels.
+fn turn(orientation: Orientation, width: usize, from: &[u8], to: &mut Vec<u8>) {
+    let height = from.len() / 3 / width.max(1);
+    to.resize(from.len(), 0);
+    let (w, h) = if is_on_its_side(orientation) { (height, width) } else { (width, height) };
+    for (y, row) in to.chunks_exact_mut(w * 3).enumerate() {
+        for (x, pixel) in row.chunks_exact_mut(3).enumerate() {
+            // Column and row in the stored picture of what is upright at (x, y).
+            let (column, line) = match orientation {
+                Orientation::NoTransforms => (x, y),
+                Orientation::FlipHorizontal => (w - 1 - x, y),
+                Orientation::Rotate180 => (w - 1 - x, h - 1 - y),
+                Orientation::FlipVertical => (x, h - 1 - y),
+                // EXIF's 5: mirrored along the diagonal.
+                Orientation::Rotate90FlipH => (y, x),
+                // 6: lies on its left side.
+                Orientation::Rotate90 => (y, w - 1 - x),
+                // 7: mirrored along the other diagonal.
+                Orientation::Rotate270FlipH => (h - 1 - y, w - 1 - x),
+                // 8: lies on its right side.
+                Orientation::Rotate270 => (h - 1 - y, x),
+            };
+            pixel.copy_from_slice(&from[(line * width + column) * 3..][..3]);
+        }
+    }
+}

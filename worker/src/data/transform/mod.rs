@@ -1,0 +1,137 @@
+//! How a picture becomes the network's input, with torchvision's meaning, on the cores of the host. The same
+//! randomness on any rank.
+//!
+//! Training: a random crop (padded, or resized: [`Crop`]), flips, colour jitter, automatic augmentation, normalisation,
+//! random erasing, in torchvision's order. Evaluation: scaled, or resized and cropped at the centre.
+
+mod auto_augment;
+mod color;
+mod crop;
+mod geometry;
+mod op;
+mod params;
+mod pipeline;
+#[cfg(test)]
+mod tests;
+
+pub(super) use params::AugmentParams;
+pub(super) use pipeline::Pipeline;
+
+use auto_augment::Policy;
+use lockstep_protocol::spec::{AutoAugment, DataSpec};
+
+/// How a job's pictures become inputs.
+#[derive(Debug, Clone)]
+pub(super) struct Transform {
+    /// Of pictures that a padded crop is taken from.
+    pub(super) height: usize,
+    /// Of pictures that a padded crop is taken from.
+    pub(super) width: usize,
+    pub(super) channels: usize,
+    /// Side of the network's input.
+    pub(super) side: usize,
+    /// Training's first step.
+    pub(super) crop: Crop,
+    /// Evaluation: the short side before the centre crop. Absent: pictures are scaled as a whole.
+    pub(super) resize: Option<u32>,
+    pub(super) horizontal_flip: bool,
+    pub(super) vertical_flip: bool,
+    /// torchvision's `ColorJitter(brightness, contrast, saturation, hue)`.
+    pub(super) color_jitter: [f64; 4],
+    auto_augment: Option<Policy>,
+    /// The probability of `RandomErasing`.
+    pub(super) random_erasing: f64,
+    pub(super) seed: u64,
+    /// Normalised value of each byte, by channel.
+    pub(super) table: Vec<[f32; 256]>,
+}
+
+/// Which part of a picture training sees.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Crop {
+    /// A crop of the picture's own size, out of the picture with so many black pixels around it; then scaled.
+    Padded(usize),
+    /// torchvision's `RandomResizedCrop`: area as a share of the picture's, width over height.
+    RandomResized { scale: [f64; 2], ratio: [f64; 2] },
+}
+
+impl Transform {
+    /// Of pictures that have `height` x `width` pixels where they are not decoded for each step.
+    pub(super) fn new(
+        spec: &DataSpec,
+        [height, width, channels]: [usize; 3],
+        side: usize,
+        seed: u64,
+        normalisation: (&[f32], &[f32]),
+    ) -> Self {
+        let crop = if spec.random_resized_crop {
+            Crop::RandomResized {
+                scale: spec.crop_scale.map(f64::from),
+                ratio: spec.crop_ratio.map(f64::from),
+            }
+        } else {
+            Crop::Padded(spec.crop_padding as usize)
+        };
+        Self {
+            height,
+            width,
+            channels,
+            side,
+            crop,
+            resize: evaluation_resize(spec, side),
+            horizontal_flip: spec.horizontal_flip,
+            vertical_flip: spec.vertical_flip,
+            color_jitter: spec.color_jitter.map(f64::from),
+            auto_augment: match spec.auto_augment {
+                AutoAugment::None => None,
+                AutoAugment::TrivialAugment => Some(Policy::TrivialAugmentWide),
+                AutoAugment::RandAugment => Some(Policy::RandAugment),
+            },
+            random_erasing: spec.random_erasing.into(),
+            seed,
+            table: Self::normalisation(normalisation.0, normalisation.1),
+        }
+    }
+
+    fn normalisation(mean: &[f32], std: &[f32]) -> Vec<[f32; 256]> {
+        mean.iter().zip(std).map(|(m, s)| std::array::from_fn(|v| (v as f32 / 255.0 - m) / s)).collect()
+    }
+
+    /// Bytes to the network's input.
+    pub(super) fn normalise(&self, bytes: &[u8], out: &mut [f32]) {
+        match &self.table[..] {
+            [grey] => out.iter_mut().zip(bytes).for_each(|(o, v)| *o = grey[usize::from(*v)]),
+            tables => {
+                for (o, v) in out.chunks_exact_mut(tables.len()).zip(bytes.chunks_exact(tables.len())) {
+                    for ((o, v), table) in o.iter_mut().zip(v).zip(tables) {
+                        *o = table[usize::from(*v)];
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether it is a padded crop, horizontal flip and scaling alone, which GPUs do themselves.
+    pub(super) fn is_padded_crop_and_flip(&self) -> bool {
+        matches!(self.crop, Crop::Padded(_))
+            && self.resize.is_none()
+            && !self.changes_after_crop()
+            && !self.erases()
+    }
+
+    /// Whether pixels are changed between the crop and its horizontal flip, and normalisation.
+    fn changes_after_crop(&self) -> bool {
+        self.vertical_flip || self.color_jitter.iter().any(|v| *v > 0.0) || self.auto_augment.is_some()
+    }
+
+    /// Whether some pixels are 0 after normalisation, which no byte is.
+    pub(super) fn erases(&self) -> bool {
+        self.random_erasing > 0.0
+    }
+}
+
+/// The short side that evaluation resizes pictures to before it crops `side` pixels: as the job says, or in ImageNet's
+/// proportion (256 to 224, rounded down) where it trains on random resized crops.
+pub(super) fn evaluation_resize(spec: &DataSpec, side: usize) -> Option<u32> {
+    spec.resize.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))
+}

@@ -1,0 +1,245 @@
+//! What jobs make of pictures in folders: the same at any number of ranks and threads, after a resume, and in the
+//! preview.
+
+use lockstep_protocol::spec::{AutoAugment, DataSpec, Validation};
+use lockstep_worker::data::{
+    Picture,
+    loader::{Batch, DataSource, EpochPlan, Form},
+};
+use std::{fs, path::Path};
+use tempfile::TempDir;
+
+/// Pictures of many sizes in two classes.
+fn folder(pictures: u32) -> TempDir {
+    let dir = TempDir::new().expect("a folder");
+    for (c, class) in (0..).zip(["cat", "dog"]) {
+        let home = dir.path().join("train").join(class);
+        fs::create_dir_all(&home).expect("a folder");
+        for number in 0..pictures / 2 {
+            let (width, height) = (40 + number * 7 % 31, 32 + number * 5 % 23);
+            let picture = image::RgbImage::from_fn(width, height, |x, y| {
+                let wave = ((x * 9 + c * 40) as f32 / 20.0).sin() * 60.0 + (y * (number + 3)) as f32 % 90.0;
+                image::Rgb([(90.0 + wave) as u8, (x * 5 % 250) as u8, (number * 11 + y * 3) as u8])
+            });
+            let name = format!("{number:03}.{}", if number % 2 == 0 { "png" } else { "jpg" });
+            picture.save(home.join(name)).expect("writes");
+        }
+    }
+    dir
+}
+
+fn everything() -> DataSpec {
+    DataSpec {
+        validation: Validation::Fraction(0.25),
+        image_size: Some(24),
+        random_resized_crop: true,
+        vertical_flip: true,
+        color_jitter: [0.4, 0.4, 0.4, 0.1],
+        auto_augment: AutoAugment::TrivialAugment,
+        random_erasing: 0.5,
+        mean: Some(vec![0.5; 3]),
+        std: Some(vec![0.25; 3]),
+        ..DataSpec::default()
+    }
+}
+
+fn open(dir: &Path, spec: &DataSpec) -> DataSource {
+    DataSource::open(dir, spec, 11).expect("opens")
+}
+
+fn plan(rank: u32, world_size: u32) -> EpochPlan {
+    EpochPlan {
+        epoch: 1,
+        first_step: 0,
+        rank,
+        world_size,
+        batch_size: 8 / world_size as usize,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 1,
+    }
+}
+
+fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
+    source.epoch(plan).map(|b| b.expect("readable")).collect()
+}
+
+#[test]
+fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_resume() {
+    let dir = folder(64);
+    for spec in [
+        everything(),
+        DataSpec { auto_augment: AutoAugment::RandAugment, ..everything() },
+        // Padded crops in training, whole pictures in validation.
+        DataSpec { random_resized_crop: false, resize: Some(28), ..everything() },
+    ] {
+        let source = open(dir.path(), &spec);
+        let alone = batches(&source, plan(0, 1));
+        assert_eq!(alone.len(), 6);
+        for world_size in [2, 4] {
+            let again = open(dir.path(), &spec);
+            let ranks: Vec<_> = (0..world_size).map(|r| batches(&again, plan(r, world_size))).collect();
+            for (step, whole) in alone.iter().enumerate() {
+                let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
+                assert!(joined == whole.images, "step {step} of {world_size} ranks");
+            }
+        }
+        for threads in [2, 5] {
+            assert!(batches(&source, EpochPlan { threads, ..plan(0, 1) }) == alone, "{threads} threads");
+        }
+        let rest = batches(&open(dir.path(), &spec), EpochPlan { first_step: 4, threads: 3, ..plan(0, 1) });
+        assert!(rest == alone[4..]);
+        assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != alone[0].images);
+        let checked = |threads| -> Vec<Batch> {
+            open(dir.path(), &spec).validation(0, 1, 5, threads).map(|b| b.expect("readable")).collect()
+        };
+        assert!(checked(1) == checked(4));
+        assert_eq!(checked(3).iter().map(|b| b.labels.len()).sum::<usize>(), 16);
+    }
+}
+
+#[test]
+fn the_preview_is_what_the_network_gets() {
+    let dir = folder(32);
+    let source = open(dir.path(), &everything());
+    let byte = |v: &f32| ((v * 0.25 + 0.5) * 255.0).round() as u8;
+    let mut erased = 0;
+    for batch in batches(&source, plan(0, 1)) {
+        for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
+            let (_, picture) = source.picture(false, *index, Some(1)).expect("readable");
+            assert!(picture.pixels == pixels.iter().map(byte).collect::<Vec<_>>(), "picture {index}");
+            erased += usize::from(pixels.iter().filter(|v| **v == 0.0).count() >= 3 * 8);
+        }
+    }
+    // Half of 24; no byte is 0 after this normalisation.
+    assert!((5..20).contains(&erased), "{erased} of 24 have a rectangle that is 0");
+    for batch in source.validation(0, 1, 3, 1).map(|b| b.expect("readable")) {
+        for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
+            let (_, picture) = source.picture(true, *index, None).expect("readable");
+            assert!(picture.pixels == pixels.iter().map(byte).collect::<Vec<_>>(), "picture {index}");
+        }
+    }
+}
+
+#[test]
+fn one_switch_does_not_change_what_another_does() {
+    let dir = folder(16);
+    let crops = DataSpec {
+        horizontal_flip: false,
+        vertical_flip: false,
+        color_jitter: [0.0; 4],
+        auto_augment: AutoAugment::None,
+        random_erasing: 0.0,
+        validation: Validation::Split("none".into()),
+        ..everything()
+    };
+    let images = |spec: &DataSpec| batches(&open(dir.path(), spec), plan(0, 1)).remove(0).images;
+    let plain = images(&crops);
+    let row = 24 * 3;
+    let (mut turned, mut same) = (0, 0);
+    let flipped = images(&DataSpec { vertical_flip: true, ..crops.clone() });
+    for (a, b) in plain.chunks_exact(24 * row).zip(flipped.chunks_exact(24 * row)) {
+        let upside_down: Vec<f32> = a.chunks_exact(row).rev().flatten().copied().collect();
+        same += u32::from(a == b);
+        turned += u32::from(upside_down == b);
+    }
+    assert_eq!(same + turned, 8);
+    assert!(same > 0 && turned > 0, "{same} of 8 as they were");
+    let erased = images(&DataSpec { random_erasing: 1.0, ..crops });
+    let changed = plain.iter().zip(&erased).filter(|(a, b)| a != b);
+    assert!(changed.clone().count() > 0 && changed.clone().all(|(_, b)| *b == 0.0));
+}
+
+#[test]
+fn only_padded_crops_and_flips_are_left_to_the_engine() {
+    let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
+    let of = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");
+    assert!(of(DataSpec::default()).resident().is_some());
+    assert!(!of(DataSpec::default()).is_prepared_each_step());
+    for spec in [
+        DataSpec { random_resized_crop: true, ..DataSpec::default() },
+        DataSpec { resize: Some(32), ..DataSpec::default() },
+        DataSpec { vertical_flip: true, ..DataSpec::default() },
+        DataSpec { color_jitter: [0.0, 0.0, 0.0, 0.1], ..DataSpec::default() },
+        DataSpec { auto_augment: AutoAugment::RandAugment, ..DataSpec::default() },
+        DataSpec { random_erasing: 0.1, ..DataSpec::default() },
+    ] {
+        let mut source = of(spec.clone());
+        assert!(source.resident().is_none() && source.is_prepared_each_step(), "{spec:?}");
+        // Bytes cannot hold what is 0 after normalisation.
+        source.set_form(Form::Bytes);
+        let batch = source.epoch(plan(0, 1)).next().expect("a batch").expect("readable");
+        let normalised = spec.random_erasing > 0.0;
+        assert_eq!((batch.bytes.is_empty(), batch.images.is_empty()), (normalised, !normalised), "{spec:?}");
+    }
+}
+
+#[test]
+fn validation_is_resized_and_cropped_in_imagenet_s_proportion() {
+    let dir = folder(8);
+    let source = open(dir.path(), &DataSpec { image_size: Some(28), ..everything() });
+    assert_eq!(source.shape.resize, Some(32));
+    assert_eq!(open(dir.path(), &DataSpec { resize: Some(30), ..everything() }).shape.resize, Some(30));
+    let plain = DataSpec { random_resized_crop: false, ..everything() };
+    assert_eq!(open(dir.path(), &plain).shape.resize, None);
+    // The dataset's own size counts, too.
+    let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
+    let error = DataSource::open(&pictures, &DataSpec { resize: Some(27), ..DataSpec::default() }, 0);
+    let words = error.expect_err("must not open").to_string();
+    assert!(words.contains("data.resize") && words.contains("give 32 or more"), "{words}");
+    assert!(DataSource::open(&pictures, &DataSpec { resize: Some(28), ..DataSpec::default() }, 0).is_ok());
+}
+
+#[test]
+fn a_file_that_breaks_while_a_job_runs_is_named() {
+    let dir = folder(16);
+    let source = open(dir.path(), &everything());
+    for class in ["cat", "dog"] {
+        for entry in fs::read_dir(dir.path().join("train").join(class)).expect("a folder") {
+            fs::write(entry.expect("a file").path(), "no picture").expect("writes");
+        }
+    }
+    for threads in [1, 4] {
+        let first = source.epoch(EpochPlan { threads, ..plan(0, 1) }).next().expect("an answer");
+        let words = first.expect_err("is broken").to_string();
+        assert!(words.contains("/train/") && words.contains("is text, not a JPEG"), "{words}");
+    }
+}
+
+fn fixtures() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/pytorch/fixtures/pictures/decoding")
+}
+
+/// Against `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
+#[test]
+fn every_kind_of_file_has_pillow_s_pixels() {
+    let mut seen = 0;
+    let mut wrong = Vec::new();
+    for entry in fs::read_dir(fixtures()).expect("fixtures") {
+        let path = entry.expect("a file").path();
+        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+        if name.ends_with(".rgb.png") {
+            continue;
+        }
+        let expected = image::open(format!("{}.rgb.png", path.display())).expect("readable").into_rgb8();
+        let found = match Picture::read(&path) {
+            Ok(found) => found,
+            Err(error) => {
+                wrong.push(error.to_string());
+                continue;
+            }
+        };
+        assert_eq!((found.width, found.height), expected.dimensions(), "{name}");
+        let apart = found.pixels.iter().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b));
+        // Decoders of lossy formats may differ in how they interpolate colours; the rest leaves no choice.
+        let lossy = name.ends_with(".jpg") || name.starts_with("lossy") || name.starts_with("cmyk");
+        let largest = apart.clone().max().unwrap_or(0);
+        let mean = apart.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
+        if largest > if lossy { 4 } else { 0 } || mean > 0.5 {
+            wrong.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
+        }
+        seen += 1;
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(seen >= 34, "{seen} files");
+}

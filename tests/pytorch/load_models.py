@@ -89,7 +89,7 @@ def is_taken_over(folder, arch, stem, side):
     settings = f'arch = "{arch}"\nstem = "{stem}"\npretrained = '
 
     def taught(name, given):
-        # So small a learning rate moves no weight; running statistics follow the pictures.
+        # So small a learning rate moves only zeros, by next to nothing; running statistics follow the pictures.
         status, said, out = train(folder, name, f'{settings}"{given}"', side, "steps = 1\nlr = 1e-30\nweight_decay = 0")
         assert status == 0, said
         [ours] = out.glob("**/model.safetensors")
@@ -101,7 +101,7 @@ def is_taken_over(folder, arch, stem, side):
             if ours[tensor].shape != value.shape:
                 assert tensor in ("fc.weight", "fc.bias") and len(ours[tensor]) == CLASSES, tensor
             elif "running" not in tensor and "tracked" not in tensor:
-                assert torch.equal(ours[tensor], value), tensor
+                assert (ours[tensor] - value).abs().max() < 1e-20, tensor
 
     for classes in (CLASSES, 1000):
         wanted = theirs if classes == CLASSES else build(arch, classes, stem).state_dict()
@@ -135,7 +135,9 @@ def has_timm_s_names(arch):
 def largest_difference(folder, pictures, arch, stem, side):
     settings = f'arch = "{arch}"\nstem = "{stem}"\nzero_init_residual = true'
     name = f"{arch}-{stem}"
-    status, said, out = train(folder, name, settings, side, "epochs = 1\nlr = 0.02")
+    # At 0.02 these answer 0 and 1 only.
+    lr = 0.002 if arch in RESNEXTS_AND_WIDE and stem == "imagenet" else 0.02
+    status, said, out = train(folder, name, settings, side, f"epochs = 1\nlr = {lr}")
     if status:
         raise SystemExit(f"{name}: {said}")
     [file] = out.glob("**/model.safetensors")

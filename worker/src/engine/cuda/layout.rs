@@ -241,9 +241,9 @@ mod tests {
         let layout = Layout::new(&network, &plan::compile(&network).unwrap(), 4, 16, true);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
-        let flat = layout.import(&initial).unwrap();
+        let flat = layout.import(None, &initial).unwrap();
         let mut back = NamedTensors::new();
-        layout.export(&flat, &mut back);
+        layout.export(None, &flat, &mut back);
         assert!(back == initial);
 
         let slot = layout.slot("layer1.0.conv2", "weight");

@@ -2,8 +2,9 @@
 
 use super::PictureRef;
 use fast_image_resize::{
-    FilterType, IntoImageView, PixelType, ResizeAlg, ResizeOptions, Resizer,
-    images::{CroppedImage, Image, ImageRef},
+    FilterType, ImageView, PixelTrait, ResizeAlg, ResizeOptions, Resizer,
+    images::{TypedCroppedImage, TypedImage, TypedImageRef},
+    pixels::{U8, U8x3},
 };
 
 /// A rectangle of whole pixels: what Pillow's `crop` takes.
@@ -31,41 +32,55 @@ pub(in crate::data) enum Area {
 pub(in crate::data) struct Resize(Resizer);
 
 impl Resize {
-    /// Makes `area` of a picture `to.len()` bytes of `width` x `height` pixels.
-    pub(in crate::data) fn run(
+    /// Makes `area` of a picture `to.len()` bytes: width and height `size`, as many channels as the picture has.
+    pub(in crate::data) fn run(&mut self, from: PictureRef<'_>, area: Area, size: (u32, u32), to: &mut [u8]) {
+        match from.channels {
+            1 => self.typed::<U8>(from, area, size, to),
+            _ => self.typed::<U8x3>(from, area, size, to),
+        }
+    }
+
+    fn typed<P: PixelTrait + Default + Copy + std::fmt::Debug>(
         &mut self,
         from: PictureRef<'_>,
         area: Area,
         (width, height): (u32, u32),
         to: &mut [u8],
     ) {
-        let kind = if from.channels == 1 { PixelType::U8 } else { PixelType::U8x3 };
-        let mut options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
-        if let Area::Window(left, top, width, height) = area {
-            options = options.crop(left, top, width, height);
-        }
-        // Sizes and pixel types fit by construction, which is all that can fail here.
-        let both = ImageRef::new(from.width, from.height, from.pixels, kind)
+        // Sizes fit by construction, which is all that can fail here.
+        let both = TypedImageRef::<P>::from_buffer(from.width, from.height, from.pixels)
             .ok()
-            .zip(Image::from_slice_u8(width, height, to, kind).ok());
+            .zip(TypedImage::<P>::from_buffer(width, height, to).ok());
         let Some((source, mut target)) = both else {
             debug_assert!(false, "a picture's bytes do not fit its size");
             return;
         };
         match area {
+            Area::Whole => self.resize(&source, None, &mut target),
+            Area::Window(left, top, width, height) => {
+                self.resize(&source, Some([left, top, width, height]), &mut target);
+            }
             Area::Cut(Region { left, top, width, height }) => {
-                let cut = CroppedImage::new(&source, left, top, width, height);
+                let cut = TypedCroppedImage::from_ref(&source, left, top, width, height);
                 debug_assert!(cut.is_ok(), "{area:?} of {} x {}", from.width, from.height);
                 if let Ok(cut) = cut {
-                    self.resize(&cut, &mut target, &options);
+                    self.resize(&cut, None, &mut target);
                 }
             }
-            Area::Whole | Area::Window(..) => self.resize(&source, &mut target, &options),
         }
     }
 
-    fn resize(&mut self, source: &impl IntoImageView, target: &mut Image<'_>, options: &ResizeOptions) {
-        let fits = self.0.resize(source, target, options);
+    fn resize<P: PixelTrait + Default + Copy + std::fmt::Debug>(
+        &mut self,
+        source: &impl ImageView<Pixel = P>,
+        window: Option<[f64; 4]>,
+        target: &mut TypedImage<'_, P>,
+    ) {
+        let mut options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
+        if let Some([left, top, width, height]) = window {
+            options = options.crop(left, top, width, height);
+        }
+        let fits = self.0.resize_typed(source, target, &options);
         debug_assert!(fits.is_ok(), "{fits:?}");
     }
 }

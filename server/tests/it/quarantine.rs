@@ -78,7 +78,7 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
     // A change of priority leaves what is stored as it is.
     let patch = house.http.patch(house.url(&format!("/api/v1/jobs/{}", newer.id)));
     assert_eq!(house.send(patch.json(&json!({"priority": 3}))).await.0, 200);
-    let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%adamw%' AND spec LIKE '%\"priority\":3%'";
+    let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
     assert_eq!(house.number(kept).await, 1);
     // Nothing is overwritten by being looked at.
     assert_eq!(house.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);

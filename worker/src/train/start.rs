@@ -116,6 +116,8 @@ fn resume(
     if let Some(scaling) = state.loss_scaling {
         engine.set_loss_scaling(scaling)?;
     }
+    // Nor does anybody use the new ones before rank 0 has written them.
+    comm.barrier()?;
 
     let step = if state.global_batch_size == plan.global_batch_size
         && state.steps_per_epoch == plan.steps_per_epoch

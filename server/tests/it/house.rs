@@ -6,7 +6,7 @@ use lockstep_protocol::job::{Job, JobState};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Connection};
-use std::{net::SocketAddr, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, sync::Mutex, time::Duration};
 use tempfile::TempDir;
 use tokio::{
     sync::oneshot,
@@ -37,20 +37,14 @@ pub fn config(dir: &TempDir) -> ServeConfig {
     config
 }
 
-/// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards.
+/// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards. Nothing of it
+/// lies in the directory, which is looked at by tests.
 fn database_of(dir: &TempDir) -> Option<String> {
-    // Where the server keeps its own, so that the directory stays one of a server's files alone.
-    let note = dir.path().join("jobs/.database-url");
-    match std::fs::read_to_string(&note) {
-        Ok(url) => Some(url),
-        Err(_) if postgres::wanted() => {
-            let url = postgres::database();
-            std::fs::create_dir_all(dir.path().join("jobs")).unwrap();
-            std::fs::write(&note, &url).unwrap();
-            Some(url)
-        }
-        Err(_) => None,
-    }
+    static MADE: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
+    postgres::wanted().then(|| {
+        let mut made = MADE.lock().unwrap();
+        made.entry(dir.path().to_owned()).or_insert_with(postgres::database).clone()
+    })
 }
 
 impl House {

@@ -7,6 +7,7 @@ use crate::{
         devices::{self, Gpu, Link},
         gather as gpu_gather,
         libraries::{self, Libraries, Which},
+        nvjpeg,
     },
     rendezvous::RendezvousError,
     team::{Member, Met},
@@ -216,7 +217,23 @@ fn gpus() -> Vec<Finding> {
     for which in Which::ALL.into_iter().filter(|which| *which != Which::Nvml) {
         findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
     }
+    if libraries.get(Which::Nvjpeg).is_some() {
+        findings.push(jpeg_decoder(nvjpeg::hardware()));
+    }
     findings
+}
+
+/// Whether GPUs decode JPEG files; `found` is of one of them.
+fn jpeg_decoder(found: Result<String, String>) -> Finding {
+    match found {
+        Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
+        Err(why) => {
+            let advice = "JPEG files are decoded on cores. A100, A30, H100, H200 and newer ones have a decoder; it needs the \
+                          driver's libnvcuvid.so.1, which a container gets with \
+                          NVIDIA_DRIVER_CAPABILITIES=compute,utility,video.";
+            finding("JPEG decoder", Grade::Note, why, advice)
+        }
+    }
 }
 
 fn driver_finding(version: Option<&str>) -> Finding {
@@ -408,6 +425,15 @@ mod tests {
         assert!(cudnn.advice.unwrap().contains("pip install nvidia-cudnn"));
         assert_eq!(library(&nothing, Which::Nccl, 1, None).grade, Grade::Note);
         assert_eq!(library(&nothing, Which::Nccl, 2, None).grade, Grade::Problem);
+    }
+
+    #[test]
+    fn nobody_needs_a_jpeg_decoder_and_without_one_the_doctor_says_what_decodes() {
+        assert_eq!(library(&Libraries::default(), Which::Nvjpeg, 1, None).grade, Grade::Note);
+        let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
+        assert_eq!(without.grade, Grade::Note);
+        assert!(without.advice.unwrap().contains("on cores"));
+        assert_eq!(jpeg_decoder(Ok("8 engines".into())).grade, Grade::Ok);
     }
 
     #[test]

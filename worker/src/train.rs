@@ -176,6 +176,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     let mut engine = setup::build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;
     data.set_form(form);
+    setup::choose_decoder(training, engine.precision(), &mut data)?;
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data.shape.classes, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
@@ -205,6 +206,7 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         not_finite: None,
         skipped: beginning.skipped,
         evaluation: None,
+        decoded_on_cores: 0,
         plan,
         data,
         engine: Current(Some(engine)),
@@ -212,6 +214,9 @@ pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
         pulse,
     };
     let outcome = run.epochs();
+    if outcome.is_ok() {
+        run.data.close_decoder();
+    }
     if outcome.is_err() {
         // The process is about to end. What other ranks no longer finish is not waited for; a checkpoint that is being
         // written is, by the keeper.
@@ -281,6 +286,8 @@ struct Run<'a> {
     skipped: SkippedSteps,
     /// The newest.
     evaluation: Option<Evaluation>,
+    /// Reasons for decoding on cores, where the GPU decodes, that were told.
+    decoded_on_cores: usize,
 }
 
 impl Run<'_> {
@@ -322,6 +329,7 @@ impl Run<'_> {
                 }
                 drop(batches);
                 self.settle()?;
+                self.tell_decoded();
                 if let Some(steps) = self.skipped.persist() {
                     // Ranks that are told to stop do not meet anew; the checkpoint knows of the skipped steps, and whoever
                     // goes on from it changes the format at once.
@@ -702,6 +710,16 @@ impl Run<'_> {
             observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
         self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+    }
+
+    /// Which pictures the GPU has not decoded, when there are new reasons.
+    fn tell_decoded(&mut self) {
+        let Some(decoded) = self.data.decoded().filter(|_| self.is_first()) else { return };
+        let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);
+        if reasons > self.decoded_on_cores {
+            self.decoded_on_cores = reasons;
+            self.training.observer.log(&format!("so far, {decoded}"));
+        }
     }
 
     fn epoch_plan(&self) -> EpochPlan {

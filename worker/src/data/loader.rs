@@ -2,6 +2,7 @@
 
 use super::{
     Catalog, DataError, Picture,
+    device::{Decoded, DeviceDecoder, OnDevice},
     picture::{self, Decoder, PictureRef, Resize},
     shard,
     transform::{Crop, Transform, evaluation_resize},
@@ -13,12 +14,13 @@ use std::{
 };
 
 use ahead::prepare_ahead;
-use batch::make_batch;
+use batch::Maker;
 use splits::{Opened, normalisation, open_splits, sizes};
 use workers::Workers;
 
 mod ahead;
 mod batch;
+mod on_device;
 mod splits;
 mod workers;
 
@@ -89,6 +91,7 @@ pub struct DataSource {
     validation: Arc<Part>,
     seed: u64,
     form: Form,
+    device: Option<Arc<OnDevice>>,
     /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
     workers: Mutex<Option<(usize, Arc<Workers>)>>,
 }
@@ -178,22 +181,56 @@ impl Part {
         };
         match &self.pixels {
             Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
-            Pixels::Files { files, square } => {
-                let wrong =
-                    |detail: String| DataError::File { path: files[place].display().to_string(), detail };
-                let bytes = picture::bytes_of(&files[place]).map_err(wrong)?;
-                let whole = opener.decoder.decode(&bytes).map_err(wrong)?;
-                let square = square.filter(|_| !self.whole);
-                match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
-                    Some((side, area)) => {
-                        opener.square.resize(size, 0);
-                        opener.resize.run(whole, area, (side, side), &mut opener.square);
-                        Ok(of(&opener.square))
-                    }
-                    None if self.whole || whole.pixels.len() == size => Ok(whole),
-                    None => Err(wrong("has changed its size since the job began".into())),
-                }
+            Pixels::Files { .. } => self.decoded(place, &self.read(place)?, opener),
+        }
+    }
+
+    /// The bytes of a file.
+    fn read(&self, place: usize) -> Result<Vec<u8>, DataError> {
+        match &self.pixels {
+            Pixels::Memory(_) => Ok(Vec::new()),
+            Pixels::Files { files, .. } => {
+                picture::bytes_of(&files[place]).map_err(|detail| self.wrong(place, detail))
             }
+        }
+    }
+
+    /// As [`Part::picture`], of a file that was read.
+    fn decoded<'a>(
+        &self,
+        place: usize,
+        bytes: &[u8],
+        opener: &'a mut Opener,
+    ) -> Result<PictureRef<'a>, DataError> {
+        let wrong = |detail: String| self.wrong(place, detail);
+        let whole = opener.decoder.decode(bytes).map_err(wrong)?;
+        let size = self.size.iter().product();
+        let square = self.square().filter(|_| !self.whole);
+        match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
+            Some((side, area)) => {
+                opener.square.resize(size, 0);
+                opener.resize.run(whole, area, (side, side), &mut opener.square);
+                Ok(PictureRef { width: side, height: side, channels: whole.channels, pixels: &opener.square })
+            }
+            None if self.whole || whole.pixels.len() == size => Ok(whole),
+            None => Err(wrong("has changed its size since the job began".into())),
+        }
+    }
+
+    /// The side of the square that is made of each file.
+    fn square(&self) -> Option<u32> {
+        match &self.pixels {
+            Pixels::Files { square, .. } => *square,
+            Pixels::Memory(_) => None,
+        }
+    }
+
+    fn wrong(&self, place: usize, detail: String) -> DataError {
+        match &self.pixels {
+            Pixels::Files { files, .. } => {
+                DataError::File { path: files[place].display().to_string(), detail }
+            }
+            Pixels::Memory(_) => DataError::Invalid(detail),
         }
     }
 }
@@ -354,6 +391,7 @@ impl DataSource {
             train: Arc::new(train),
             validation: Arc::new(validation),
             form: Form::default(),
+            device: None,
             workers: Mutex::default(),
         }
     }
@@ -399,6 +437,42 @@ impl DataSource {
         self.form = if form == Form::Bytes && self.transform.erases() { Form::Normalised } else { form };
     }
 
+    /// Has JPEG files decoded by `decoder`, from the next batch that is begun; by cores alone without one. Batches that
+    /// are under way keep theirs.
+    pub fn set_decoder(&mut self, decoder: Option<Arc<dyn DeviceDecoder>>) {
+        self.device = decoder.map(|decoder| Arc::new(OnDevice::new(decoder)));
+    }
+
+    /// As [`DataSource::set_decoder`], with `most_held` bytes of a batch's files at most.
+    #[cfg(test)]
+    pub(crate) fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, most_held: usize) {
+        self.device = Some(Arc::new(OnDevice::with_room(decoder, most_held)));
+    }
+
+    /// Who has decoded how many pictures; `None` where it is the cores alone.
+    pub fn decoded(&self) -> Option<Decoded> {
+        self.device.as_ref().map(|device| device.decoded())
+    }
+
+    /// Waits for what a device decodes and lets go of it. For the end of a process, which must not find it at work.
+    pub fn close_decoder(&self) {
+        if let Some(device) = &self.device {
+            device.decoder.close();
+        }
+    }
+
+    /// Whether there are JPEG files to decode for each step, as far as a look at some of them tells.
+    pub fn decodes_jpeg(&self) -> bool {
+        const LOOKED_AT: usize = 16;
+        [&self.train, &self.validation].into_iter().any(|part| match &part.pixels {
+            Pixels::Memory(_) => false,
+            Pixels::Files { files, .. } => {
+                let every = files.len().div_ceil(LOOKED_AT).max(1);
+                files.iter().step_by(every).any(|file| picture::is_jpeg(file))
+            }
+        })
+    }
+
     /// Whether pictures are decoded for each step, or transformed with more than a crop, a flip and scaling: work for
     /// more than one thread.
     pub fn is_prepared_each_step(&self) -> bool {
@@ -431,7 +505,7 @@ impl DataSource {
     /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
         let (part, transform) = (self.train.clone(), self.transform.clone());
-        let (samples, form) = (part.chosen.len(), self.form);
+        let (samples, form, device) = (part.chosen.len(), self.form, self.device.clone());
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
         let (lanes, ahead, workers) = match self.workers(plan.threads) {
@@ -443,7 +517,14 @@ impl DataSource {
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            let batch = make_batch(&part, &transform, &chosen, Some(plan.epoch), form, &workers)?;
+            let maker = Maker {
+                part: &part,
+                transform: &transform,
+                form,
+                workers: &workers,
+                device: device.as_deref(),
+            };
+            let batch = maker.make(&chosen, Some(plan.epoch))?;
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
@@ -467,8 +548,10 @@ impl DataSource {
                 part.labels.len()
             )));
         };
+        let workers = Workers::alone(1);
+        let (transform, form) = (&self.transform, Form::Normalised);
         let batch =
-            make_batch(part, &self.transform, &[chosen], epoch, Form::Normalised, &Workers::alone(1))?;
+            Maker { part, transform, form, workers: &workers, device: None }.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;
@@ -489,7 +572,7 @@ impl DataSource {
     ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
         let (part, transform) = (self.validation.clone(), self.transform.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
-        let (batch_size, form) = (batch_size.max(1), self.form);
+        let (batch_size, form, device) = (batch_size.max(1), self.form, self.device.clone());
         let (lanes, ahead, workers) = match self.workers(threads) {
             Ok(workers) => workers,
             Err(error) => return Box::new(std::iter::once(Err(error))),
@@ -497,7 +580,14 @@ impl DataSource {
         prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
-            make_batch(&part, &transform, chosen, None, form, &workers)
+            let maker = Maker {
+                part: &part,
+                transform: &transform,
+                form,
+                workers: &workers,
+                device: device.as_deref(),
+            };
+            maker.make(chosen, None)
         })
     }
 

@@ -1,6 +1,7 @@
 //! Datasets, sharding, augmentation and batches.
 
 mod cifar;
+pub mod device;
 pub mod fingerprint;
 mod idx;
 mod image_folder;

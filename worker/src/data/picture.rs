@@ -4,13 +4,16 @@ use super::DataError;
 use crate::files;
 use decode::Header;
 use image::ImageFormat;
-use std::path::Path;
+use std::{io::Read, path::Path};
 
 pub(super) use decode::Decoder;
 pub(super) use resize::{Area, Region, Resize};
+pub(crate) use weights::ScaleTable;
 
 mod decode;
+pub(super) mod jpeg;
 mod resize;
+mod weights;
 mod whole;
 
 /// The formats that are read, for sentences.
@@ -107,6 +110,13 @@ pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
         return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
     }
     Ok(bytes)
+}
+
+/// Whether a file begins as JPEG files do.
+pub(super) fn is_jpeg(path: &Path) -> bool {
+    let mut head = Vec::new();
+    files::open(path).is_ok_and(|(file, _)| file.take(HEAD_BYTES).read_to_end(&mut head).is_ok())
+        && format_of(&head) == Some(ImageFormat::Jpeg)
 }
 
 /// Width and height of a picture file that looks whole, once it is upright. It is decoded only where its format does not

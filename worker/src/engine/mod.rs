@@ -12,7 +12,10 @@ pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 
 use crate::{
     comm::{CommError, Communicator},
-    data::loader::{Batch, DataSource, Form},
+    data::{
+        device::DeviceDecoder,
+        loader::{Batch, DataSource, Form},
+    },
     gpu::GpuConfig,
 };
 use lockstep_protocol::spec::Precision;
@@ -204,4 +207,13 @@ pub fn build_cuda(
     gpu: GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cuda::build(network, initial, config, comm, &gpu)
+}
+
+/// Opens the decoder of JPEG files that GPU `ordinal` (as CUDA numbers those that this process sees) has in hardware,
+/// beside an engine that computes in `precision`.
+///
+/// # Errors
+/// There is none, nvJPEG is not there, or it does not make the pixels that cores make; a sentence.
+pub fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+    cuda::build_decoder(ordinal, precision)
 }

@@ -46,12 +46,14 @@ pub enum Which {
     CublasLt,
     /// Communication between GPUs.
     Nccl,
+    /// Decodes JPEG files by the GPU.
+    Nvjpeg,
 }
 
 impl Which {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl];
+    pub const ALL: [Self; 7] =
+        [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl, Self::Nvjpeg];
 
     /// `cuDNN`.
     pub fn name(self) -> &'static str {
@@ -62,6 +64,7 @@ impl Which {
             Self::Cudnn => "cuDNN",
             Self::CublasLt => "cuBLASLt",
             Self::Nccl => "NCCL",
+            Self::Nvjpeg => "nvJPEG",
         }
     }
 
@@ -74,6 +77,7 @@ impl Which {
             Self::Cudnn => &["libcudnn.so.9"],
             Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12"],
             Self::Nccl => &["libnccl.so.2"],
+            Self::Nvjpeg => &["libnvjpeg.so.13", "libnvjpeg.so.12"],
         }
     }
 
@@ -99,6 +103,10 @@ impl Which {
             Self::Nccl => {
                 "pip install nvidia-nccl-cu13, or apt install libnccl2, or name its folder in \
                  LOCKSTEP_CUDA_LIBS."
+            }
+            Self::Nvjpeg => {
+                "Without it JPEG files are decoded on cores. pip install nvidia-nvjpeg (for CUDA 12: \
+                 nvidia-nvjpeg-cu12), or install the CUDA toolkit, or name its folder in LOCKSTEP_CUDA_LIBS."
             }
         }
     }
@@ -152,7 +160,11 @@ impl Libraries {
                     })
                     .or_else(|| beside(&folders.usual, file).map(elsewhere))
             });
-            found.extend(library);
+            let copied = || {
+                let path = (which == Which::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;
+                Some(Library { which, path, by_itself: false })
+            };
+            found.extend(library.or_else(copied));
         }
         let searched = folders.setting.iter().chain(&folders.usual).cloned().collect();
         Self { found, searched }
@@ -171,7 +183,9 @@ impl Libraries {
     /// The folders in which the dynamic linker must look, beside its own, for what was found.
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
-        for library in self.found.iter().filter(|library| !library.by_itself) {
+        // nvJPEG is opened by its path.
+        let by_name = |library: &&Library| !library.by_itself && library.which != Which::Nvjpeg;
+        for library in self.found.iter().filter(by_name) {
             if let Some(dir) = library.path.parent()
                 && !folders.contains(&dir)
             {
@@ -254,6 +268,7 @@ impl Library {
         type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
         type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
         type Plain = unsafe extern "C" fn() -> usize;
+        type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
         let (mut a, mut b) = (0, 0);
         let pointer = |name: &str, value: &mut i32| -> Result<(), String> {
             // SAFETY: these symbols take a pointer to an int and return an enumeration.
@@ -289,6 +304,18 @@ impl Library {
             }
             Which::Cudnn => three(plain("cudnnGetVersion")?),
             Which::CublasLt => three(plain("cublasLtGetVersion")?),
+            Which::Nvjpeg => {
+                let of = |which: i32| {
+                    let mut value = 0;
+                    // SAFETY: nvjpegGetProperty takes a number and a pointer to an int.
+                    let status = unsafe {
+                        let ask = handle.get::<Property>(b"nvjpegGetProperty").map_err(lacks)?;
+                        ask(which, &mut value)
+                    };
+                    if status == 0 { Ok(value) } else { Err(failed(status)) }
+                };
+                format!("{}.{}.{}", of(0)?, of(1)?, of(2)?)
+            }
             Which::Nvml => String::new(),
         };
         // CUDA's libraries do not like to be unloaded.
@@ -327,7 +354,7 @@ pub fn ready(needed: &[Which]) -> Result<(), String> {
                 Which::Cudnn => cudarc::cudnn::sys::is_culib_present(),
                 Which::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
                 Which::Nccl => cudarc::nccl::sys::is_culib_present(),
-                Which::Nvml => true,
+                Which::Nvml | Which::Nvjpeg => true,
             }
         };
         !present
@@ -419,6 +446,28 @@ mod tests {
         fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
         libraries.environment(&cache).unwrap();
         assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
+    }
+
+    #[test]
+    fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
+        let root = tempfile::tempdir().unwrap();
+        let variables = environment(root.path());
+        let packages = root.path().join("opt/venv/lib/python3.12/site-packages");
+        let found = || {
+            let libraries = Libraries::find_in(&folders(&variables), false);
+            (libraries.get(Which::Nvjpeg).map(|nvjpeg| nvjpeg.path.clone()), libraries)
+        };
+        assert_eq!(found().0, None);
+        let copy = packages.join("torchvision.libs/libnvjpeg.4a0b5c81.so.13");
+        touch(&copy);
+        touch(&packages.join("torchvision.libs/libjpeg.ceea7512.so.62"));
+        let (path, libraries) = found();
+        assert_eq!(path.and_then(|p| p.canonicalize().ok()), copy.canonicalize().ok());
+        // It is opened by its path: what else lies there must not get in the way of other libraries.
+        assert!(libraries.folders().iter().all(|dir| !dir.ends_with("torchvision.libs")));
+        let own = packages.join("nvidia/cu13/lib/libnvjpeg.so.13");
+        touch(&own);
+        assert_eq!(found().0.and_then(|p| p.canonicalize().ok()), own.canonicalize().ok());
     }
 
     #[test]

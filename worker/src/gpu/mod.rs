@@ -5,6 +5,7 @@ pub mod devices;
 pub mod gather;
 pub mod libraries;
 pub mod metrics;
+pub mod nvjpeg;
 
 use crate::{comm::watchdog::Watchdog, rendezvous::Store};
 use devices::VISIBLE;

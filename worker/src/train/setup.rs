@@ -9,7 +9,7 @@ use crate::{
     net,
 };
 use lockstep_protocol::spec::{Device, JobSpec, Precision};
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ffi::OsStr, sync::Arc};
 
 /// Broken files that are named in the log.
 const NAMED: usize = 20;
@@ -118,6 +118,82 @@ pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_s
         DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA).max(1),
         DeviceChoice::Cuda { .. } => threads.max(1),
     }
+}
+
+/// Who decodes JPEG files: `auto`, `cpu` or `gpu`.
+const DECODER: &str = "LOCKSTEP_DECODER";
+
+/// What a rank asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DecoderChoice {
+    /// The GPU where it can.
+    Auto,
+    Cores,
+    /// The GPU, or the job fails.
+    Gpu,
+}
+
+impl DecoderChoice {
+    /// From the setting's value.
+    fn of(value: Option<&OsStr>) -> Result<Self, String> {
+        match value.map(|value| value.to_string_lossy()) {
+            None => Ok(Self::Auto),
+            Some(value) => match &*value {
+                "" | "auto" => Ok(Self::Auto),
+                "cpu" => Ok(Self::Cores),
+                "gpu" => Ok(Self::Gpu),
+                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
+            },
+        }
+    }
+
+    /// Whether the GPU's decoder is to be opened; if not, why not, unless that goes without saying.
+    fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
+        match self {
+            _ if !on_gpu || !decodes_jpeg => Err(None),
+            Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
+            Self::Auto if deterministic => {
+                Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
+            }
+            Self::Auto | Self::Gpu => Ok(()),
+        }
+    }
+}
+
+/// Has JPEG files decoded by this rank's GPU where it can, and says who decodes.
+pub(super) fn choose_decoder(
+    training: &Training<'_>,
+    precision: Precision,
+    data: &mut DataSource,
+) -> Result<(), TrainError> {
+    let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
+    let ordinal = match training.device {
+        DeviceChoice::Cpu => None,
+        DeviceChoice::Cuda { ordinal } => Some(ordinal),
+    };
+    let wanted = choice.of_job(ordinal.is_some(), data.decodes_jpeg(), training.spec.train.deterministic);
+    let opened = match (wanted, ordinal) {
+        (Err(why), _) => Err(why),
+        (Ok(()), None) => Err(None),
+        (Ok(()), Some(ordinal)) => engine::build_decoder(ordinal, precision).map_err(Some),
+    };
+    let say = |line: &str| {
+        if training.comm.rank() == 0 {
+            training.observer.log(line);
+        }
+    };
+    match opened {
+        Ok(decoder) => {
+            say(&format!("JPEG files are decoded by the GPU ({})", decoder.name()));
+            data.set_decoder(Some(decoder));
+        }
+        Err(Some(why)) if choice == DecoderChoice::Gpu => {
+            return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
+        }
+        Err(Some(why)) => say(&format!("JPEG files are decoded on cores: {why}")),
+        Err(None) => {}
+    }
+    Ok(())
 }
 
 /// The engine, with initial weights. `precision` in place of the job's; `generation`: how many there were before.
@@ -229,6 +305,30 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_gpu_decodes_where_it_is_one_and_nobody_wants_otherwise() {
+        let of = |value: &str| DecoderChoice::of(Some(OsStr::new(value)));
+        assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
+        assert_eq!(of(""), Ok(DecoderChoice::Auto));
+        assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
+        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
+        // On a GPU, JPEG files, deterministic.
+        for (choice, job, expected) in [
+            (DecoderChoice::Auto, (true, true, false), Ok(())),
+            (DecoderChoice::Gpu, (true, true, true), Ok(())),
+            (DecoderChoice::Auto, (false, true, false), Err(None)),
+            (DecoderChoice::Gpu, (true, false, false), Err(None)),
+        ] {
+            assert_eq!(choice.of_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");
+        }
+        for (choice, deterministic, word) in
+            [(DecoderChoice::Auto, true, "train.deterministic"), (DecoderChoice::Cores, false, DECODER)]
+        {
+            let why = choice.of_job(true, true, deterministic).unwrap_err().unwrap();
+            assert!(why.contains(word), "{why}");
+        }
+    }
 
     #[test]
     fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {

@@ -64,6 +64,24 @@ impl Workers {
         }
     }
 
+    /// `make(0)`, `make(1)`, ... up to `count`.
+    ///
+    /// # Errors
+    /// The first one in this order, whichever came first in time.
+    pub(super) fn map<T: Send>(
+        &self,
+        count: usize,
+        make: impl Fn(usize) -> Result<T, DataError> + Sync,
+    ) -> Result<Vec<T>, DataError> {
+        match &self.pool {
+            None => (0..count).map(&make).collect(),
+            Some(pool) => pool.install(|| {
+                let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();
+                made.into_iter().collect()
+            }),
+        }
+    }
+
     fn scratch(&self) -> MutexGuard<'_, Scratch> {
         let own = rayon::current_thread_index().unwrap_or(0) % self.scratch.len();
         let others = (0..self.scratch.len()).map(|i| &self.scratch[(own + i) % self.scratch.len()]);

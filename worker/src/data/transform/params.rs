@@ -64,8 +64,13 @@ impl AugmentParams {
     }
 
     /// What `RandomResizedCrop` takes of a picture of `size`, width and height.
-    pub(super) fn region(&self, size: (u32, u32), scale: [f64; 2], ratio: [f64; 2]) -> Region {
+    pub(in crate::data) fn region(&self, size: (u32, u32), scale: [f64; 2], ratio: [f64; 2]) -> Region {
         random_resized_crop(&mut self.resized_crop.clone(), size, scale, ratio)
+    }
+
+    /// Whether it is mirrored left to right.
+    pub(in crate::data) fn is_flipped(&self) -> bool {
+        self.flip
     }
 
     /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 of the row, 15 of the

@@ -50,12 +50,23 @@ impl Pipeline {
                 }
             }
         }
-        if params.vertical_flip {
-            geometry::flip_vertical(&mut self.made, side, channels);
+        after_crop(&mut self.made, transform, params, &mut self.scratch);
+        &self.made
+    }
+
+    /// The rest of [`Pipeline::train`] on what a random resized crop and its horizontal flip have made.
+    pub(in crate::data) fn train_cropped<'a>(
+        &'a mut self,
+        transform: &Transform,
+        cropped: &'a [u8],
+        params: &AugmentParams,
+    ) -> &'a [u8] {
+        if !transform.changes_after_crop() {
+            return cropped;
         }
-        for op in &params.ops {
-            op.apply(&mut self.made, side, channels, &mut self.scratch);
-        }
+        self.made.clear();
+        self.made.extend_from_slice(cropped);
+        after_crop(&mut self.made, transform, params, &mut self.scratch);
         &self.made
     }
 
@@ -102,5 +113,16 @@ impl Pipeline {
                 target[first * channels..][..count * channels].copy_from_slice(source);
             }
         }
+    }
+}
+
+/// Changes the network's input after the crop and its horizontal flip.
+fn after_crop(made: &mut [u8], transform: &Transform, params: &AugmentParams, scratch: &mut Vec<u8>) {
+    let Transform { side, channels, .. } = *transform;
+    if params.vertical_flip {
+        geometry::flip_vertical(made, side, channels);
+    }
+    for op in &params.ops {
+        op.apply(made, side, channels, scratch);
     }
 }

@@ -198,6 +198,17 @@ impl Pinned {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     }
 
+    /// The first `bytes`, which the GPU must have written before and must not write meanwhile.
+    pub(super) fn bytes(&self, bytes: usize) -> &[u8] {
+        assert!(bytes <= self.bytes, "a read past page-locked memory");
+        // SAFETY: checked above, and initialised by `new`.
+        unsafe { std::slice::from_raw_parts(self.host.as_ptr(), bytes) }
+    }
+
+    pub(super) fn room(&self) -> usize {
+        self.bytes
+    }
+
     /// The `u32` at `offset` bytes, which the GPU may be writing.
     pub(super) fn load(&self, offset: usize) -> u32 {
         assert!(offset + 4 <= self.bytes && offset.is_multiple_of(4), "a read past page-locked memory");
@@ -288,6 +299,17 @@ impl Stream {
             result::memcpy_htod_async(to, source, self.0)
         }
         .map_err(CudaError::driver("copying to the GPU"))
+    }
+
+    /// A copy to page-locked memory, which is there once this stream has gone past it.
+    pub(super) fn download(self, to: &mut Pinned, from: Ptr, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= to.bytes, "a copy past the end of page-locked memory");
+        // SAFETY: checked above.
+        unsafe {
+            let target = std::slice::from_raw_parts_mut(to.host.as_ptr(), bytes);
+            result::memcpy_dtoh_async(target, from, self.0)
+        }
+        .map_err(CudaError::driver("copying from the GPU"))
     }
 
     /// Records what is started here from now on instead of running it.

@@ -68,6 +68,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/optimizer.cu"),
     include_str!("../../../kernels/adam.cu"),
     include_str!("../../../kernels/gather.cu"),
+    include_str!("../../../kernels/crop.cu"),
     include_str!("../../../kernels/step.cu"),
 );
 
@@ -144,6 +145,14 @@ impl Kernels {
             early,
             profile: Profile::default(),
         })
+    }
+
+    /// The same, each of which begins when what was started before it has ended.
+    pub(super) fn one_by_one(self) -> Self {
+        // Not by functional update: the module is unloaded when a value is dropped.
+        let mut this = self;
+        this.early = false;
+        this
     }
 
     pub(super) fn multiprocessors(&self) -> u32 {

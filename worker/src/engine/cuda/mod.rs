@@ -9,6 +9,7 @@ mod cache;
 mod cudnn;
 mod device;
 mod error;
+mod jpeg;
 mod kernels;
 mod layout;
 mod nodes;
@@ -35,7 +36,10 @@ use super::{
 use crate::{
     comm::watchdog::Watchdog,
     comm::{CommError, Communicator},
-    data::loader::{Batch, DataSource, Form},
+    data::{
+        device::DeviceDecoder,
+        loader::{Batch, DataSource, Form},
+    },
     gpu::{
         GpuConfig,
         libraries::{self, Which},
@@ -61,6 +65,12 @@ const AHEAD: usize = 2;
 /// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
+/// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
+pub(super) fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+    libraries::ready(&[Which::Driver, Which::Nvrtc])?;
+    jpeg::open(ordinal, dtype_of(precision))
+}
+
 /// Builds the engine on the GPU that `gpu` names.
 pub(super) fn build(
     network: Arc<Network>,
@@ -69,12 +79,7 @@ pub(super) fn build(
     comm: Arc<dyn Communicator>,
     gpu: &GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let dtype = match gpu.precision {
-        Precision::Fp32 => DType::F32,
-        Precision::Bf16 => DType::Bf16,
-        // With dynamic loss scaling it keeps float32's accuracy, and cuDNN is fastest with it.
-        Precision::Fp16 | Precision::Auto => DType::F16,
-    };
+    let dtype = dtype_of(gpu.precision);
     let loss_scale = match (&gpu.loss_scale, dtype) {
         (_, DType::F32 | DType::Bf16) => None,
         (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
@@ -108,6 +113,15 @@ pub(super) fn build(
     };
     engine.set_parameters(initial)?;
     Ok(Box::new(engine))
+}
+
+fn dtype_of(precision: Precision) -> DType {
+    match precision {
+        Precision::Fp32 => DType::F32,
+        Precision::Bf16 => DType::Bf16,
+        // With dynamic loss scaling it keeps float32's accuracy, and cuDNN is fastest with it.
+        Precision::Fp16 | Precision::Auto => DType::F16,
+    }
 }
 
 /// A way through the step that is recorded.

@@ -14,6 +14,17 @@ pub(super) struct Folders {
     pub(super) setting: Vec<PathBuf>,
     /// After that.
     pub(super) usual: Vec<PathBuf>,
+    /// Where torchvision keeps copies of libraries, under names of its own.
+    pub(super) torchvision: Vec<PathBuf>,
+}
+
+impl Folders {
+    /// The newest copy of nvJPEG, such as `libnvjpeg.4a0b5c81.so.13`.
+    pub(super) fn copied_nvjpeg(&self) -> Option<PathBuf> {
+        let major = |path: &PathBuf| path.extension()?.to_str()?.parse::<u32>().ok();
+        let copies = self.torchvision.iter().flat_map(|dir| matching(dir, "libnvjpeg."));
+        copies.filter(|path| major(path).is_some()).max_by_key(major)
+    }
 }
 
 /// The folders that exist, with the environment as `variable` gives it.
@@ -40,6 +51,10 @@ pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
         for lib in ["lib", "lib64"] {
             for python in matching(&prefix.join(lib), "python3") {
                 for packages in ["site-packages", "dist-packages"] {
+                    let copies = python.join(packages).join("torchvision.libs");
+                    if copies.is_dir() && !folders.torchvision.contains(&copies) {
+                        folders.torchvision.push(copies);
+                    }
                     for part in matching(&python.join(packages).join("nvidia"), "") {
                         usual.push(part.join("lib"));
                     }

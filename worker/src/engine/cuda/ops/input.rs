@@ -2,6 +2,8 @@
 
 use super::{Arg, CudaError, Geometry, Ops, Ptr, Stream, plain};
 
+pub(in crate::engine::cuda) use crate::data::device::ScaleTable;
+
 /// Which pictures a batch is made of, and whether they are augmented.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) enum Which {
@@ -64,52 +66,7 @@ pub(in crate::engine::cuda) struct PadChannels {
     pub(in crate::engine::cuda) folded: bool,
 }
 
-/// Weights of a bilinear scaling of one axis: half-pixel centres, a triangle that is widened when it makes
-/// smaller, in 16-bit fixed point exactly as the host's scaler has them (crate `fast_image_resize`,
-/// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both make the same pictures.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::engine::cuda) struct ScaleTable {
-    /// For each output: first input, how many, then `taps` weights; upload it as it is.
-    pub(in crate::engine::cuda) entries: Vec<i32>,
-    taps: u32,
-    /// Fraction bits of a weight.
-    shift: u32,
-}
-
 impl ScaleTable {
-    /// From `from` pixels to `to`; neither is 0.
-    pub(in crate::engine::cuda) fn new(from: u32, to: u32) -> Self {
-        let scale = f64::from(from) / f64::from(to);
-        let radius = scale.max(1.0);
-        let outputs: Vec<(i32, Vec<f64>)> = (0..to)
-            .map(|out| {
-                // In the same steps as there, for the same roundings.
-                let centre = (f64::from(out) + 0.5) * scale;
-                let first = (centre - radius).floor().max(0.0) as u32;
-                let end = (centre + radius).ceil().min(f64::from(from)) as u32;
-                let (from_centre, narrow) = (centre - 0.5, 1.0 / radius);
-                let weight = |x: u32| (1.0 - ((f64::from(x) - from_centre) * narrow).abs()).max(0.0);
-                let weights: Vec<f64> = (first..end).map(weight).collect();
-                let total: f64 = weights.iter().sum();
-                let skipped = weights.iter().take_while(|w| **w == 0.0).count();
-                let dropped = weights.iter().rev().take_while(|w| **w == 0.0).count();
-                let kept = weights.get(skipped..weights.len() - dropped).unwrap_or_default();
-                (first as i32 + skipped as i32, kept.iter().map(|w| w / total).collect())
-            })
-            .collect();
-        let largest = outputs.iter().flat_map(|(_, w)| w).fold(0.0f64, |a, b| a.max(*b));
-        // As many bits as keep every weight below 2^15; 21 at most, for a sum of bytes in 32 bits.
-        let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
-        let taps = outputs.iter().map(|(_, w)| w.len()).max().unwrap_or(1);
-        let mut entries = Vec::with_capacity(outputs.len() * (2 + taps));
-        for (first, weights) in &outputs {
-            entries.extend([*first, weights.len() as i32]);
-            entries.extend(weights.iter().map(|w| (w * f64::from(1u32 << shift)).round() as i32));
-            entries.resize(entries.len() + taps - weights.len(), 0);
-        }
-        Self { entries, taps: taps as u32, shift }
-    }
-
     /// Inputs that any `band` neighbouring outputs (from a multiple of `band`) need, at most.
     fn span(&self, band: u32) -> u32 {
         let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();

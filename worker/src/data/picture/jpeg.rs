@@ -1,0 +1,252 @@
+//! Which JPEG files a decoder in hardware takes, from their headers (ITU-T T.81, annex B).
+//!
+//! Baseline, 8 bits, three channels in one scan, stored as YCbCr in a usual subsampling, of a usual size: what cameras
+//! and the web mostly have. The rest is decoded on cores.
+
+use super::decode::Header;
+use std::fmt;
+
+/// Longer sides are decoded on cores.
+pub(crate) const MOST_SIDE: u32 = 8192;
+
+/// Why a picture is decoded on cores where others are decoded by the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ForCores {
+    /// PNG, WebP and so on.
+    OtherFormat,
+    Progressive,
+    /// Arithmetic coding, 12 bits, lossless, hierarchical.
+    RareCoding,
+    Grey,
+    /// Four channels.
+    Cmyk,
+    /// Three channels that are no YCbCr.
+    StoredAsRgb,
+    /// Neither 4:4:4, 4:2:2, 4:2:0 nor 4:4:0.
+    RareSubsampling,
+    SeveralScans,
+    /// A side of more than [`MOST_SIDE`] pixels.
+    Large,
+    /// The batch's files are more than are held at a time.
+    LongBatch,
+    /// Cores say what is wrong with it.
+    Damaged,
+    /// nvJPEG does not take it.
+    Refused,
+    /// The GPU could not decode the batch that it was in.
+    Failed,
+}
+
+impl fmt::Display for ForCores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ForCores::OtherFormat => "not JPEG",
+            ForCores::Progressive => "progressive",
+            ForCores::RareCoding => "of a rare coding",
+            ForCores::Grey => "grey",
+            ForCores::Cmyk => "CMYK",
+            ForCores::StoredAsRgb => "stored as RGB",
+            ForCores::RareSubsampling => "of a rare subsampling",
+            ForCores::SeveralScans => "in several scans",
+            ForCores::Large => "larger than 8192 pixels",
+            ForCores::LongBatch => "past 512 MiB of files in a batch",
+            ForCores::Damaged => "damaged",
+            ForCores::Refused => "refused by nvJPEG",
+            ForCores::Failed => "in batches that the GPU could not decode",
+        })
+    }
+}
+
+/// A picture as its file has it, before it is turned upright.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stored {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    /// EXIF's: 1 to 8.
+    pub(crate) orientation: u8,
+}
+
+impl Stored {
+    /// Width and height once it is upright.
+    pub(crate) fn upright(self) -> (u32, u32) {
+        if self.orientation > 4 { (self.height, self.width) } else { (self.width, self.height) }
+    }
+}
+
+/// What a file is for a decoder in hardware.
+///
+/// # Errors
+/// Why cores decode it.
+pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
+    let (width, height) = frame(bytes)?;
+    // Also looks whether the file has its end.
+    let header = Header::read(bytes).map_err(|_| ForCores::Damaged)?;
+    let stored = header.stored();
+    if (stored.width, stored.height) != (width, height) {
+        return Err(ForCores::Damaged);
+    }
+    if width.max(height) > MOST_SIDE {
+        return Err(ForCores::Large);
+    }
+    Ok(stored)
+}
+
+/// Width and height of the frame, if the markers up to the first scan say that it is an ordinary one.
+fn frame(bytes: &[u8]) -> Result<(u32, u32), ForCores> {
+    if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
+        return Err(ForCores::OtherFormat);
+    }
+    let (mut at, mut adobe, mut jfif) = (2, None, false);
+    let mut found: Option<(u32, u32, bool)> = None;
+    loop {
+        let rest = bytes.get(at..).unwrap_or_default();
+        let (marker, length) = match *rest {
+            // Filling: the marker follows.
+            [0xff, 0xff, ..] => {
+                at += 1;
+                continue;
+            }
+            [0xff, 0x01 | 0xd0..=0xd7, ..] => {
+                at += 2;
+                continue;
+            }
+            [0xff, marker, high, low, ..] => (marker, usize::from(u16::from_be_bytes([high, low]))),
+            _ => return Err(ForCores::Damaged),
+        };
+        let segment = rest.get(4..2 + length.max(2)).ok_or(ForCores::Damaged)?;
+        match marker {
+            0xe0 => jfif |= segment.starts_with(b"JFIF\0"),
+            0xee if segment.starts_with(b"Adobe") => adobe = segment.get(11).copied(),
+            0xc0 => found = Some(baseline(segment)?),
+            0xc2 => return Err(ForCores::Progressive),
+            // Tables and extensions of JPEG among the frames' markers.
+            0xc4 | 0xc8 | 0xcc => {}
+            0xc1 | 0xc3..=0xcf => return Err(ForCores::RareCoding),
+            0xda => {
+                let (width, height, named_rgb) = found.ok_or(ForCores::Damaged)?;
+                // As libjpeg decides: by Adobe's marker, else by the names of the channels unless it is a JFIF file.
+                let rgb = adobe.map_or(named_rgb && !jfif, |transform| transform == 0);
+                return match segment.first() {
+                    _ if rgb => Err(ForCores::StoredAsRgb),
+                    Some(3) => Ok((width, height)),
+                    _ => Err(ForCores::SeveralScans),
+                };
+            }
+            0xd8 | 0xd9 => return Err(ForCores::Damaged),
+            _ => {}
+        }
+        at += 2 + length.max(2);
+    }
+}
+
+/// Width, height and whether its channels are called R, G and B.
+fn baseline(segment: &[u8]) -> Result<(u32, u32, bool), ForCores> {
+    let &[precision, h1, h0, w1, w0, channels, ref components @ ..] = segment else {
+        return Err(ForCores::Damaged);
+    };
+    match (precision, channels) {
+        (8, 3) => {}
+        (8, 1) => return Err(ForCores::Grey),
+        (8, 4) => return Err(ForCores::Cmyk),
+        _ => return Err(ForCores::RareCoding),
+    }
+    let &[a, luma, _, b, blue, _, c, red, _, ..] = components else {
+        return Err(ForCores::Damaged);
+    };
+    if !matches!((luma, blue, red), (0x11 | 0x21 | 0x22 | 0x12, 0x11, 0x11)) {
+        return Err(ForCores::RareSubsampling);
+    }
+    let (width, height) = (u16::from_be_bytes([w1, w0]), u16::from_be_bytes([h1, h0]));
+    if width == 0 || height == 0 {
+        // The height may come behind the scan.
+        return Err(ForCores::RareCoding);
+    }
+    Ok((width.into(), height.into(), [a, b, c] == *b"RGB"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file's head: JFIF or not, further segments, the frame and the scan.
+    fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {
+        let mut bytes = vec![0xff, 0xd8];
+        let mut add = |marker: u8, segment: &[u8]| {
+            bytes.extend([0xff, marker]);
+            bytes.extend((segment.len() as u16 + 2).to_be_bytes());
+            bytes.extend(segment);
+        };
+        before.iter().for_each(|segment| add(segment[0], &segment[1..]));
+        add(marker, frame);
+        add(0xc4, &[0; 17]);
+        add(0xda, &[scan, 1, 0, 2, 0, 3, 0, 0, 63, 0]);
+        bytes
+    }
+
+    const ORDINARY: [u8; 15] = [8, 0, 48, 0, 64, 3, 1, 0x22, 0, 2, 0x11, 1, 3, 0x11, 1];
+
+    fn with(changes: &[(usize, u8)]) -> [u8; 15] {
+        let mut frame = ORDINARY;
+        changes.iter().for_each(|(at, value)| frame[*at] = *value);
+        frame
+    }
+
+    #[test]
+    fn ordinary_frames_are_taken_and_each_other_kind_is_named() {
+        assert_eq!(frame(&head(0xc0, &ORDINARY, &[], 3)), Ok((64, 48)));
+        for luma in [0x11, 0x21, 0x12] {
+            assert_eq!(frame(&head(0xc0, &with(&[(7, luma)]), &[], 3)), Ok((64, 48)), "{luma:x}");
+        }
+        let grey = &[8, 0, 48, 0, 64, 1, 1, 0x11, 0][..];
+        let cmyk = &[8, 0, 48, 0, 64, 4, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0, 4, 0x11, 0][..];
+        let rgb = with(&[(6, b'R'), (9, b'G'), (12, b'B')]);
+        for (bytes, expected) in [
+            (head(0xc2, &ORDINARY, &[], 3), ForCores::Progressive),
+            (head(0xc1, &ORDINARY, &[], 3), ForCores::RareCoding),
+            (head(0xc9, &ORDINARY, &[], 3), ForCores::RareCoding),
+            (head(0xc0, &with(&[(0, 12)]), &[], 3), ForCores::RareCoding),
+            (head(0xc0, &with(&[(2, 0)]), &[], 3), ForCores::RareCoding),
+            (head(0xc0, grey, &[], 1), ForCores::Grey),
+            (head(0xc0, cmyk, &[], 4), ForCores::Cmyk),
+            (head(0xc0, &with(&[(7, 0x41)]), &[], 3), ForCores::RareSubsampling),
+            (head(0xc0, &with(&[(10, 0x12)]), &[], 3), ForCores::RareSubsampling),
+            (head(0xc0, &ORDINARY, &[], 1), ForCores::SeveralScans),
+            (head(0xc0, &rgb, &[], 3), ForCores::StoredAsRgb),
+            (head(0xc0, &ORDINARY, &[b"\xeeAdobe\0\x64\0\0\0\0\0"], 3), ForCores::StoredAsRgb),
+            (b"\x89PNG\r\n\x1a\n".to_vec(), ForCores::OtherFormat),
+        ] {
+            assert_eq!(frame(&bytes), Err(expected));
+        }
+        // Names of channels mean nothing in a JFIF file, nor where Adobe's marker says YCbCr.
+        for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
+            assert_eq!(frame(&head(0xc0, &rgb, &[before], 3)), Ok((64, 48)));
+        }
+    }
+
+    #[test]
+    fn a_head_that_is_cut_off_anywhere_is_damaged() {
+        let whole = head(0xc0, &ORDINARY, &[b"\xe0JFIF\0"], 3);
+        for length in 3..whole.len() {
+            assert_eq!(frame(&whole[..length]), Err(ForCores::Damaged), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn real_files_are_taken_upright_or_not_and_up_to_the_largest_side() {
+        let encoded = |width, height| {
+            let mut bytes = std::io::Cursor::new(Vec::new());
+            image::RgbImage::new(width, height).write_to(&mut bytes, image::ImageFormat::Jpeg).unwrap();
+            bytes.into_inner()
+        };
+        let file = encoded(24, 16);
+        assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1 }));
+        // An EXIF block that says: lies on its left side.
+        let exif =
+            b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
+        let turned = for_hardware(&[&file[..2], exif, &file[2..]].concat()).unwrap();
+        assert_eq!((turned.orientation, turned.upright()), (6, (16, 24)));
+        assert_eq!(for_hardware(&file[..file.len() - 2]), Err(ForCores::Damaged));
+        assert!(for_hardware(&encoded(MOST_SIDE, 1)).is_ok());
+        assert_eq!(for_hardware(&encoded(MOST_SIDE + 1, 1)), Err(ForCores::Large));
+    }
+}

@@ -1,0 +1,303 @@
+//! JPEG files decoded by the GPU's own decoder (nvJPEG), cropped and resized by a kernel. The pixels come back to the
+//! host, where each picture of a batch may come from elsewhere, and go the way of all batches from there: the bytes are
+//! few by then, and every transform stays as it is.
+
+use super::{
+    device::{Buffer, Device, OwnedStream, Pinned},
+    error::CudaError,
+    kernels::{Arg, DType, Geometry, Kernels},
+};
+use crate::{
+    data::{
+        Picture,
+        device::{DeviceDecoder, Encoded, ForCores, ScaleTable, for_hardware},
+    },
+    gpu::nvjpeg::{self, Hardware, Nvjpeg},
+};
+use plan::{Cropping, MOST_DECODED, band, groups, pitch, room};
+use std::{
+    fmt, io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+};
+
+mod plan;
+#[cfg(test)]
+mod tests;
+
+/// Batches that are decoded at a time: while one is copied to the host, the decoder works on the next.
+const SESSIONS: usize = 2;
+
+/// How far the pixels of the first picture may be from those that cores make of it: mean over all, of 255. Decoders
+/// round differently, and differ in how they enlarge chroma.
+const MOST_DIFFERENCE: f64 = 3.0;
+
+/// Opens the decoder of GPU `ordinal`, and has it decode a picture whose pixels are known.
+///
+/// # Errors
+/// There is none, or it does not work; a sentence.
+pub(in crate::engine) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
+    let decoder = JpegDecoder::open(ordinal, dtype)?;
+    decoder.try_it()?;
+    Ok(Arc::new(decoder))
+}
+
+struct JpegDecoder {
+    name: String,
+    // Dropped in this order, by `close`, too.
+    sessions: Vec<Mutex<Option<Session>>>,
+    kernels: Kernels,
+    device: Device,
+}
+
+impl fmt::Debug for JpegDecoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl JpegDecoder {
+    fn open(ordinal: i32, dtype: DType) -> Result<Self, String> {
+        let (library, version) = Nvjpeg::find()?;
+        let library = Arc::new(library);
+        let device = Device::open(ordinal).map_err(|e| e.to_string())?;
+        let sessions = (0..SESSIONS)
+            .map(|_| Ok(Mutex::new(Some(Session::open(&library)?))))
+            .collect::<Result<Vec<_>, String>>()?;
+        let engines = sessions.first().and_then(|session| lock(session).as_ref()?.hardware.engines());
+        let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
+        // What nvJPEG starts on a stream is not ours to run beside.
+        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
+        Ok(Self { name: format!("nvJPEG {version}{engines}"), sessions, kernels, device })
+    }
+
+    /// Whether a picture comes out as cores decode it.
+    fn try_it(&self) -> Result<(), String> {
+        let drawn = image::RgbImage::from_fn(96, 64, |x, y| {
+            image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
+        });
+        let mut file = io::Cursor::new(Vec::new());
+        drawn.write_to(&mut file, image::ImageFormat::Jpeg).map_err(|e| e.to_string())?;
+        let file = file.into_inner();
+        let wanted = Picture::decode(&file)?;
+        let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
+        let (rows, columns) = (ScaleTable::new(64, 64), ScaleTable::new(96, 96));
+        let picture =
+            Encoded { bytes: &file, stored, left: 0, top: 0, rows: &rows, columns: &columns, flip: false };
+        let mut difference = Err(format!("the first picture is {}", ForCores::Refused));
+        self.decode(&[picture], (96, 64), &mut |made| {
+            if let [Some(pixels)] = made {
+                let apart: u64 =
+                    pixels.iter().zip(&wanted.pixels).map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
+                difference = Ok(apart as f64 / wanted.pixels.len() as f64);
+            }
+        })?;
+        match difference? {
+            apart if apart <= MOST_DIFFERENCE => Ok(()),
+            apart => Err(format!("nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average")),
+        }
+    }
+
+    /// One that is free, or else the first one that will be.
+    fn session(&self) -> MutexGuard<'_, Option<Session>> {
+        let free = self.sessions.iter().find_map(|session| match session.try_lock() {
+            Ok(session) => Some(session),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        });
+        free.unwrap_or_else(|| lock(&self.sessions[0]))
+    }
+}
+
+fn lock(session: &Mutex<Option<Session>>) -> MutexGuard<'_, Option<Session>> {
+    session.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl DeviceDecoder for JpegDecoder {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn decode(
+        &self,
+        pictures: &[Encoded<'_>],
+        size: (u32, u32),
+        then: &mut dyn FnMut(&[Option<&[u8]>]),
+    ) -> Result<(), String> {
+        let mut session = self.session();
+        let session = session.as_mut().ok_or("the decoder is closed")?;
+        self.device.bind().map_err(|e| e.to_string())?;
+        let taken = session.decode(&self.device, &self.kernels, pictures, size)?;
+        let bytes = size.0 as usize * size.1 as usize * 3;
+        let all = session.cropper.pixels(pictures.len() * bytes);
+        let made: Vec<Option<&[u8]>> =
+            all.chunks_exact(bytes).zip(&taken).map(|(pixels, taken)| taken.then_some(pixels)).collect();
+        then(&made);
+        Ok(())
+    }
+
+    fn close(&self) {
+        if self.device.bind().is_ok() {
+            self.sessions.iter().for_each(|session| drop(lock(session).take()));
+        }
+    }
+}
+
+impl Drop for JpegDecoder {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A decoder and its memory.
+struct Session {
+    hardware: Hardware,
+    decoded: Option<Buffer>,
+    cropper: Cropper,
+}
+
+impl Session {
+    fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
+        let hardware = Hardware::open(library)?;
+        Ok(Self { hardware, decoded: None, cropper: Cropper::new().map_err(|e| e.to_string())? })
+    }
+
+    /// Makes the pictures that it takes, and says which. All work is done when it returns.
+    fn decode(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        pictures: &[Encoded<'_>],
+        size: (u32, u32),
+    ) -> Result<Vec<bool>, String> {
+        let said = |error: CudaError| error.to_string();
+        let taken: Vec<bool> = pictures.iter().map(|picture| self.hardware.takes(picture.bytes)).collect();
+        let numbered: Vec<(usize, &Encoded<'_>)> =
+            pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
+        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture)).collect();
+        let stream = self.cropper.stream.0;
+        // After an error something may be left.
+        stream.synchronize().map_err(said)?;
+        self.cropper.begin(device, pictures.len(), size).map_err(said)?;
+        for group in groups(&rooms, MOST_DECODED) {
+            // The decoder does not wait for this stream: whoever has read the memory before must have ended.
+            stream.synchronize().map_err(said)?;
+            let base =
+                at_least(&mut self.decoded, device, rooms[group.clone()].iter().sum()).map_err(said)?;
+            let (mut at, mut tables) = (base, Vec::new());
+            let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
+            for ((number, picture), room) in numbered[group.clone()].iter().zip(&rooms[group]) {
+                let (bytes, pitch) = (picture.bytes, pitch(picture));
+                decoded.push(nvjpeg::Picture { bytes, to: at, pitch });
+                croppings.push(Cropping::new(picture, at, *number as u32, &mut tables));
+                at += *room as u64;
+            }
+            self.hardware.decode(&decoded, stream.0)?;
+            self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
+        }
+        self.cropper.end(pictures.len()).map_err(said)?;
+        Ok(taken)
+    }
+}
+
+/// Crops and resizes decoded pictures, and brings them to the host.
+struct Cropper {
+    stream: OwnedStream,
+    /// Width and height of an output.
+    size: (u32, u32),
+    outputs: Option<Buffer>,
+    host_outputs: Option<Pinned>,
+    /// Croppings and tables of a group.
+    lists: Option<Buffer>,
+    host_lists: Option<Pinned>,
+}
+
+impl Cropper {
+    fn new() -> Result<Self, CudaError> {
+        let stream = OwnedStream::new(false)?;
+        Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
+    }
+
+    /// Bytes of an output.
+    fn bytes(&self) -> usize {
+        self.size.0 as usize * self.size.1 as usize * 3
+    }
+
+    /// Room for `pictures` outputs of `size`.
+    fn begin(&mut self, device: &Device, pictures: usize, size: (u32, u32)) -> Result<(), CudaError> {
+        self.size = size;
+        let bytes = pictures * self.bytes();
+        at_least(&mut self.outputs, device, bytes)?;
+        if self.host_outputs.as_ref().is_none_or(|host| host.room() < bytes) {
+            self.host_outputs = None;
+            self.host_outputs = Some(Pinned::new(bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Starts the kernel. What was started before must have ended.
+    fn run(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        croppings: &[Cropping],
+        tables: &[i32],
+    ) -> Result<(), CudaError> {
+        let (Some(outputs), (width, height)) = (&self.outputs, self.size) else { return Ok(()) };
+        // Behind each other, each on a cache line of its own.
+        let tables_after = size_of_val(croppings).next_multiple_of(256);
+        let bytes = tables_after + size_of_val(tables);
+        let lists = at_least(&mut self.lists, device, bytes)?;
+        if self.host_lists.as_ref().is_none_or(|host| host.room() < bytes) {
+            self.host_lists = None;
+            self.host_lists = Some(Pinned::new(bytes + bytes / 8)?);
+        }
+        if let Some(host) = &self.host_lists {
+            host.write(0, croppings);
+            host.write(tables_after, tables);
+            self.stream.0.upload(lists, host, 0, bytes)?;
+        }
+        let (band, shared_bytes) = band(croppings, height);
+        let args = [
+            Arg::Ptr(lists),
+            Arg::Ptr(lists + tables_after as u64),
+            Arg::Ptr(outputs.ptr),
+            Arg::U32(width),
+            Arg::U32(height),
+            Arg::U32(band),
+        ];
+        let geometry = Geometry {
+            grid: [height.div_ceil(band), croppings.len() as u32, 1],
+            block: [256, 1, 1],
+            cluster: 1,
+            shared_bytes,
+        };
+        kernels.launch(self.stream.0, "crop", geometry, &args)
+    }
+
+    /// Waits until `pictures` outputs are on the host.
+    fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
+        let bytes = pictures * self.bytes();
+        if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
+            self.stream.0.download(host, outputs.ptr, bytes)?;
+        }
+        self.stream.0.synchronize()
+    }
+
+    /// What [`Cropper::end`] has brought.
+    fn pixels(&self, bytes: usize) -> &[u8] {
+        self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
+    }
+}
+
+/// Where memory of `bytes` begins: what there is, or more in its place.
+fn at_least(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    match buffer {
+        Some(there) if there.bytes >= bytes => Ok(there.ptr),
+        _ => {
+            // Given back first. A little more than was asked for, since batches differ.
+            *buffer = None;
+            let more = device.alloc((bytes + bytes / 8).next_multiple_of(1 << 20))?;
+            Ok(buffer.insert(more).ptr)
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! Batches whose pictures were decoded and cropped elsewhere against those that cores make. Where there is no GPU, the
+//! host decodes and does with the pixels what the kernel does, from the same descriptions.
+
+use super::*;
+use crate::data::loader::{Batch, DataSource, EpochPlan, Form};
+use lockstep_protocol::spec::{AutoAugment, DataSpec, Validation};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+use tempfile::TempDir;
+
+macro_rules! fixture {
+    ($name:literal) => {
+        include_bytes!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../tests/pytorch/fixtures/pictures/decoding/",
+            $name
+        ))
+    };
+}
+
+/// The kernel `crop` in Rust: an output out of `memory`, in which descriptions' addresses count from its beginning.
+fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
+    let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
+        let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
+        let mut sum = 1 << (shift - 1);
+        for (k, weight) in entry[2..2 + entry[1] as usize].iter().enumerate() {
+            sum += i32::from(value(i64::from(entry[0]) + k as i64)) * weight;
+        }
+        (sum >> shift).min(255) as u8
+    };
+    let mut output = vec![0; (width * height * 3) as usize];
+    for y in 0..height {
+        let mut scaled = vec![0; (p.span * 3) as usize];
+        for (i, scaled) in scaled.iter_mut().enumerate() {
+            let (x, channel) = (i64::from(p.first) + i as i64 / 3, i as i64 % 3);
+            *scaled = weighted(p.rows, p.row_taps, p.row_shift, y, &|row| {
+                let at =
+                    p.pixels as i64 + x * i64::from(p.along_row) + row * i64::from(p.along_column) + channel;
+                memory[at as usize]
+            });
+        }
+        for x in 0..width {
+            let at = if p.flip == 1 { width - 1 - x } else { x };
+            for channel in 0..3 {
+                let value = weighted(p.columns, p.column_taps, p.column_shift, x, &|column| {
+                    scaled[((column - i64::from(p.first)) * 3) as usize + channel]
+                });
+                output[((y * width + at) * 3) as usize + channel] = value;
+            }
+        }
+    }
+    output
+}
+
+/// A GPU as far as the loader can tell.
+#[derive(Debug, Default)]
+struct OnTheHost {
+    /// Every so many pictures are not taken.
+    refuses: Option<usize>,
+    fails: bool,
+    calls: AtomicUsize,
+}
+
+impl DeviceDecoder for OnTheHost {
+    fn name(&self) -> String {
+        "the host".into()
+    }
+
+    fn decode(
+        &self,
+        pictures: &[Encoded<'_>],
+        size: (u32, u32),
+        then: &mut dyn FnMut(&[Option<&[u8]>]),
+    ) -> Result<(), String> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        if self.fails {
+            return Err("it is broken".into());
+        }
+        let (mut memory, mut tables, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, picture) in pictures.iter().enumerate() {
+            // As stored, not upright.
+            let stored = image::load_from_memory(picture.bytes).map_err(|e| e.to_string())?.into_rgb8();
+            assert_eq!((picture.stored.width, picture.stored.height), stored.dimensions());
+            let at = memory.len();
+            memory.extend_from_slice(stored.as_raw());
+            memory.resize(at + room(picture), 0);
+            let cropping = Cropping::new(picture, at as u64, number as u32, &mut tables);
+            let refused = self.refuses.is_some_and(|every| number % every == 0);
+            outputs.push((!refused).then(|| cropped(&memory, &tables, &cropping, size)));
+        }
+        then(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
+        Ok(())
+    }
+}
+
+fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
+    image::RgbImage::from_fn(width, height, |x, y| {
+        let wave = ((x * 9 + number * 40) as f32 / 20.0).sin() * 60.0 + (y * (number + 3)) as f32 % 90.0;
+        image::Rgb([(90.0 + wave) as u8, (x * 5 % 250) as u8, (number * 11 + y * 3) as u8])
+    })
+}
+
+/// With an EXIF block that tells its orientation.
+fn turned(file: &[u8], orientation: u8) -> Vec<u8> {
+    let mut exif =
+        *b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
+    exif[28] = orientation;
+    [&file[..2], &exif, &file[2..]].concat()
+}
+
+fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
+    let mut file = io::Cursor::new(Vec::new());
+    picture.write_to(&mut file, image::ImageFormat::Jpeg).unwrap();
+    file.into_inner()
+}
+
+/// Sixteen JPEG files, two in each orientation, of sizes that `of` gives; and two pictures for cores.
+fn folder(of: impl Fn(u32) -> (u32, u32)) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    let home = dir.path().join("train/all");
+    fs::create_dir_all(&home).unwrap();
+    for number in 0..16 {
+        let (width, height) = of(number);
+        let file = jpeg(&picture(number, width, height).into());
+        fs::write(home.join(format!("{number:02}.jpg")), turned(&file, (number % 8 + 1) as u8)).unwrap();
+    }
+    let (width, height) = of(0);
+    picture(20, width, height).save(home.join("png.png")).unwrap();
+    let grey = image::DynamicImage::ImageRgb8(picture(21, width, height)).grayscale();
+    fs::write(home.join("grey.jpg"), jpeg(&grey)).unwrap();
+    dir
+}
+
+fn spec() -> DataSpec {
+    DataSpec {
+        validation: Validation::Fraction(0.3),
+        mean: Some(vec![0.5; 3]),
+        std: Some(vec![0.25; 3]),
+        ..DataSpec::default()
+    }
+}
+
+const PLAN: EpochPlan = EpochPlan {
+    epoch: 1,
+    first_step: 0,
+    rank: 0,
+    world_size: 1,
+    batch_size: 6,
+    accumulate: 1,
+    drop_remainder: false,
+    threads: 2,
+};
+
+fn open(dir: &Path, spec: &DataSpec, form: Form) -> DataSource {
+    let mut data = DataSource::open(dir, spec, 5).unwrap();
+    data.set_form(form);
+    data
+}
+
+/// An epoch of training and one of validation.
+fn batches(data: &DataSource) -> Vec<Batch> {
+    data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).map(Result::unwrap).collect()
+}
+
+#[test]
+fn what_a_gpu_is_told_to_make_is_what_cores_make() {
+    let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let of_one_size = folder(|_| (48, 48));
+    let photographs = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let changed = DataSpec {
+        vertical_flip: true,
+        color_jitter: [0.4, 0.4, 0.4, 0.1],
+        auto_augment: AutoAugment::TrivialAugment,
+        ..photographs.clone()
+    };
+    for (name, dir, spec, forms) in [
+        ("random resized crops", &of_all_sizes, photographs.clone(), &[Form::Bytes, Form::Normalised][..]),
+        ("enlarged", &of_all_sizes, DataSpec { image_size: Some(90), ..photographs }, &[Form::Bytes]),
+        ("changed", &of_all_sizes, changed.clone(), &[Form::Bytes]),
+        ("erased", &of_all_sizes, DataSpec { random_erasing: 0.5, ..changed }, &[Form::Normalised]),
+        // Training crops the largest centred square; only validation needs all of a picture.
+        (
+            "squares",
+            &of_all_sizes,
+            DataSpec { image_size: Some(24), resize: Some(28), ..spec() },
+            &[Form::Bytes],
+        ),
+        ("as they are", &of_one_size, DataSpec { resize: Some(50), ..spec() }, &[Form::Bytes]),
+    ] {
+        for form in forms {
+            let on_cores = open(dir.path(), &spec, *form);
+            let mut elsewhere = open(dir.path(), &spec, *form);
+            assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+            assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {form:?}");
+            assert_eq!(on_cores.decoded(), None);
+            let decoded = elsewhere.decoded().unwrap();
+            let cores = [(ForCores::OtherFormat, 1), (ForCores::Grey, 1)];
+            assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores.into()), "{name}");
+        }
+    }
+}
+
+#[test]
+fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let home = dir.path().join("train/all");
+    fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
+    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+
+    data.set_decoder(Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })));
+    assert!(batches(&data) == wanted);
+    let decoded = data.decoded().unwrap();
+    let refused = decoded.by_cores[&ForCores::Refused];
+    assert!(refused >= 8 && decoded.by_device + refused == 16, "{decoded:?}");
+    assert_eq!(decoded.by_cores[&ForCores::Progressive], 1);
+    let text = decoded.to_string();
+    assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
+
+    // Four batches that fail one after another are enough.
+    let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
+    data.set_decoder(Some(broken.clone()));
+    for epoch in 0..4 {
+        assert!(data.epoch(EpochPlan { epoch, threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
+    }
+    assert_eq!(broken.calls.load(Ordering::Relaxed), 4);
+    let decoded = data.decoded().unwrap();
+    assert!(decoded.given_up && decoded.by_device == 0, "{decoded:?}");
+    let text = decoded.to_string();
+    assert!(text.contains("it is broken") && text.contains("from now on"), "{text}");
+    assert!(batches(&data) == wanted);
+}
+
+#[test]
+fn files_are_held_for_a_gpu_up_to_a_limit() {
+    let dir = folder(|_| (40, 40));
+    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
+    // All of a batch: as many as there are of the training split.
+    let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let chosen = data.epoch(plan).next().unwrap().unwrap().indices;
+    let mut files: Vec<_> =
+        fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
+    files.sort();
+    let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
+    for (room, passed) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_room(Arc::new(OnTheHost::default()), room);
+        assert_eq!(data.epoch(plan).count(), 1);
+        let decoded = data.decoded().unwrap();
+        assert_eq!(decoded.by_cores.get(&ForCores::LongBatch).copied(), passed, "{decoded:?}");
+    }
+    data.set_decoder_with_room(Arc::new(OnTheHost::default()), 1);
+    assert!(batches(&data) == wanted);
+    assert_eq!(data.decoded().unwrap().by_device, 0);
+}
+
+#[test]
+fn a_file_that_breaks_is_named_whoever_decodes() {
+    let dir = folder(|_| (40, 40));
+    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(Arc::new(OnTheHost::default())));
+    fs::write(dir.path().join("train/all/03.jpg"), "I am no picture").unwrap();
+    let found = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
+    let error = found.expect("an error").to_string();
+    assert!(error.contains("03.jpg is text"), "{error}");
+}
+
+/// What may lie between pictures of nvJPEG and of cores: of 255, on average over a batch. `LOCKSTEP_TEST_APART` sets
+/// another limit.
+fn most_apart() -> f64 {
+    std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_crops_are_the_host_s_to_the_bit() {
+    let device = Device::open(0).unwrap();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
+    let mut cropper = Cropper::new().unwrap();
+    // Also wider than a block has room for at once, and a single pixel.
+    for (width, height, size) in
+        [(97, 61, (40, 30)), (31, 20, (224, 224)), (8192, 3, (224, 224)), (1, 1, (5, 7))]
+    {
+        let pixels = picture(7, width, height).into_raw();
+        let memory = device.upload(&pixels).unwrap();
+        let rows = ScaleTable::window(height, 0.0, f64::from(height), size.1);
+        let columns = ScaleTable::window(width, f64::from(width) * 0.1, f64::from(width) * 0.8, size.0);
+        for orientation in 1..=8 {
+            let stored = if orientation > 4 { (height, width) } else { (width, height) };
+            let stored = crate::data::device::Stored { width: stored.0, height: stored.1, orientation };
+            let encoded = Encoded {
+                bytes: &[],
+                stored,
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: orientation % 2 == 0,
+            };
+            let (mut tables, mut on_host) = (Vec::new(), Vec::new());
+            let croppings: Vec<Cropping> =
+                (0..3).map(|to| Cropping::new(&encoded, memory.ptr, to, &mut tables)).collect();
+            let wanted = cropped(&pixels, &tables, &Cropping::new(&encoded, 0, 0, &mut on_host), size);
+            cropper.begin(&device, 3, size).unwrap();
+            cropper.run(&device, &kernels, &croppings, &tables).unwrap();
+            cropper.end(3).unwrap();
+            let found = cropper.pixels(3 * wanted.len());
+            let differ =
+                found.chunks_exact(wanted.len()).flatten().zip(wanted.iter().cycle()).filter(|(a, b)| a != b);
+            assert_eq!(differ.count(), 0, "{width} x {height} to {size:?}, orientation {orientation}");
+        }
+    }
+}
+
+/// A GPU's decoder, the folder that it decodes and the same batches of cores.
+fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
+    let wanted = batches(&open(dir, spec, Form::Bytes));
+    let mut data = open(dir, spec, Form::Bytes);
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    let found = batches(&data);
+    let pairs = || {
+        wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
+    };
+    let count = pairs().count();
+    assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
+    let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
+    let most = pairs().max().unwrap();
+    eprintln!("{}: apart {mean:.3} of 255 on average, {most} at most", data.decoded().unwrap());
+    (data, mean, most)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
+    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let made = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let (data, mean, _) = compared(made.path(), &spec);
+    let decoded = data.decoded().unwrap();
+    assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
+    assert!(mean <= most_apart(), "4:4:4: {mean}");
+    // Chroma is stored at half the width, or half of both sides; each of these has but some hundred pixels.
+    for (name, file) in [
+        ("4:2:2", &fixture!("half-chroma.jpg")[..]),
+        ("4:2:0", fixture!("orientation-1.jpg")),
+        ("4:2:0 on its side", fixture!("orientation-6.jpg")),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let home = dir.path().join("train/all");
+        fs::create_dir_all(&home).unwrap();
+        (0..16).for_each(|i| fs::write(home.join(format!("{i}.jpg")), file).unwrap());
+        let (data, mean, _) = compared(dir.path(), &spec);
+        let decoded = data.decoded().unwrap();
+        assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
+        assert!(mean <= 3.0 * most_apart(), "{name}: {mean}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
+    let dir = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let path = dir.path().join("train/all/05.jpg");
+    let file = fs::read(&path).unwrap();
+    // The scan breaks off in the middle, and the end of the file says that all is there.
+    let cut = [&file[..file.len() / 2], b"\xff\xd9"].concat();
+    fs::write(&path, cut).unwrap();
+    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    for epoch in 0..3 {
+        let pictures: usize =
+            data.epoch(EpochPlan { epoch, ..PLAN }).map(|batch| batch.unwrap().labels.len()).sum();
+        assert_eq!(pictures as u64, data.shape.train_samples);
+    }
+    eprintln!("{}", data.decoded().unwrap());
+    // And what comes after it is decoded as before.
+    fs::write(&path, file).unwrap();
+    let (_, mean, _) = compared(dir.path(), &spec);
+    assert!(mean <= most_apart(), "{mean}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
+    let dir = folder(|_| (140, 132));
+    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    assert_eq!(batches(&data).len(), batches(&data).len());
+    data.close_decoder();
+    assert!(batches(&data) == batches(&open(dir.path(), &spec, Form::Bytes)));
+}

@@ -228,7 +228,7 @@ fn jpeg_decoder(found: Result<String, String>) -> Finding {
     match found {
         Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
         Err(why) => {
-            let advice = "JPEG files are decoded on cores. A100, A30, H100, H200 and newer ones have a decoder; it needs the \
+            let advice = "JPEG files are decoded on cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
                           driver's libnvcuvid.so.1, which a container gets with \
                           NVIDIA_DRIVER_CAPABILITIES=compute,utility,video.";
             finding("JPEG decoder", Grade::Note, why, advice)

@@ -121,7 +121,7 @@ fn frame(bytes: &[u8]) -> Result<(u32, u32), ForCores> {
             0xc2 => return Err(ForCores::Progressive),
             // Tables and extensions of JPEG among the frames' markers.
             0xc4 | 0xc8 | 0xcc => {}
-            0xc1 | 0xc3..=0xcf => return Err(ForCores::RareCoding),
+            0xc1 | 0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf => return Err(ForCores::RareCoding),
             0xda => {
                 let (width, height, named_rgb) = found.ok_or(ForCores::Damaged)?;
                 // As libjpeg decides: by Adobe's marker, else by the names of the channels unless it is a JFIF file.

@@ -5,6 +5,7 @@ use super::*;
 use crate::data::loader::{Batch, DataSource, EpochPlan, Form};
 use lockstep_protocol::spec::{AutoAugment, DataSpec, Validation};
 use std::{
+    collections::BTreeMap,
     fs,
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
@@ -198,8 +199,8 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {form:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = elsewhere.decoded().unwrap();
-            let cores = [(ForCores::OtherFormat, 1), (ForCores::Grey, 1)];
-            assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores.into()), "{name}");
+            let cores = BTreeMap::from([(ForCores::OtherFormat, 1), (ForCores::Grey, 1)]);
+            assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
         }
     }
 }

@@ -148,11 +148,9 @@ impl Kernels {
     }
 
     /// The same, each of which begins when what was started before it has ended.
-    pub(super) fn one_by_one(self) -> Self {
-        // Not by functional update: the module is unloaded when a value is dropped.
-        let mut this = self;
-        this.early = false;
-        this
+    pub(super) fn one_by_one(mut self) -> Self {
+        self.early = false;
+        self
     }
 
     pub(super) fn multiprocessors(&self) -> u32 {

@@ -179,17 +179,17 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
     };
     for (name, dir, spec, forms) in [
         ("random resized crops", &of_all_sizes, photographs.clone(), &[Form::Bytes, Form::Normalised][..]),
-        ("enlarged", &of_all_sizes, DataSpec { image_size: Some(90), ..photographs }, &[Form::Bytes]),
-        ("changed", &of_all_sizes, changed.clone(), &[Form::Bytes]),
-        ("erased", &of_all_sizes, DataSpec { random_erasing: 0.5, ..changed }, &[Form::Normalised]),
+        ("enlarged", &of_all_sizes, DataSpec { image_size: Some(90), ..photographs }, &[Form::Bytes][..]),
+        ("changed", &of_all_sizes, changed.clone(), &[Form::Bytes][..]),
+        ("erased", &of_all_sizes, DataSpec { random_erasing: 0.5, ..changed }, &[Form::Normalised][..]),
         // Training crops the largest centred square; only validation needs all of a picture.
         (
             "squares",
             &of_all_sizes,
             DataSpec { image_size: Some(24), resize: Some(28), ..spec() },
-            &[Form::Bytes],
+            &[Form::Bytes][..],
         ),
-        ("as they are", &of_one_size, DataSpec { resize: Some(50), ..spec() }, &[Form::Bytes]),
+        ("as they are", &of_one_size, DataSpec { resize: Some(50), ..spec() }, &[Form::Bytes][..]),
     ] {
         for form in forms {
             let on_cores = open(dir.path(), &spec, *form);

@@ -3,18 +3,18 @@
 use super::{
     Catalog, DataError, Picture,
     augment::{Augmenter, Draw, Recipe},
+    listing::Listing,
     shard,
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{path::Path, sync::Arc};
 
 use ahead::prepare_ahead;
+use replaced::Replaced;
 use splits::{Opened, normalisation, open_splits, sizes};
 
 mod ahead;
+mod replaced;
 mod splits;
 
 /// What a batch holds of its pictures; engines differ in what they do themselves.
@@ -81,6 +81,7 @@ pub struct DataSource {
     validation: Arc<Part>,
     seed: u64,
     form: Form,
+    digest: u32,
 }
 
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
@@ -124,7 +125,7 @@ pub struct EpochPlan {
 enum Pixels {
     Memory(Arc<Vec<u8>>),
     Files {
-        files: Arc<Vec<PathBuf>>,
+        files: Arc<Listing>,
         /** A square of this side is made of each; `None` when all have the size. */
         square: Option<u32>,
     },
@@ -139,6 +140,8 @@ struct Part {
     chosen: Vec<u32>,
     /// Bytes of a picture in memory.
     size: usize,
+    /// Pictures that cannot be read any more.
+    replaced: Replaced,
 }
 
 impl Part {
@@ -146,14 +149,13 @@ impl Part {
         match &self.pixels {
             Pixels::Memory(bytes) => Ok(then(&bytes[place * self.size..][..self.size])),
             Pixels::Files { files, square } => {
-                let picture = Picture::read(&files[place])?;
+                let picture = files.picture(place)?;
                 let picture = match square {
                     Some(side) => picture.centre_square(*side),
                     None => picture,
                 };
                 if picture.pixels.len() != self.size {
-                    let detail = "has changed its size since the job began".into();
-                    return Err(DataError::File { path: files[place].display().to_string(), detail });
+                    return Err(files.broken(place, "has changed its size since the job began".into()));
                 }
                 Ok(then(&picture.pixels))
             }
@@ -207,8 +209,9 @@ impl DataSource {
         let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
-        let sizes = sizes(&mut catalog, &mut skipped)?;
+        let sizes = sizes(&catalog, &skipped)?;
         let opened = open_splits(&mut catalog, sizes, spec, &mut skipped)?;
+        let digest = splits::digest(&opened);
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
@@ -219,7 +222,13 @@ impl DataSource {
                 if skipped.len() == 1 { "it" } else { "them" },
             )));
         }
-        Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
+        let data = Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)?;
+        Ok(Self { digest, ..data })
+    }
+
+    /// Tells datasets apart whose samples have other names, sizes, labels or order: all ranks must have the same.
+    pub fn digest(&self) -> u32 {
+        self.digest
     }
 
     fn assemble(
@@ -258,10 +267,11 @@ impl DataSource {
             Validation::Split(_) => (all(total), Vec::new()),
         };
         let (mean, std) = normalisation(spec, &train, channels, size)?;
+        let replaced = || Replaced::new(spec.broken_files == BrokenFiles::Skip);
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
                 let chosen = all(split.labels.len());
-                Part { pixels: split.pixels, labels: split.labels, chosen, size }
+                Part { pixels: split.pixels, labels: split.labels, chosen, size, replaced: replaced() }
             }
             None => {
                 let pixels = match &train.pixels {
@@ -270,10 +280,16 @@ impl DataSource {
                         Pixels::Files { files: files.clone(), square: *square }
                     }
                 };
-                Part { pixels, labels: train.labels.clone(), chosen: held_out, size }
+                Part { pixels, labels: train.labels.clone(), chosen: held_out, size, replaced: replaced() }
             }
         };
-        let train = Part { pixels: train.pixels, labels: train.labels, chosen: train_chosen, size };
+        let train = Part {
+            pixels: train.pixels,
+            labels: train.labels,
+            chosen: train_chosen,
+            size,
+            replaced: replaced(),
+        };
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
         }
@@ -305,6 +321,7 @@ impl DataSource {
             validation: Arc::new(validation),
             seed,
             form: Form::default(),
+            digest: 0,
         })
     }
 
@@ -317,8 +334,13 @@ impl DataSource {
         let bytes: Vec<u8> = (0..count * size / 8).flat_map(|_| random.next_u64().to_le_bytes()).collect();
         let labels = Arc::new((0..count as u32).map(|i| i % 10).collect::<Vec<_>>());
         let bytes = Arc::new(bytes);
-        let part =
-            |chosen| Part { pixels: Pixels::Memory(bytes.clone()), labels: labels.clone(), chosen, size };
+        let part = |chosen| Part {
+            pixels: Pixels::Memory(bytes.clone()),
+            labels: labels.clone(),
+            chosen,
+            size,
+            replaced: Replaced::new(false),
+        };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let recipe = Recipe {
             height,
@@ -350,6 +372,7 @@ impl DataSource {
             validation: Arc::new(validation),
             seed,
             form: Form::default(),
+            digest: 0,
         }
     }
 
@@ -385,7 +408,8 @@ impl DataSource {
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            let batch = make_batch(&part, &recipe, &chosen, Some(plan.epoch), form)?;
+            let make = |chosen: &[u32]| make_batch(&part, &recipe, chosen, Some(plan.epoch), form);
+            let batch = part.replaced.with_others(&part, &chosen, make)?;
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
@@ -431,11 +455,21 @@ impl DataSource {
         let (part, recipe) = (self.validation.clone(), self.recipe.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
         let (batch_size, form) = (batch_size.max(1), self.form);
-        prepare_ahead(share.len().div_ceil(batch_size), threads, move |number| {
+        let batches = prepare_ahead(share.len().div_ceil(batch_size), threads, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
-            make_batch(&part, &recipe, chosen, None, form)
-        })
+            let make = |chosen: &[u32]| make_batch(&part, &recipe, chosen, None, form);
+            part.replaced.without(&part, chosen, make)
+        });
+        Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
+    }
+
+    /// Pictures that could not be read since this was last asked, in words, and how many there are by now.
+    pub fn newly_broken(&self) -> (Vec<String>, usize) {
+        let (mut news, training) = self.train.replaced.news();
+        let (more, validation) = self.validation.replaced.news();
+        news.extend(more);
+        (news, training + validation)
     }
 }
 

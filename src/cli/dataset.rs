@@ -119,19 +119,21 @@ fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
 
 /// Looks at files on this machine, and shows how far it is.
 fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
+    // The index is found by this name.
     let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = looking_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
-        scope.spawn(|| {
+        let (bar, path) = (&bar, &path);
+        scope.spawn(move || {
             // Until the other side is dropped.
             while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let progress = lockstep_worker::data::index_progress(&path);
+                let progress = lockstep_worker::data::index_progress(path);
                 show(&bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });
-        let found = lockstep_worker::data::inspect(&path).map_err(|e| wrong(e.to_string()));
+        let found = lockstep_worker::data::inspect(path).map_err(|e| wrong(e.to_string()));
         drop(done);
         found
     })

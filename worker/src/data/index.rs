@@ -138,7 +138,11 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
                 let (entries, after) = rest.split_at(group.len());
                 rest = after;
                 let container = folders[group[0].0].path.as_os_str().as_bytes();
-                if let Err(error) = keeper.append(container, block_of(None, None, entries.iter())) {
+                let block = block_of(None, None, entries.iter());
+                if block.entries.is_empty() {
+                    continue;
+                }
+                if let Err(error) = keeper.append(container, block) {
                     not_kept(&error);
                     making = None;
                     break;
@@ -188,10 +192,10 @@ fn look_at(path: &Path, found: &FoundFile) -> Entry {
 
 /// Adds to `entry` what a picture's bytes say of it; `name` tells kinds that are not read.
 pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
-    let (format, hash) = (picture::format_number(bytes), content_hash(bytes));
+    let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
-        Ok((width, height)) => Entry { format, hash, width, height, ..entry },
-        Err(detail) => Entry { format, hash, broken: Some(detail), ..entry },
+        Ok((width, height)) => Entry { format, hash: content_hash(bytes), width, height, ..entry },
+        Err(detail) => Entry { format, broken: Some(detail), ..entry },
     }
 }
 

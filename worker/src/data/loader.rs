@@ -190,6 +190,11 @@ impl DataSource {
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
+        Self::open_with_room(path, spec, seed, splits::CACHE_BYTES)
+    }
+
+    /// As [`DataSource::open`], with other room for decoded pictures, in bytes a split.
+    fn open_with_room(path: &Path, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let mut catalog = Catalog::open(path)?;
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
@@ -210,7 +215,7 @@ impl DataSource {
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
         let sizes = sizes(&catalog, &skipped)?;
-        let opened = open_splits(&mut catalog, sizes, spec, &mut skipped)?;
+        let opened = open_splits(&mut catalog, sizes, spec, room, &mut skipped)?;
         let digest = splits::digest(&opened);
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(

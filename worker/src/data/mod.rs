@@ -157,7 +157,9 @@ impl Catalog {
 /// There is nothing there.
 pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     match shards::fixed_part(path) {
-        Some((folder, rest)) if folder.as_os_str().is_empty() => Ok(Path::new(".").canonicalize()?.join(rest)),
+        Some((folder, rest)) if folder.as_os_str().is_empty() => {
+            Ok(Path::new(".").canonicalize()?.join(rest))
+        }
         Some((folder, rest)) => Ok(folder.canonicalize()?.join(rest)),
         None => path.canonicalize(),
     }

@@ -110,12 +110,7 @@ fn split_of(path: &Path) -> Option<&'static str> {
 }
 
 /// `dataset`: as it was named; `shards` are relative to `root`.
-fn read(
-    dataset: &Path,
-    root: &Path,
-    shards: Vec<PathBuf>,
-    store: &IndexStore,
-) -> Result<Catalog, DataError> {
+fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -> Result<Catalog, DataError> {
     let any = shards.iter().any(|shard| split_of(shard).is_some());
     let (mut broken, mut there) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
@@ -136,7 +131,7 @@ fn read(
     let members = index::of_shards(dataset, &stamped, store, look);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
     for ((split, shard, stamp), members) in there.iter().zip(members) {
-        let found = splits.entry(split).or_insert_with(|| Found::new(root));
+        let found = splits.entry(*split).or_insert_with(|| Found::new(root));
         found.add(root, shard, *stamp, members);
     }
     let classes = classes(root, &splits)?;

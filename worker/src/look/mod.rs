@@ -41,7 +41,9 @@ const ASK_EVERY: Duration = Duration::from_millis(5);
 /// A sentence: what is wrong with the question, or with the process.
 pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
     let room = match question {
-        Question::HasFiles { .. } | Question::InspectProgress { .. } => return at_once(question.clone()).await,
+        Question::HasFiles { .. } | Question::InspectProgress { .. } => {
+            return at_once(question.clone()).await;
+        }
         Question::InspectDataset { .. } => &DATASETS,
         _ if question.is_long() => &LONG,
         _ => &SHORT,

@@ -53,7 +53,7 @@ pub(crate) struct Entry {
     pub(crate) width: u32,
     /// In pixels; 0 when it is broken.
     pub(crate) height: u32,
-    /// Of its bytes, see [`content_hash`]; 0 when they could not be read.
+    /// Of its bytes, see [`content_hash`]; 0 when it is broken.
     pub(crate) hash: u64,
     /// In a shard: the class, a number or a name.
     pub(crate) label: Option<String>,
@@ -299,10 +299,7 @@ impl Making {
     ///
     /// # Errors
     /// The disk does not take it.
-    pub(super) fn finish<'a>(
-        self,
-        blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>,
-    ) -> io::Result<()> {
+    pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
         write_head(&mut file, &self.dataset)?;

@@ -77,7 +77,10 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
     let place = Place::new(2, 4);
     let first = place.open().unwrap();
     assert_eq!(counts(&first), (8, vec![]));
-    assert!(place.kept("index").is_some() && place.kept("part").is_none_or(|p| fs::metadata(p).unwrap().len() == 0));
+    assert!(
+        place.kept("index").is_some()
+            && place.kept("part").is_none_or(|p| fs::metadata(p).unwrap().len() == 0)
+    );
     // Same size and time, other content: only who reads it notices.
     let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
     place.replace_unseen("class-0000/000001.png", &vec![b'x'; size]);
@@ -178,7 +181,10 @@ fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_no
     assert_eq!(third.names_sha256, second.names_sha256);
     assert_ne!(third.contents_sha256, second.contents_sha256);
     fs::rename(&name, place.picture("class-0000/another.png")).unwrap();
-    assert_ne!(place.open().unwrap().fingerprint(place.data.path()).unwrap().names_sha256, third.names_sha256);
+    assert_ne!(
+        place.open().unwrap().fingerprint(place.data.path()).unwrap().names_sha256,
+        third.names_sha256
+    );
 }
 
 #[test]

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
-const CACHE_BYTES: usize = 1 << 30;
+pub(super) const CACHE_BYTES: usize = 1 << 30;
 
 /// A split after its broken files were found.
 pub(super) struct Opened {
@@ -119,11 +119,12 @@ fn leave_out<T>(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Decodes splits that fit into memory.
+/// Decodes splits that fit into `room` bytes.
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common: Option<(u32, u32)>,
     spec: &DataSpec,
+    room: usize,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Opened>, DataError> {
     let mut opened = Vec::new();
@@ -150,7 +151,7 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let pixels = if files.len().saturating_mul(size) <= CACHE_BYTES {
+                let pixels = if files.len().saturating_mul(size) <= room {
                     let decoded: Vec<_> = (0..files.len())
                         .into_par_iter()
                         .map(|i| {

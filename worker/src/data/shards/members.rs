@@ -22,8 +22,7 @@ const LABEL_BYTES: u64 = 4096;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
 
-pub(super) const NO_LABEL: &str =
-    "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
+pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
 
 /// Looks at all members of the shard at `path`.
 pub(super) fn of(path: &Path) -> Members {
@@ -83,11 +82,14 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         };
         let (offset, length) = (member.raw_file_position(), member.size());
         let name = member.path_bytes().into_owned();
-        end = offset.saturating_add(length).next_multiple_of(BLOCK);
         if offset.saturating_add(length) > size {
+            // What there is of its sample is no sample.
+            let key = parts(&name).map(|(key, _)| key);
+            samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
             let name = String::from_utf8_lossy(&name);
             return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
         }
+        end = (offset + length).next_multiple_of(BLOCK);
         count += 1;
         let kind = member.header().entry_type();
         let Some((key, extension)) = parts(&name) else { continue };
@@ -146,7 +148,10 @@ impl Sample {
         read: impl FnOnce(u64) -> io::Result<Option<String>>,
     ) -> io::Result<()> {
         let file_name = String::from_utf8_lossy(name).into_owned();
-        let mut broken = |detail: String| drop(self.broken.get_or_insert(detail));
+        // The first that is wrong.
+        let mut broken = |detail: String| {
+            self.broken.get_or_insert(detail);
+        };
         match extension {
             "cls" => match read(LABEL_BYTES)?.map(|text| text.trim().to_owned()) {
                 Some(class) if !class.is_empty() => self.class = Some(class_name(&class)),

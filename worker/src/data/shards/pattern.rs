@@ -40,7 +40,8 @@ pub(super) fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> 
 
 /// `000..127` with the first number's zeros, or `a,b`.
 fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
-    let wrong = || format!("has {{{inside}}}, which is neither a range such as {{000..127}} nor a list {{a,b}}");
+    let wrong =
+        || format!("has {{{inside}}}, which is neither a range such as {{000..127}} nor a list {{a,b}}");
     let Some((first, last)) = inside.split_once("..") else {
         return if inside.contains(',') && !inside.contains('{') {
             Ok(inside.split(',').map(str::to_owned).collect())

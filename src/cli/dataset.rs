@@ -129,7 +129,7 @@ fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
             // Until the other side is dropped.
             while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_worker::data::index_progress(path);
-                show(&bar, progress.map(|progress| (progress.done, progress.total)));
+                show(bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });

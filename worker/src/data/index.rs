@@ -92,7 +92,7 @@ fn not_kept(error: &std::io::Error) {
 }
 
 fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
-    let one = |folder: &Folder| {
+    let one = |folder: &Folder| -> Vec<Slot> {
         let mut by_name: HashMap<Vec<u8>, Entry> = HashMap::with_capacity(folder.files.len());
         for block in facts.of(folder.path.as_os_str().as_bytes()) {
             by_name.extend(block.entries.into_iter().map(|entry| (entry.name.clone(), entry)));
@@ -121,7 +121,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
         here.map(|(i, _)| (f, i)).collect()
     };
     let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown).collect();
-    let total = known.iter().map(|slots| slots.len() as u64).sum();
+    let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
     let (mut done, mut learned) = (total - unknown.len() as u64, false);
     for part in unknown.chunks(PART) {
         let one = |&(folder, file): &(usize, usize)| {

@@ -10,7 +10,7 @@ mod tests;
 pub(super) use pattern::fixed_part;
 
 use super::{
-    Catalog, DataError, Format, Samples, Split,
+    Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
     index::{self, IndexStore, Members, Stamp},
     listing::Listing,
 };
@@ -27,8 +27,6 @@ use std::{
 const SHARDS: usize = 100_000;
 /// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
 const CLASSES: u32 = 100_000;
-/// Class names are a few kilobytes.
-const MAX_NAMES_BYTES: u64 = 16 << 20;
 /// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];

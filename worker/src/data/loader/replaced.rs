@@ -238,7 +238,7 @@ mod tests {
                 };
                 (i, times)
             });
-            assert_eq!(counts, expected.collect());
+            assert_eq!(counts, expected.collect::<BTreeMap<_, _>>());
         }
     }
 

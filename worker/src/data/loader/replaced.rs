@@ -118,7 +118,6 @@ fn next(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::data::loader::{DataSource, EpochPlan};
     use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
     use std::{collections::BTreeMap, fs, path::Path};

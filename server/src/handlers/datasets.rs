@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Body, Path, Query},
-    looks::{self, Seen, UnderWay, WaitFor},
+    looks::{self, LookProgress, Seen, WaitFor},
 };
 use crate::{
     app::App,
@@ -46,7 +46,7 @@ pub(crate) struct NewDataset {
 /// An agent looks at the files; their format is found, not declared. The first look at many pictures takes minutes: 202
 /// then says how far it is; send the same request again until it is done.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 202, body = UnderWay, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+    responses((status = 201, body = Dataset), (status = 202, body = LookProgress, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to look at the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
@@ -70,7 +70,7 @@ pub(crate) async fn create(
 pub(crate) enum Registered {
     Done(Box<Dataset>),
     /// To be asked again.
-    UnderWay(UnderWay),
+    UnderWay(LookProgress),
 }
 
 /// Checks, has an agent look, stores. Waits for the look as long as `patience`.
@@ -152,7 +152,7 @@ pub(crate) struct Looked {
 
 /// Look at a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitFor), request_body = Folder,
-    responses((status = 200, body = Looked), (status = 202, body = UnderWay, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = Looked), (status = 202, body = LookProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
     Query(wait): Query<WaitFor>,

@@ -53,7 +53,7 @@ pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS)
 
 /// How far a look at a dataset is.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct UnderWay {
+pub(crate) struct LookProgress {
     /// For people.
     pub(crate) detail: String,
     /// Pictures (or shards) that were looked at, where that is known.
@@ -70,7 +70,7 @@ pub(crate) enum Seen {
         path: String,
         info: Box<DatasetInfo>,
     },
-    UnderWay(UnderWay),
+    UnderWay(LookProgress),
 }
 
 /// By path.
@@ -154,10 +154,10 @@ fn begin(app: &App, path: &str) -> Look {
     look
 }
 
-async fn under_way(app: &App, agent: Option<&Online>, path: String) -> UnderWay {
+async fn under_way(app: &App, agent: Option<&Online>, path: String) -> LookProgress {
     let Some(agent) = agent else {
         let detail = format!("a machine that has {path} is looked for; ask again");
-        return UnderWay { detail, looked: None, total: None };
+        return LookProgress { detail, looked: None, total: None };
     };
     let waiting = app.agents.ask(agent, Question::InspectProgress { path: path.clone() });
     let looked = match app.agents.answer(waiting, PROGRESS).await {
@@ -171,5 +171,5 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> UnderWay 
         }
         None => format!("{name} is looking at {path}; ask again"),
     };
-    UnderWay { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
+    LookProgress { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
 }

@@ -4,9 +4,19 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on, output, wrong,
 };
+use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::Duration,
+};
+
+/// How often the progress of a look on this machine is shown.
+const SHOW_EVERY: Duration = Duration::from_millis(200);
 
 /// Register, list and inspect datasets
 #[derive(clap::Args)]
@@ -21,7 +31,8 @@ enum Action {
     Add {
         /// The name that jobs give
         name: String,
-        /// A folder: CIFAR binary files, IDX files, or train/<class>/* with pictures
+        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, or WebDataset shards (*.tar);
+        /// or a pattern of shards ('/data/train-{000..127}.tar')
         path: PathBuf,
         #[command(flatten)]
         server: ServerArgs,
@@ -48,9 +59,10 @@ enum Action {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, server } => {
-            let path = path.canonicalize().map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let path = lockstep_worker::data::canonical(&path)
+                .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = Api::new(&server.server)?;
-            let dataset: Dataset = block_on(api.post("/datasets", &json!({ "name": name, "path": path })))?;
+            let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
             if server.json {
                 return output::json(&dataset);
             }
@@ -77,10 +89,60 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
+/// Asks until the look at the files is done, which takes minutes when they are many.
+async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
+    let bar = looking_bar();
+    loop {
+        let answer = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
+        if answer.status() != StatusCode::ACCEPTED {
+            bar.finish_and_clear();
+            return api.read(answer).await;
+        }
+        let under_way: Value = api.read(answer).await?;
+        let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
+        show(&bar, number("looked").zip(number("total")));
+    }
+}
+
+/// Hidden where standard error is no terminal.
+fn looking_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("looking at {pos} of {len} [{bar:30}] {eta} left");
+    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
+    if let Some((looked, total)) = looked {
+        bar.set_length(total);
+        bar.set_position(looked);
+    }
+}
+
+/// Looks at files on this machine, and shows how far it is.
+fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
+    // The index is found by this name.
+    let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
+    let bar = looking_bar();
+    let (done, is_done) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (bar, path) = (&bar, &path);
+        scope.spawn(move || {
+            // Until the other side is dropped.
+            while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
+                let progress = lockstep_worker::data::index_progress(path);
+                show(bar, progress.map(|progress| (progress.done, progress.total)));
+            }
+            bar.finish_and_clear();
+        });
+        let found = lockstep_worker::data::inspect(path).map_err(|e| wrong(e.to_string()));
+        drop(done);
+        found
+    })
+}
+
 fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     let looks_like_path = name.contains(std::path::is_separator) || PathBuf::from(name).exists();
     let info = if looks_like_path {
-        lockstep_worker::data::inspect(&PathBuf::from(name)).map_err(|e| wrong(e.to_string()))?
+        look(Path::new(name))?
     } else {
         let api = Api::new(&server.server)?;
         let answer: Value = block_on(api.get("/datasets"))?;

@@ -99,7 +99,7 @@ fn make_dataset_absolute(document: &mut Value) {
     let Some(dataset) = document.pointer_mut("/data/dataset") else { return };
     if let Some(text) = dataset.as_str()
         && text.contains(std::path::is_separator)
-        && let Ok(absolute) = Path::new(text).canonicalize()
+        && let Ok(absolute) = lockstep_worker::data::canonical(Path::new(text))
     {
         *dataset = Value::String(absolute.to_string_lossy().into_owned());
     }

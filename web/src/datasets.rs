@@ -88,6 +88,7 @@ impl<'a> DatasetCard<'a> {
                 "cifar100" => "CIFAR-100 binary",
                 "idx" => "IDX",
                 "image_folder" => "image folders",
+                "webdataset" => "WebDataset shards",
                 _ => "unknown format",
             },
             pictures: match (info.width, info.height) {

@@ -7,7 +7,7 @@ use rustix::{fs::OFlags, io::Errno};
 use std::{
     fs::{self, File, Metadata, OpenOptions},
     io::{self, Read},
-    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -26,16 +26,30 @@ pub(crate) enum Found {
 /// # Errors
 /// What is wrong with it, to stand after its name.
 pub(crate) fn look(path: &Path) -> Result<Found, String> {
+    look_with_time(path).map(|(found, _)| found)
+}
+
+/// As [`look`], and when it was last written, in nanoseconds since 1970: one call of the system tells both.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
+    let modified = modified_ns(&found);
     if found.is_dir() {
         return if leads_back(path) {
             Err("is a link to a folder that it lies in; remove it".into())
         } else {
-            Ok(Found::Folder)
+            Ok((Found::Folder, modified))
         };
     }
     regular(&found)?;
-    Ok(Found::File { size_bytes: found.len() })
+    Ok((Found::File { size_bytes: found.len() }, modified))
+}
+
+/// When a file was last written, in nanoseconds since 1970.
+pub(crate) fn modified_ns(found: &Metadata) -> i64 {
+    found.mtime().saturating_mul(1_000_000_000).saturating_add(found.mtime_nsec())
 }
 
 /// Opens a regular file and tells its size.

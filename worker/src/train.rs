@@ -383,6 +383,7 @@ impl Run<'_> {
             return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
         }
         let data_secs = began.elapsed().as_secs_f64();
+        setup::tell_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
 
         let result = self.engine.start_step(&micro_batches, lr)?;
@@ -532,6 +533,7 @@ impl Run<'_> {
                 }
             }
         }
+        setup::tell_broken(self.training, &self.data);
         comm.all_reduce_f64(&mut sums)?;
         if !sums[0].is_finite() {
             return Err(self.diverged("the validation's loss is not finite".into()));

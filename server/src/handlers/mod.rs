@@ -16,6 +16,7 @@ pub(crate) mod fork;
 pub(crate) mod health;
 pub(crate) mod jobs;
 pub(crate) mod logs;
+pub(crate) mod looks;
 pub(crate) mod metrics;
 pub(crate) mod pages;
 pub(crate) mod pictures;

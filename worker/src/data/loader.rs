@@ -2,23 +2,26 @@
 
 use super::{
     Catalog, DataError, Picture,
-    picture::{self, Decoder, PictureRef, Resize},
+    listing::Listing,
+    picture::{Decoder, PictureRef, Resize},
     shard,
     transform::{Crop, Transform, evaluation_resize},
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
 };
 
 use ahead::prepare_ahead;
 use batch::make_batch;
+use replaced::Replaced;
 use splits::{Opened, normalisation, open_splits, sizes};
 use workers::Workers;
 
 mod ahead;
 mod batch;
+mod replaced;
 mod splits;
 mod workers;
 
@@ -91,6 +94,7 @@ pub struct DataSource {
     form: Form,
     /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
     workers: Mutex<Option<(usize, Arc<Workers>)>>,
+    digest: u32,
 }
 
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
@@ -134,7 +138,7 @@ pub struct EpochPlan {
 enum Pixels {
     Memory(Arc<Vec<u8>>),
     Files {
-        files: Arc<Vec<PathBuf>>,
+        files: Arc<Listing>,
         /** A square of this side is made of each; `None` when all have the size. */
         square: Option<u32>,
     },
@@ -151,6 +155,8 @@ struct Part {
     size: [usize; 3],
     /// Files are seen whole, whatever their size.
     whole: bool,
+    /// Pictures that cannot be read any more.
+    replaced: Replaced,
 }
 
 /// What a thread needs to open pictures.
@@ -179,9 +185,8 @@ impl Part {
         match &self.pixels {
             Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
             Pixels::Files { files, square } => {
-                let wrong =
-                    |detail: String| DataError::File { path: files[place].display().to_string(), detail };
-                let bytes = picture::bytes_of(&files[place]).map_err(wrong)?;
+                let wrong = |detail: String| files.broken(place, detail);
+                let bytes = files.read(place)?;
                 let whole = opener.decoder.decode(&bytes).map_err(wrong)?;
                 let square = square.filter(|_| !self.whole);
                 match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
@@ -226,6 +231,11 @@ impl DataSource {
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
+        Self::open_with_room(path, spec, seed, splits::CACHE_BYTES)
+    }
+
+    /// As [`DataSource::open`], with other room for decoded pictures, in bytes a split.
+    fn open_with_room(path: &Path, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let mut catalog = Catalog::open(path)?;
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
@@ -245,9 +255,10 @@ impl DataSource {
         let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
-        let sizes = sizes(&mut catalog, &mut skipped)?;
+        let sizes = sizes(&catalog, &skipped)?;
         let whole = spec.random_resized_crop || spec.resize.is_some();
-        let opened = open_splits(&mut catalog, sizes, spec, whole, &mut skipped)?;
+        let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
+        let digest = splits::digest(&opened);
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
@@ -258,7 +269,13 @@ impl DataSource {
                 if skipped.len() == 1 { "it" } else { "them" },
             )));
         }
-        Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
+        let data = Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)?;
+        Ok(Self { digest, ..data })
+    }
+
+    /// Tells datasets apart whose samples have other names, sizes, labels or order: all ranks must have the same.
+    pub fn digest(&self) -> u32 {
+        self.digest
     }
 
     fn assemble(
@@ -305,10 +322,11 @@ impl DataSource {
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
+        let replaced = || Replaced::new(spec.broken_files == BrokenFiles::Skip);
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
-                let chosen = all(split.labels.len());
-                Part { pixels: split.pixels, labels: split.labels, chosen, size, whole: resize.is_some() }
+                let (chosen, whole) = (all(split.labels.len()), resize.is_some());
+                Part { pixels: split.pixels, labels: split.labels, chosen, size, whole, replaced: replaced() }
             }
             None => {
                 let pixels = match &train.pixels {
@@ -317,7 +335,8 @@ impl DataSource {
                         Pixels::Files { files: files.clone(), square: *square }
                     }
                 };
-                Part { pixels, labels: train.labels.clone(), chosen: held_out, size, whole: resize.is_some() }
+                let (labels, whole) = (train.labels.clone(), resize.is_some());
+                Part { pixels, labels, chosen: held_out, size, whole, replaced: replaced() }
             }
         };
         let train = Part {
@@ -326,6 +345,7 @@ impl DataSource {
             chosen: train_chosen,
             size,
             whole: spec.random_resized_crop,
+            replaced: replaced(),
         };
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
@@ -355,6 +375,7 @@ impl DataSource {
             validation: Arc::new(validation),
             form: Form::default(),
             workers: Mutex::default(),
+            digest: 0,
         }
     }
 
@@ -374,6 +395,7 @@ impl DataSource {
             chosen,
             size,
             whole: false,
+            replaced: Replaced::new(false),
         };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
@@ -443,7 +465,9 @@ impl DataSource {
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            let batch = make_batch(&part, &transform, &chosen, Some(plan.epoch), form, &workers)?;
+            let make =
+                |chosen: &[u32]| make_batch(&part, &transform, chosen, Some(plan.epoch), form, &workers);
+            let batch = part.replaced.with_others(&part, &chosen, make)?;
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
@@ -494,11 +518,21 @@ impl DataSource {
             Ok(workers) => workers,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
-        prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
+        let batches = prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
-            make_batch(&part, &transform, chosen, None, form, &workers)
-        })
+            let make = |chosen: &[u32]| make_batch(&part, &transform, chosen, None, form, &workers);
+            part.replaced.without(&part, chosen, make)
+        });
+        Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
+    }
+
+    /// Pictures that could not be read since this was last asked, in words, and how many there are by now.
+    pub fn newly_broken(&self) -> (Vec<String>, usize) {
+        let (mut news, training) = self.train.replaced.news();
+        let (more, validation) = self.validation.replaced.news();
+        news.extend(more);
+        (news, training + validation)
     }
 
     /// Threads that put batches together, how many batches wait for each, and what they have their pictures made by.

@@ -18,26 +18,36 @@ use std::{
     io::{Read, Write},
     path::Path,
     process::Stdio,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
 };
 use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
 
 /// Long questions and short ones wait for their own kind alone.
 static LONG: Semaphore = Semaphore::const_new(AT_ONCE);
 static SHORT: Semaphore = Semaphore::const_new(AT_ONCE);
+/// A dataset of a million pictures takes all cores for minutes.
+static DATASETS: Semaphore = Semaphore::const_new(AT_ONCE);
 /// Looks at paths; a file system that hangs holds one up for ever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// Training comes first: what people look at waits for idle cores.
 const NICENESS: i32 = 10;
+/// How often it is looked whether a process has answered.
+const ASK_EVERY: Duration = Duration::from_millis(5);
 
 /// Has a process of its own answer. It ends when this is dropped.
 ///
 /// # Errors
 /// A sentence: what is wrong with the question, or with the process.
 pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
-    if let Question::HasFiles { paths } = question {
-        return has_files(paths.clone()).await;
-    }
-    let room = if question.is_long() { &LONG } else { &SHORT };
+    let room = match question {
+        Question::HasFiles { .. } | Question::InspectProgress { .. } => {
+            return at_once(question.clone()).await;
+        }
+        Question::InspectDataset { .. } => &DATASETS,
+        _ if question.is_long() => &LONG,
+        _ => &SHORT,
+    };
     let _turn = room.acquire().await.map_err(|e| e.to_string())?;
     let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the process that looks at files {what}: {e}");
@@ -64,13 +74,56 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
     }
 }
 
-async fn has_files(paths: Vec<String>) -> Result<Answer, String> {
+/// Without a process of its own: nothing is read of what somebody brings.
+async fn at_once(question: Question) -> Result<Answer, String> {
     let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
     let looked = tokio::task::spawn_blocking(move || {
         let _turn = turn;
-        paths.iter().map(|path| Path::new(path).exists()).collect()
+        answer(question)
     });
-    Ok(Answer::Files { there: looked.await.map_err(|e| e.to_string())? })
+    looked.await.map_err(|e| e.to_string())?
+}
+
+/// Has a process of its own answer while the caller waits, until `cancelled`.
+///
+/// # Errors
+/// A sentence: what is wrong with the question, or with the process.
+pub(crate) fn ask_and_wait(
+    program: &Path,
+    question: &Question,
+    cancelled: &AtomicBool,
+) -> Result<Answer, String> {
+    let failed = |e: std::io::Error| format!("the process that looks at files failed: {e}");
+    let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
+    let mut child = std::process::Command::new(program)
+        .arg("look")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(failed)?;
+    if let Some(mut to) = child.stdin.take() {
+        // One that ended before it read everything is told of below.
+        let _ = to.write_all(&words);
+    }
+    // The answer is shorter than what a pipe holds.
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(failed)? {
+            break status;
+        }
+        if cancelled.load(Ordering::Relaxed) {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err("cancelled".into());
+        }
+        std::thread::sleep(ASK_EVERY);
+    };
+    let mut said = Vec::new();
+    if let Some(from) = &mut child.stdout {
+        from.read_to_end(&mut said).map_err(failed)?;
+    }
+    serde_json::from_slice(&said)
+        .unwrap_or_else(|_| Err(format!("the process that looks at files ended with {status}")))
 }
 
 /// The process itself: a question on standard input, the answer on standard output, both JSON.
@@ -78,12 +131,15 @@ async fn has_files(paths: Vec<String>) -> Result<Answer, String> {
 /// # Errors
 /// Those pipes.
 pub fn run() -> std::io::Result<()> {
-    // Without the right to, it is as urgent as the rest.
-    let _ = rustix::process::nice(NICENESS);
     let mut words = Vec::new();
     std::io::stdin().read_to_end(&mut words)?;
-    let answer =
-        serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}")).and_then(answer);
+    let question = serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}"));
+    // A job waits for this one.
+    if !matches!(question, Ok(Question::Fingerprint { .. })) {
+        // Without the right to, it is as urgent as the rest.
+        let _ = rustix::process::nice(NICENESS);
+    }
+    let answer = question.and_then(answer);
     let words = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
     std::io::stdout().write_all(&words)
 }
@@ -95,10 +151,19 @@ pub fn run() -> std::io::Result<()> {
 pub fn answer(question: Question) -> Result<Answer, String> {
     match question {
         Question::HasFiles { paths } => {
-            Ok(Answer::Files { there: paths.iter().map(|path| Path::new(path).exists()).collect() })
+            Ok(Answer::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
+        }
+        Question::InspectProgress { path } => {
+            let path = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            let looked = data::index_progress(&path).map(|progress| (progress.done, progress.total));
+            Ok(Answer::Progress { looked })
+        }
+        Question::Fingerprint { path } => {
+            let found = data::fingerprint::of_pictures(Path::new(&path)).map_err(|e| e.to_string())?;
+            Ok(Answer::Fingerprint { found })
         }
         Question::InspectDataset { path } => {
-            let resolved = Path::new(&path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
+            let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
@@ -122,7 +187,6 @@ pub fn answer(question: Question) -> Result<Answer, String> {
 mod tests {
     use super::*;
     use lockstep_protocol::look::Pick;
-    use std::time::Duration;
 
     #[tokio::test]
     async fn short_questions_do_not_wait_for_long_ones() {

@@ -104,6 +104,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
         observer.log(&format!("{} broken files are left out:", skipped.len()));
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
     }
+    same_everywhere(training, &data)?;
     Ok(data)
 }
 
@@ -117,6 +118,42 @@ pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_s
         _ if !prepared_each_step => 1,
         DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA).max(1),
         DeviceChoice::Cuda { .. } => threads.max(1),
+    }
+}
+
+/// Ranks that had other pictures, or the same in another order, would train on some twice and on others never.
+fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
+    let comm = &training.comm;
+    if comm.world_size() == 1 {
+        return Ok(());
+    }
+    let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
+    // In pieces that float32 holds exactly.
+    let piece = |bits: u64| (bits & 0xffff) as f32;
+    let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
+    let all = comm.all_gather(&own)?;
+    let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
+    other.map_or(Ok(()), |rank| {
+        let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
+        Err(TrainError::Impossible(format!(
+            "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other names, sizes or order). Copy the \
+             dataset to all machines, and change none of it while a job starts",
+            count(rank),
+            count(0)
+        )))
+    })
+}
+
+/// Tells of pictures that could not be read since this was last called.
+pub(super) fn tell_broken(training: &Training<'_>, data: &DataSource) {
+    let (news, count) = data.newly_broken();
+    let before = count - news.len();
+    for file in news.iter().take(NAMED.saturating_sub(before)) {
+        training.observer.log(&format!("cannot be used any more and is left out: {file}"));
+    }
+    // The rest is counted: each time that it has doubled.
+    if count > NAMED && count.ilog2() != before.max(1).ilog2() {
+        training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
     }
 }
 

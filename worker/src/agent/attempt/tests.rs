@@ -47,7 +47,7 @@ fn place(ranks: u32, script: &str) -> Place {
         program,
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
-        check: |_, _| Ok(()),
+        check: |_, _, _| Ok(()),
         bell: Arc::new(Notify::new()),
         gpus: Arc::default(),
     };
@@ -250,7 +250,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // As a look at a file on a dead server: it never comes back, cancelled or not.
-        place.around.check = |_, _| loop {
+        place.around.check = |_, _, _| loop {
             std::thread::park();
         };
         let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
@@ -263,7 +263,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.around.check = |held, cancelled| {
+    place.around.check = |held, _, cancelled| {
         let begun = held.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {

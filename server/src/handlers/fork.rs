@@ -5,7 +5,7 @@ use super::{
     checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
-    jobs,
+    jobs, to_the_end,
 };
 use crate::{
     app::App,
@@ -23,7 +23,7 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{SpecError, key_parts, set_key},
+    spec::{JobSpec, SpecError, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -92,6 +92,20 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
+    let (status, job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
+    let status =
+        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// The new job, with the checkpoint in its folder.
+async fn make(
+    app: &App,
+    source: &Job,
+    from: CheckpointRow,
+    spec: JobSpec,
+    key: Option<(String, String)>,
+) -> Result<(axum::http::StatusCode, Job)> {
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
     let folder = format!("{}-{}", from.info.epoch, from.info.step);
@@ -113,10 +127,7 @@ pub(crate) async fn fork(
     };
     let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    let (status, job) = jobs::store(&app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
-    let status =
-        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
-    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+    jobs::store(app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await
 }
 
 fn fork_name(name: &str) -> String {

@@ -118,6 +118,30 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
     assert!(String::from_utf8_lossy(&again.stderr).contains("--resume latest"));
 }
 
+#[test]
+fn a_run_that_goes_on_normalises_as_it_began() {
+    let bench = Bench::new();
+    succeeded(&bench.train("before", &[]).output().expect("it runs"));
+    // Half of the pixels become white, as if other pictures could be read, or were read otherwise.
+    let images = bench.folder.path().join("fashion-400-100/train-images-idx3-ubyte");
+    let mut bytes = fs::read(&images).expect("the pictures");
+    let half = bytes.len() / 2;
+    bytes[half..].fill(255);
+    fs::write(&images, bytes).expect("the pictures");
+    let checkpoint = bench.out("before/checkpoints/1-7");
+    let resume = ["--resume", checkpoint.to_str().expect("a path")];
+    succeeded(&bench.train("resumed", &resume).output().expect("it runs"));
+    succeeded(&bench.train("anew", &[]).output().expect("it runs"));
+    let mean = |out: &str| {
+        let bytes = bench.model(out, "2-24");
+        let text = String::from_utf8_lossy(&bytes[..4096]).into_owned();
+        let (_, value) = text.split_once(r#""mean":"["#).expect("the mean in the header");
+        value.split(']').next().expect("an end").parse::<f32>().expect("one number")
+    };
+    assert_eq!(mean("resumed"), mean("before"));
+    assert!(mean("anew") > mean("before") + 0.1, "{} and {}", mean("anew"), mean("before"));
+}
+
 #[tokio::test]
 async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_anew() {
     let _turn = turn().await;

@@ -17,7 +17,7 @@ use crate::{
     comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
         DataError,
-        loader::{Batch, DataSource, EpochPlan},
+        loader::{Batch, DataSource, EpochPlan, replaced},
     },
     engine::{Engine, EngineError, StepResult},
     gpu::DeviceChoice,
@@ -535,6 +535,10 @@ impl Run<'_> {
         }
         setup::tell_broken(self.training, &self.data);
         comm.all_reduce_f64(&mut sums)?;
+        let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
+        if replaced::too_many(all.saturating_sub(seen), all, all) {
+            return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());
+        }
         if !sums[0].is_finite() {
             return Err(self.diverged("the validation's loss is not finite".into()));
         }

@@ -21,7 +21,7 @@ use workers::Workers;
 
 mod ahead;
 mod batch;
-mod replaced;
+pub(crate) mod replaced;
 mod splits;
 mod workers;
 
@@ -94,7 +94,6 @@ pub struct DataSource {
     form: Form,
     /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
     workers: Mutex<Option<(usize, Arc<Workers>)>>,
-    digest: u32,
 }
 
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
@@ -168,6 +167,21 @@ struct Opener {
 }
 
 impl Part {
+    fn add_to(&self, hash: &mut crc32fast::Hasher) {
+        if let Pixels::Memory(bytes) = &self.pixels {
+            hash.update(bytes);
+        }
+        for place in &self.chosen {
+            hash.update(&self.labels[*place as usize].to_le_bytes());
+            if let Pixels::Files { files, .. } = &self.pixels {
+                let (name, size, content) = files.identity(*place as usize);
+                hash.update(name.as_os_str().as_encoded_bytes());
+                hash.update(&size.to_le_bytes());
+                hash.update(&content.to_le_bytes());
+            }
+        }
+    }
+
     fn is_decoded_each_step(&self) -> bool {
         matches!(self.pixels, Pixels::Files { .. })
     }
@@ -258,7 +272,6 @@ impl DataSource {
         let sizes = sizes(&catalog, &skipped)?;
         let whole = spec.random_resized_crop || spec.resize.is_some();
         let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
-        let digest = splits::digest(&opened);
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
@@ -269,13 +282,25 @@ impl DataSource {
                 if skipped.len() == 1 { "it" } else { "them" },
             )));
         }
-        let data = Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)?;
-        Ok(Self { digest, ..data })
+        Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
     }
 
-    /// Tells datasets apart whose samples have other names, sizes, labels or order: all ranks must have the same.
+    /// Tells datasets apart whose classes or samples differ, in content, label, name or order: all ranks must have the same.
     pub fn digest(&self) -> u32 {
-        self.digest
+        let mut hash = crc32fast::Hasher::new();
+        for class in &self.shape.classes {
+            hash.update(class.as_bytes());
+            hash.update(&[0]);
+        }
+        self.train.add_to(&mut hash);
+        self.validation.add_to(&mut hash);
+        hash.finalize()
+    }
+
+    /// Normalises with these, by channel, in place of what was found: a run that goes on does as it began.
+    pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
+        Arc::make_mut(&mut self.transform).set_normalisation(&mean, &std);
+        (self.shape.mean, self.shape.std) = (mean, std);
     }
 
     fn assemble(
@@ -375,7 +400,6 @@ impl DataSource {
             validation: Arc::new(validation),
             form: Form::default(),
             workers: Mutex::default(),
-            digest: 0,
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::{TrainError, Training};
 use crate::{
+    checkpoint,
     comm::Communicator,
     data::loader::{DataSource, Shape},
     engine::{self, Engine, EngineConfig, Optimizer},
@@ -97,7 +98,7 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    let mut data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
     let skipped = &data.shape.skipped;
     if training.comm.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;
@@ -105,7 +106,29 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
     }
     same_everywhere(training, &data)?;
+    normalise_alike(training, &mut data)?;
     Ok(data)
+}
+
+/// Has all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: what is found depends on which
+/// pictures could be read, and on how this version reads them.
+fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
+    let (asked, channels) = (&training.spec.data, data.shape.channels);
+    let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
+        let about = checkpoint::metadata(&training.resume?.join(checkpoint::MODEL)).ok()?;
+        let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
+        (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
+    };
+    let first = training.comm.rank() == 0;
+    let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
+        .map(|(key, asked, found)| {
+            let kept = if first && asked.is_none() { of_checkpoint(key) } else { None };
+            kept.unwrap_or_else(|| found.clone())
+        });
+    training.comm.broadcast(&mut mean, 0)?;
+    training.comm.broadcast(&mut std, 0)?;
+    data.set_normalisation(mean, std);
+    Ok(())
 }
 
 /// Of a CPU rank's threads, one in so many prepares pictures: decoding one takes a small part of what training on it does.
@@ -136,7 +159,7 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
     other.map_or(Ok(()), |rank| {
         let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
         Err(TrainError::Impossible(format!(
-            "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other names, sizes or order). Copy the \
+            "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
              dataset to all machines, and change none of it while a job starts",
             count(rank),
             count(0)
@@ -149,7 +172,7 @@ pub(super) fn tell_broken(training: &Training<'_>, data: &DataSource) {
     let (news, count) = data.newly_broken();
     let before = count - news.len();
     for file in news.iter().take(NAMED.saturating_sub(before)) {
-        training.observer.log(&format!("cannot be used any more and is left out: {file}"));
+        training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
     }
     // The rest is counted: each time that it has doubled.
     if count > NAMED && count.ilog2() != before.max(1).ilog2() {

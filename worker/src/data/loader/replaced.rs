@@ -1,20 +1,30 @@
-//! Pictures that break while a job trains on them (`data.broken_files = "skip"`): in training the next picture of the split
-//! that can be read takes the place, in validation there is one less.
+//! Pictures that break while a job trains on them (`data.broken_files = "skip"`): in training another picture of the split
+//! takes the place, in validation there is one less.
 //!
-//! Which one is next follows from the split alone, not from what a rank has met before, so ranks that come to a file at
+//! Which one takes a place follows from the split alone, not from what a rank has met before, so ranks that come to a file at
 //! different times, or another number of ranks, replace it by the same one.
 
-use super::{Batch, Part, Pixels};
-use crate::data::DataError;
+use super::{Batch, Opener, Part, Pixels};
+use crate::data::{DataError, Random};
+use rayon::prelude::*;
 use std::{
     collections::BTreeSet,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
+/// What a random stream is for (see `shard.rs` for others).
+const REPLACEMENT: u64 = 10;
 /// So many may break in any split.
 const ALWAYS: usize = 16;
 /// And this share of it: when more are gone, a disk is, and nobody would want to train on the rest.
 const SHARE: usize = 10;
+/// Pictures drawn for one place: with a tenth of them broken, more than a few are never needed.
+const DRAWN: usize = 1000;
+
+/// Whether so many of the `seen` pictures of a split of `all` are more than may break.
+pub(crate) fn too_many(broken: usize, seen: usize, all: usize) -> bool {
+    broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
+}
 
 /// What a part's pictures are replaced by.
 #[derive(Debug)]
@@ -26,6 +36,8 @@ pub(super) struct Replaced {
 
 #[derive(Debug, Default)]
 struct Met {
+    /// Pictures asked for so far, or all of them.
+    asked: usize,
     /// Places in the split.
     broken: BTreeSet<u32>,
     /// What was not told yet.
@@ -37,35 +49,50 @@ impl Replaced {
         Self { allowed, met: Mutex::default() }
     }
 
-    /// A batch of the `chosen` places, each broken one replaced by the next of `part` that can be read.
+    /// A batch of the `chosen` places, each broken one replaced by another of `part` that can be read.
+    ///
+    /// # Errors
+    /// More are broken than may be, of those that this rank has asked for: they come in random order, so they tell of all.
     pub(super) fn with_others(
         &self,
         part: &Part,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
-        self.made(part, |broken| chosen.iter().map(|place| next(part, *place, broken)).collect(), make)
+        let asked = {
+            let mut met = self.met();
+            met.asked = (met.asked + chosen.len()).min(part.chosen.len());
+            met.asked
+        };
+        loop {
+            let places: Vec<u32> = {
+                let broken = &self.met().broken;
+                chosen.iter().map(|place| other(part, *place, broken)).collect()
+            };
+            match make(&places) {
+                Err(error) if self.allowed => self.note(part, &places, error)?,
+                made => return made,
+            }
+            let met = self.met();
+            if too_many(met.broken.len(), asked, part.chosen.len()) {
+                return Err(DataError::Invalid(gone(met.broken.len(), asked, met.news.last())));
+            }
+        }
     }
 
-    /// A batch of the `chosen` places, broken ones left out.
+    /// A batch of the `chosen` places, broken ones left out. Whoever counts the pictures of all ranks notices when too many
+    /// are: those of one rank lie side by side in the split.
     pub(super) fn without(
         &self,
         part: &Part,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
-        let whole = |broken: &BTreeSet<u32>| chosen.iter().copied().filter(|p| !broken.contains(p)).collect();
-        self.made(part, whole, make)
-    }
-
-    fn made(
-        &self,
-        part: &Part,
-        places: impl Fn(&BTreeSet<u32>) -> Vec<u32>,
-        make: impl Fn(&[u32]) -> Result<Batch, DataError>,
-    ) -> Result<Batch, DataError> {
         loop {
-            let places = places(&self.met().broken);
+            let places: Vec<u32> = {
+                let broken = &self.met().broken;
+                chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
+            };
             match make(&places) {
                 Err(error) if self.allowed => self.note(part, &places, error)?,
                 made => return made,
@@ -73,24 +100,31 @@ impl Replaced {
         }
     }
 
-    /// Remembers which of `places` an error is about.
+    /// Remembers which of `places` are broken: all of them at once, as they come in runs (a lost shard) and a batch is made
+    /// anew each time.
     fn note(&self, part: &Part, places: &[u32], error: DataError) -> Result<(), DataError> {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &part.pixels) else {
             return Err(error);
         };
-        let Some(place) = places.iter().find(|place| files.name(**place as usize) == *path) else {
-            return Err(error);
+        let look = |opener: &mut Opener, place: &u32| match part.picture(*place as usize, opener) {
+            Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
+            _ => None,
         };
-        let mut met = self.met();
-        if met.broken.insert(*place) {
-            met.news.push(format!("{path} {detail}"));
+        let mut found: Vec<_> =
+            places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
+        if found.is_empty() {
+            // It could be read this time. Once more is once too often for a picture that every epoch needs.
+            let named = places.iter().find(|place| files.name(**place as usize) == *path);
+            found.extend(named.map(|place| (*place, format!("{path} {detail}"))));
         }
-        let (count, all) = (met.broken.len(), part.chosen.len());
-        if count > ALWAYS.max(all / SHARE) || count >= all {
-            return Err(DataError::Invalid(format!(
-                "{count} of {all} pictures cannot be read any more, the last one {path}, which {detail}. Is the \
-                 dataset's disk still there? Bring it back and retry the job"
-            )));
+        if found.is_empty() {
+            return Err(error);
+        }
+        let mut met = self.met();
+        for (place, words) in found {
+            if met.broken.insert(place) {
+                met.news.push(words);
+            }
         }
         Ok(())
     }
@@ -106,14 +140,24 @@ impl Replaced {
     }
 }
 
-/// The first of the part's places from `place` on that is not broken, round its end.
-fn next(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
+/// In words, that too many pictures are broken.
+pub(crate) fn gone(broken: usize, all: usize, last: Option<&String>) -> String {
+    let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
+    format!(
+        "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
+         the job"
+    )
+}
+
+/// What takes a place: its own picture, or else the first of some drawn at random that is not broken. Neighbours would be of
+/// one class, and all of a run of broken ones would get the same.
+fn other(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
     if !broken.contains(&place) {
         return place;
     }
-    let from = part.chosen.partition_point(|chosen| *chosen < place);
-    let all = part.chosen[from..].iter().chain(&part.chosen[..from]);
-    all.copied().find(|place| !broken.contains(place)).unwrap_or(place)
+    let mut random = Random::new(&[REPLACEMENT, place.into()]);
+    let mut drawn = (0..DRAWN).map(|_| part.chosen[random.below(part.chosen.len() as u64) as usize]);
+    drawn.find(|other| !broken.contains(other)).unwrap_or(place)
 }
 
 #[cfg(test)]
@@ -212,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_picture_takes_the_place_whatever_the_number_of_ranks() {
+    fn another_picture_takes_the_place_whatever_the_number_of_ranks() {
         let dir = folder();
         let alone = seen(dir.path(), 1);
         assert_eq!(alone.len(), 10, "five steps in each of two epochs");
@@ -228,17 +272,35 @@ mod tests {
                     *counts.entry(*index).or_insert(0) += 1;
                 }
             }
-            // 4 and 5 are replaced by 6, the last one by the first.
-            let expected = (0..40u64).filter(|i| ![4, 5, 39].contains(i)).map(|i| {
-                let times = match i {
-                    6 => 3,
-                    0 => 2,
-                    _ => 1,
-                };
-                (i, times)
-            });
-            assert_eq!(counts, expected.collect::<BTreeMap<_, _>>());
+            assert_eq!(counts.values().sum::<i32>(), 40, "every place is taken");
+            let missing: Vec<u64> = (0..40).filter(|i| !counts.contains_key(i)).collect();
+            assert_eq!(missing, [4, 5, 39]);
         }
+    }
+
+    #[test]
+    fn a_run_of_broken_pictures_is_not_all_replaced_by_one() {
+        let dir = folder();
+        let source = open(dir.path(), BrokenFiles::Skip, none());
+        for number in 2..16 {
+            fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+        }
+        let plan = EpochPlan {
+            epoch: 0,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: 40,
+            accumulate: 1,
+            drop_remainder: false,
+            threads: 2,
+        };
+        let batch = source.epoch(plan).next().unwrap().unwrap();
+        let mut counts = BTreeMap::new();
+        batch.indices.iter().for_each(|index| *counts.entry(*index).or_insert(0) += 1);
+        assert!(counts.values().all(|times| *times <= 5), "{counts:?}");
+        assert!(batch.labels.iter().filter(|label| **label == 1).count() > 20, "of other classes, too");
+        assert_eq!(source.newly_broken().1, 14);
     }
 
     #[test]
@@ -292,6 +354,6 @@ mod tests {
         assert_eq!(first_error(&few), None);
         remove(16);
         let words = first_error(&many).expect("an error");
-        assert!(words.starts_with("17 of 40 pictures cannot be read any more"), "{words}");
+        assert!(words.contains("17 of ") && words.contains("pictures cannot be read any more"), "{words}");
     }
 }

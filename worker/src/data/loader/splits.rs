@@ -65,23 +65,6 @@ pub(super) fn normalisation(
     Ok((fit("mean", &spec.mean, found_mean)?, fit("std", &spec.std, found_std)?))
 }
 
-/// Of what decides which picture is which on every rank. Of pictures in memory only the labels: their files are checked
-/// before ranks start.
-pub(super) fn digest(splits: &[Opened]) -> u32 {
-    let mut hash = crc32fast::Hasher::new();
-    for split in splits {
-        for (number, label) in split.labels.iter().enumerate() {
-            hash.update(&label.to_le_bytes());
-            if let Pixels::Files { files, .. } = &split.pixels {
-                let (name, size, _) = files.identity(number);
-                hash.update(name.as_os_str().as_encoded_bytes());
-                hash.update(&size.to_le_bytes());
-            }
-        }
-    }
-    hash.finalize()
-}
-
 /// The one size that all pictures have, if they do.
 pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
     let (mut first, mut same) = (None, true);

@@ -268,6 +268,13 @@ pub struct TrainSpec {
     /// `cosine` and `one_cycle`: the learning rate of the last step, as a share of `lr`.
     pub final_lr_share: f32,
     pub label_smoothing: f32,
+    /// Keep a running average of the weights and running statistics beside them: `average = ema_decay average + (1 -
+    /// ema_decay) weights` after every `ema_every_steps` steps, the first time the weights themselves. It is evaluated too
+    /// (`ema_val_accuracy`) and saved as `ema.safetensors`. None when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ema_decay: Option<f64>,
+    /// Steps between two updates of that average.
+    pub ema_every_steps: u64,
     /// Micro-batches a step.
     pub accumulate: u32,
     pub precision: Precision,
@@ -487,6 +494,8 @@ impl Default for TrainSpec {
             rise: 0.3,
             final_lr_share: 0.0,
             label_smoothing: 0.0,
+            ema_decay: None,
+            ema_every_steps: 1,
             accumulate: 1,
             precision: Precision::Auto,
             loss_scale: LossScale::Named("dynamic".into()),

@@ -68,6 +68,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             steps: Some(1),
             batch_size: Some(1),
             global_batch_size: Some(1),
+            ema_decay: Some(0.5),
             ..Default::default()
         },
         checkpoint: lockstep_protocol::spec::CheckpointSpec {
@@ -159,6 +160,9 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
         ("train", "beta2 = 1", "beta2", &["below 1"]),
         ("train", "beta2 = nan", "beta2", &["a number"]),
+        ("train", "ema_decay = 1", "ema_decay", &["below 1"]),
+        ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
+        ("train", "ema_every_steps = 0", "ema_every_steps", &["from 1"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
         ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),

@@ -129,6 +129,8 @@ pub const KEYS: &[Section] = &[
             ("rise", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("final_lr_share", number(0.0, 1.0)),
             ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("ema_decay", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("ema_every_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),
             ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
             ("loss_scale", Kind::LossScale),

@@ -135,6 +135,13 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Number,
                 "cosine, one_cycle: of the learning rate",
             ),
+            more(
+                "train.ema_decay",
+                "Average of the weights",
+                Kind::Number,
+                "decay such as 0.9999; empty: none",
+            ),
+            more("train.ema_every_steps", "Averaged every", Kind::Integer, "steps"),
             more("train.accumulate", "Accumulate", Kind::Integer, "micro-batches a step"),
             more("train.precision", "Precision", Kind::Choice(&["auto", "fp32", "bf16", "fp16"]), ""),
             more("train.loss_scale", "Loss scale", Kind::NumberOrText, "fp16: dynamic or a number"),

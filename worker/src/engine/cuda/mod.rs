@@ -374,6 +374,27 @@ impl Engine for CudaEngine {
         Ok(())
     }
 
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        self.device.bind()?;
+        let Program { state, ops, main, .. } = &mut self.program;
+        Ok(state.average(&self.device, ops, main.0, decay)?)
+    }
+
+    fn has_average(&self) -> bool {
+        self.program.state.has_average()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        self.read(State::averaged)
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        super::cpu::layout::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_averaged(&self.device, values)
+    }
+
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         self.read(State::optimizer_state)
     }

@@ -17,8 +17,8 @@ pub const NAMES: [&str; 18] = [
     "all_reduce_ms",
     "val_loss",
     "val_accuracy",
-    "ema_val_loss",
-    "ema_val_accuracy",
+    "val_ema_loss",
+    "val_ema_accuracy",
     "gpu_utilization",
     "gpu_memory_bytes",
     "gpu_power_watts",
@@ -29,7 +29,7 @@ pub const NAMES: [&str; 18] = [
 ///
 /// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
 /// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, with float16
-/// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `ema_val_loss` and `ema_val_accuracy`, which are
+/// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `val_ema_loss` and `val_ema_accuracy`, which are
 /// of the averaged weights where the others are of the weights themselves.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {

@@ -68,7 +68,6 @@ fn every_key_is_known_to_the_structs_and_back() {
             steps: Some(1),
             batch_size: Some(1),
             global_batch_size: Some(1),
-            ema_decay: Some(0.5),
             ..Default::default()
         },
         checkpoint: lockstep_protocol::spec::CheckpointSpec {
@@ -162,7 +161,11 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "beta2 = nan", "beta2", &["a number"]),
         ("train", "ema_decay = 1", "ema_decay", &["below 1"]),
         ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
-        ("train", "ema_every_steps = 0", "ema_every_steps", &["from 1"]),
+        ("train", "ema_steps = 0", "ema_steps", &["from 1"]),
+        ("train", "mixup_alpha = -0.1", "mixup_alpha", &["at least 0"]),
+        ("train", "mixup_alpha = 100.1", "mixup_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = 100.1", "cutmix_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = nan", "cutmix_alpha", &["a number"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
         ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),

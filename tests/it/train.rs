@@ -154,8 +154,16 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_
 async fn the_average_of_the_weights_is_evaluated_kept_and_continued() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let sets =
-        ["train.ema_decay=0.8", "train.ema_every_steps=2", "checkpoint.every_steps=1", "checkpoint.keep=30"];
+    // Mixed pictures, too: they are the same after a continuation, and on one rank.
+    let mixed = ["train.mixup_alpha=0.4", "train.cutmix_alpha=1.0"];
+    let sets = [
+        "train.ema_decay=0.8",
+        "train.ema_steps=2",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=30",
+        mixed[0],
+        mixed[1],
+    ];
     let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
     let said = succeeded(&bench.train("one", &sets).output().expect("it runs"));
     assert!(
@@ -182,13 +190,15 @@ async fn the_average_of_the_weights_is_evaluated_kept_and_continued() {
     }
 
     // Evaluating the average leaves no trace in the weights, and neither does going on.
-    let plain = ["--set", "checkpoint.every_steps=1", "--set", "checkpoint.keep=30"];
+    let plain = ["checkpoint.every_steps=1", "checkpoint.keep=30", mixed[0], mixed[1]];
+    let plain: Vec<_> = plain.iter().flat_map(|set| ["--set", *set]).collect();
     succeeded(&bench.train("plain", &plain).output().expect("it runs"));
     assert!(values("plain", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     let from = bench.out("one").join("checkpoints/1-7");
     let more = [&sets[..], &["--resume", from.to_str().expect("a path")]].concat();
     succeeded(&bench.train("again", &more).output().expect("it runs"));
     assert!(values("again", "2-24", "ema.safetensors") == wanted);
+    assert!(values("again", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     // On one rank, and where gradients travel, too.
     let alone = [&sets[..], &["--set", "parallel.ranks=1"]].concat();
     succeeded(&bench.train("alone", &alone).output().expect("it runs"));

@@ -41,6 +41,11 @@ impl Schedule {
         }
     }
 
+    /// Steps in which the learning rate rises before the schedule proper.
+    pub fn warmup(&self) -> u64 {
+        self.warmup
+    }
+
     /// The learning rate of a step, from 0.
     pub fn lr(&self, step: u64) -> f32 {
         if step < self.warmup {

@@ -407,13 +407,13 @@ impl Run<'_> {
     /// Takes the weights into their average when that is due. Rank 0 keeps it; the others get it to evaluate it.
     fn average(&mut self) -> Result<(), TrainError> {
         let train = &self.training.spec.train;
-        if let Some(decay) = train.ema_decay
-            && self.is_first()
-            && self.step.is_multiple_of(train.ema_every_steps)
-        {
-            self.engine.average(decay)?;
+        if train.ema_decay <= 0.0 || !self.is_first() || !self.step.is_multiple_of(train.ema_steps) {
+            return Ok(());
         }
-        Ok(())
+        // As torchvision's training script: weights are copied up to the first update after the warm-up.
+        let warmup = self.schedule.warmup();
+        let begins = warmup > 0 && self.step.saturating_sub(train.ema_steps) <= warmup;
+        Ok(self.engine.average(if begins { 0.0 } else { train.ema_decay })?)
     }
 
     /// Waits for the steps under way: the engine's state is then that of [`Run::step`].
@@ -539,8 +539,8 @@ impl Run<'_> {
             observer.metric("val_accuracy", self.step, evaluation.accuracy as f32);
             say("", &evaluation);
             if let Some(averaged) = &averaged {
-                observer.metric("ema_val_loss", self.step, averaged.loss as f32);
-                observer.metric("ema_val_accuracy", self.step, averaged.accuracy as f32);
+                observer.metric("val_ema_loss", self.step, averaged.loss as f32);
+                observer.metric("val_ema_accuracy", self.step, averaged.accuracy as f32);
                 say("of the averaged weights ", averaged);
             }
             observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
@@ -552,7 +552,7 @@ impl Run<'_> {
 
     /// Whether rank 0 has an average; every rank is told.
     fn is_averaged(&self) -> Result<bool, TrainError> {
-        if self.training.spec.train.ema_decay.is_none() {
+        if self.training.spec.train.ema_decay <= 0.0 {
             return Ok(false);
         }
         let mut has = [f64::from(u8::from(self.engine.has_average()))];

@@ -170,7 +170,7 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// As [`first_not_finite`] of this rank's weights, biases, running statistics and optimizer state.
+    /// As [`first_not_finite`] of this rank's weights, biases, running statistics, optimizer state and average.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;

@@ -3,7 +3,7 @@
 use super::{TrainError, Training};
 use crate::{
     comm::Communicator,
-    data::loader::{DataSource, Shape},
+    data::loader::{DataSource, Mixing, Shape},
     engine::{self, Engine, EngineConfig, Optimizer},
     gpu::{DeviceChoice, GpuConfig},
     net,
@@ -97,7 +97,8 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    let mut data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.comm.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;

@@ -94,7 +94,7 @@ fn resume(
         Some((place, (state, parameters, optimizer))) => {
             fits(training, &place, classes, &parameters, &engine.parameters()?)?;
             // Rank 0 alone keeps it.
-            if training.spec.train.ema_decay.is_some()
+            if training.spec.train.ema_decay > 0.0
                 && let Some(average) = checkpoint::load_average(&place)?
             {
                 engine.set_averaged(&average)?;

@@ -26,7 +26,7 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    first_not_finite,
+    finite,
 };
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
 use average::Average;
@@ -159,8 +159,7 @@ impl Engine for CpuEngine {
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        let found = first_not_finite(&self.parameters()?);
-        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
+        finite::first_of_engine(self)
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
@@ -231,11 +230,5 @@ fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
             batch.images.len()
         )));
     }
-    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
-        Some(label) => Err(EngineError::Parameters(format!(
-            "label {label} does not exist: the network has {} classes, numbered from 0",
-            network.classes
-        ))),
-        None => Ok(()),
-    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

@@ -258,10 +258,11 @@ impl State {
         Ok(now[0])
     }
 
-    /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
+    /// Whether all weights, biases, running statistics, what the optimizer keeps and the average are finite.
     pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
         found.write(&[0u32])?;
-        for values in [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots) {
+        let average = self.average.iter().flatten();
+        for values in [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots).chain(average) {
             ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
         }
         stream.synchronize()?;

@@ -435,12 +435,13 @@ impl DataSource {
         self.mixing = mixing;
     }
 
-    /// Whether pictures are decoded for each step, or transformed with more than a crop, a flip and scaling: work for
-    /// more than one thread.
+    /// Whether pictures are decoded for each step, mixed, or transformed with more than a crop, a flip and scaling: work
+    /// for more than one thread.
     pub fn is_prepared_each_step(&self) -> bool {
         self.train.is_decoded_each_step()
             || self.validation.is_decoded_each_step()
             || !self.transform.is_padded_crop_and_flip()
+            || self.mixing.is_on()
     }
 
     /// The pictures, when all of them are in memory and an engine can augment them itself: a padded crop, a flip and

@@ -152,7 +152,10 @@ fn mixing_and_averaging_take_the_values_at_their_limits() {
         }
     }
     let train = from_toml("[data]\ndataset = \"d\"").expect("defaults").train;
-    assert_eq!((train.mixup_alpha, train.cutmix_alpha, train.ema_decay, train.ema_steps), (0.0, 0.0, 0.0, 32));
+    assert_eq!(
+        (train.mixup_alpha, train.cutmix_alpha, train.ema_decay, train.ema_steps),
+        (0.0, 0.0, 0.0, 32)
+    );
 }
 
 #[test]

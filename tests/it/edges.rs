@@ -72,7 +72,8 @@ async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
     assert!(all[0] == all[1] && all[0] != all[2], "{all:?}");
     server.request(Method::GET, &format!("/jobs/{id}/evaluation?weights=both"), None).await.problem(400);
     let pictures = pictures::image_folder(folder, 1).join("train/boot");
-    let picture = fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
+    let picture =
+        fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
     let ask = |weights: &str| {
         let picture = picture.to_str().expect("UTF-8");
         server.cli(&["predict", picture, "--job", &id, "--weights", weights, "--json"]).json()
@@ -155,7 +156,9 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
     assert_eq!(send(request).await.json()["predictions"][0]["error"], "is empty");
 
     // Its weights were not averaged.
-    for path in [format!("/checkpoints/{checkpoint}/ema.safetensors"), format!("/jobs/{id}/evaluation?weights=ema")] {
+    for path in
+        [format!("/checkpoints/{checkpoint}/ema.safetensors"), format!("/jobs/{id}/evaluation?weights=ema")]
+    {
         let problem = server.request(Method::GET, &path, None).await.problem(404);
         assert!(problem["detail"].as_str().is_some_and(|d| d.contains("no averaged weights")), "{problem}");
     }

@@ -406,14 +406,11 @@ impl Run<'_> {
 
     /// Takes the weights into their average when that is due. Rank 0 keeps it; the others get it to evaluate it.
     fn average(&mut self) -> Result<(), TrainError> {
-        let train = &self.training.spec.train;
-        if train.ema_decay <= 0.0 || !self.is_first() || !self.step.is_multiple_of(train.ema_steps) {
-            return Ok(());
+        let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
+        if let Some(decay) = decay.filter(|_| self.is_first()) {
+            self.engine.average(decay)?;
         }
-        // As torchvision's training script: weights are copied up to the first update after the warm-up.
-        let warmup = self.schedule.warmup();
-        let begins = warmup > 0 && self.step.saturating_sub(train.ema_steps) <= warmup;
-        Ok(self.engine.average(if begins { 0.0 } else { train.ema_decay })?)
+        Ok(())
     }
 
     /// Waits for the steps under way: the engine's state is then that of [`Run::step`].

@@ -125,7 +125,8 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
         };
         let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
         for (step, whole) in alone.iter().enumerate() {
-            let parts = (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
+            let parts =
+                (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
             let mut joined = Batch::default();
             for part in parts {
                 assert_eq!(part.lambda, whole.lambda);
@@ -144,7 +145,8 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
     // It goes on in its middle, and in another epoch the same pictures would be mixed otherwise.
     let rest = batches(&source, EpochPlan { first_step: 100, ..whole });
     assert!(rest == alone[100..]);
-    let lambdas = |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
+    let lambdas =
+        |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
     assert_ne!(lambdas(0), lambdas(1));
 }
 
@@ -162,8 +164,12 @@ fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the
         let lambda = mixed.lambda;
         assert!((0.0..=1.0).contains(&lambda), "{lambda}");
         let picture = |i: usize| &plain.images[i % 64 * size..][..size];
-        let all = || (0..64).flat_map(|i| picture(i).iter().zip(picture(i + 63)).zip(&mixed.images[i * size..][..size]));
-        let is_blend = all().all(|((own, other), v)| (own * lambda + other * (1.0 - lambda) - v).abs() < 1e-5);
+        let all = || {
+            (0..64)
+                .flat_map(|i| picture(i).iter().zip(picture(i + 63)).zip(&mixed.images[i * size..][..size]))
+        };
+        let is_blend =
+            all().all(|((own, other), v)| (own * lambda + other * (1.0 - lambda) - v).abs() < 1e-5);
         let is_cut = all().all(|((own, other), v)| v == own || v == other);
         assert!(is_blend || is_cut, "lambda {lambda}");
         blended += usize::from(is_blend && !is_cut);
@@ -174,7 +180,8 @@ fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the
 
 #[test]
 fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
-    let spec = DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
+    let spec =
+        DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
     let mut source = mixed(&spec);
     assert!(source.resident().is_none(), "an engine does not mix by itself");
     let normalised = batches(&source, plan(0, 1));
@@ -191,7 +198,9 @@ fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
 fn validation_pictures_are_never_mixed() {
     let source = mixed(&DataSpec::default());
     let plain = DataSource::open(&bundled(), &DataSpec::default(), 5).expect("opens");
-    let all = |source: &DataSource| source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>();
+    let all = |source: &DataSource| {
+        source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>()
+    };
     assert!(all(&source) == all(&plain));
 }
 

@@ -266,7 +266,10 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
                 assert!((ours - theirs).abs() < 1e-6, "{name}, step {step}, value {i}: {ours}, not {theirs}");
             }
             let (loss, wanted) = (engine.train_step(&[batch], of.run.lr).unwrap().loss, of.run.losses[step]);
-            assert!((loss - wanted).abs() <= 1e-4 * wanted, "{name}, step {step}: {loss} instead of {wanted}");
+            assert!(
+                (loss - wanted).abs() <= 1e-4 * wanted,
+                "{name}, step {step}: {loss} instead of {wanted}"
+            );
         }
     }
 }

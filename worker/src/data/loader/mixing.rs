@@ -167,7 +167,10 @@ mod tests {
             let variance = lambdas.iter().map(|l| (l - mean).powi(2)).sum::<f64>() / lambdas.len() as f64;
             let wanted = 0.25 / (2.0 * alpha + 1.0);
             assert!((mean - 0.5).abs() < 5.0 * (wanted / 20_000.0).sqrt(), "alpha {alpha}: mean {mean}");
-            assert!((variance / wanted - 1.0).abs() < 0.05, "alpha {alpha}: variance {variance}, not {wanted}");
+            assert!(
+                (variance / wanted - 1.0).abs() < 0.05,
+                "alpha {alpha}: variance {variance}, not {wanted}"
+            );
         }
     }
 

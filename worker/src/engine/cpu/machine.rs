@@ -189,8 +189,7 @@ impl Machine {
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
         let gradient_of = Some((&mut gradient[..], scale));
-        let loss =
-            loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
+        let loss = loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
         self.gradient_parts[tensor].push(gradient);
         loss
     }

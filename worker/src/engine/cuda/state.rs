@@ -262,7 +262,9 @@ impl State {
     pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
         found.write(&[0u32])?;
         let average = self.average.iter().flatten();
-        for values in [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots).chain(average) {
+        for values in
+            [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots).chain(average)
+        {
             ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
         }
         stream.synchronize()?;

@@ -13,7 +13,8 @@ fn mixed(network: &Network, count: usize, number: usize, lambda: f32) -> Batch {
 #[ignore = "needs a GPU"]
 fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
     let network = network(Arch::ResNet18, Stem::Imagenet, 64);
-    for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)] {
+    for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
+    {
         for (draw, lambda) in [0.0, 0.3, 0.5, 0.8, 1.0].into_iter().enumerate() {
             // One micro-batch is mixed and the other is not: nothing stays behind from one to the next.
             let config = EngineConfig { accumulate: 2, ..config(16) };
@@ -55,7 +56,8 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/fashion-mnist"));
     let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
     data.set_mixing(Mixing { mixup_alpha: 0.4, cutmix_alpha: 1.0 });
-    let network = resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
+    let network =
+        resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
     let (network, config) = (Arc::new(network), config(16));
     let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     let plan = EpochPlan {

@@ -277,7 +277,7 @@ pub struct TrainSpec {
     /// of them by a fair coin.
     pub cutmix_alpha: f32,
     /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
-    /// (1 - ema_decay) weights` at each update, a copy at the first one and up to the end of the warm-up. This is the
+    /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
     /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
     /// number. The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.
     pub ema_decay: f64,

@@ -268,6 +268,21 @@ pub struct TrainSpec {
     /// `cosine` and `one_cycle`: the learning rate of the last step, as a share of `lr`.
     pub final_lr_share: f32,
     pub label_smoothing: f32,
+    /// mixup (Zhang et al. 2018), torchvision's `RandomMixUp`: each picture of a step is `lambda` times itself plus `1 -
+    /// lambda` times the one before it in the step, and so is its target; `lambda` is drawn for each step from
+    /// Beta(`mixup_alpha`, `mixup_alpha`). 0: off.
+    pub mixup_alpha: f32,
+    /// cutmix (Yun et al. 2019), torchvision's `RandomCutMix`: in each picture of a step a rectangle, of the share `1 -
+    /// lambda` before it is cut at the borders, is that of the picture before it. 0: off. With both on, each step takes one
+    /// of them by a fair coin.
+    pub cutmix_alpha: f32,
+    /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
+    /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
+    /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
+    /// number. The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.
+    pub ema_decay: f64,
+    /// Steps between two updates of that average (torchvision's `--model-ema-steps`).
+    pub ema_steps: u64,
     /// Micro-batches a step.
     pub accumulate: u32,
     pub precision: Precision,
@@ -487,6 +502,10 @@ impl Default for TrainSpec {
             rise: 0.3,
             final_lr_share: 0.0,
             label_smoothing: 0.0,
+            mixup_alpha: 0.0,
+            cutmix_alpha: 0.0,
+            ema_decay: 0.0,
+            ema_steps: 32,
             accumulate: 1,
             precision: Precision::Auto,
             loss_scale: LossScale::Named("dynamic".into()),

@@ -140,6 +140,25 @@ fn unknown_keys_get_the_nearest_right_name() {
 }
 
 #[test]
+fn mixing_and_averaging_take_the_values_at_their_limits() {
+    for (low, high) in [
+        ("mixup_alpha = 0", "mixup_alpha = 100"),
+        ("cutmix_alpha = 0.0", "cutmix_alpha = 100.0"),
+        ("ema_decay = 0", "ema_decay = 0.999999999"),
+        ("ema_steps = 1", "ema_steps = 1000000000"),
+    ] {
+        for line in [low, high] {
+            assert!(from_toml(&with("train", line)).is_ok(), "{line}");
+        }
+    }
+    let train = from_toml("[data]\ndataset = \"d\"").expect("defaults").train;
+    assert_eq!(
+        (train.mixup_alpha, train.cutmix_alpha, train.ema_decay, train.ema_steps),
+        (0.0, 0.0, 0.0, 32)
+    );
+}
+
+#[test]
 fn wrong_types_and_ranges_say_what_is_allowed() {
     for (section, line, key, words) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
@@ -159,6 +178,14 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
         ("train", "beta2 = 1", "beta2", &["below 1"]),
         ("train", "beta2 = nan", "beta2", &["a number"]),
+        ("train", "ema_decay = 1", "ema_decay", &["below 1"]),
+        ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
+        ("train", "ema_steps = 0", "ema_steps", &["from 1"]),
+        ("train", "ema_steps = 1000000001", "ema_steps", &["to 1,000,000,000"]),
+        ("train", "mixup_alpha = -0.1", "mixup_alpha", &["at least 0"]),
+        ("train", "mixup_alpha = 100.1", "mixup_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = 100.1", "cutmix_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = nan", "cutmix_alpha", &["a number"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
         ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),

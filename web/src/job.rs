@@ -142,6 +142,7 @@ impl JobTemplate<'_> {
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
                 accuracy: c.info.val_accuracy.map(percent).unwrap_or_default(),
+                averaged: self.job.spec.train.ema_decay > 0.0,
                 size: bytes(c.info.size_bytes),
                 size_bytes: c.info.size_bytes,
             })
@@ -150,7 +151,7 @@ impl JobTemplate<'_> {
 
     /// An empty row for the script to fill and insert.
     fn blank(&self) -> CheckpointRow {
-        CheckpointRow::default()
+        CheckpointRow { averaged: self.job.spec.train.ema_decay > 0.0, ..CheckpointRow::default() }
     }
 }
 
@@ -160,6 +161,8 @@ struct CheckpointRow {
     label: String,
     best: bool,
     accuracy: String,
+    /// Its job keeps a running average of the weights.
+    averaged: bool,
     size: String,
     size_bytes: u64,
 }

@@ -60,6 +60,8 @@ const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
 /// Brightness, contrast and saturation may become so many times more.
 const JITTER: f64 = 10.0;
+/// mixup and cutmix: beyond it lambda is a half.
+const MAX_ALPHA: f64 = 100.0;
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
@@ -129,6 +131,10 @@ pub const KEYS: &[Section] = &[
             ("rise", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("final_lr_share", number(0.0, 1.0)),
             ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("mixup_alpha", number(0.0, MAX_ALPHA)),
+            ("cutmix_alpha", number(0.0, MAX_ALPHA)),
+            ("ema_decay", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("ema_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),
             ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
             ("loss_scale", Kind::LossScale),

@@ -141,8 +141,9 @@ fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
     // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
     let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights and what the optimizer keeps, float32.
-    let each = values as u64 * 4 * (1 + slots(spec.train.optimizer).len() as u64);
+    // Weights, what the optimizer keeps, and perhaps an average, float32.
+    let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
+    let each = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&held.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The kept ones, the best one, and the one that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);

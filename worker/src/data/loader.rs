@@ -13,6 +13,8 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+pub use mixing::{Mix, Mixing};
+
 use ahead::prepare_ahead;
 use batch::make_batch;
 use replaced::Replaced;
@@ -21,6 +23,7 @@ use workers::Workers;
 
 mod ahead;
 mod batch;
+mod mixing;
 pub(crate) mod replaced;
 mod splits;
 mod workers;
@@ -48,6 +51,10 @@ pub struct Batch {
     pub draws: Vec<u32>,
     /// Class of each picture.
     pub labels: Vec<u32>,
+    /// With mixup or cutmix: class of the picture that each one is mixed with. Empty: they are as they are.
+    pub mixed_labels: Vec<u32>,
+    /// How much of a mixed picture is itself; its target is `lambda` on its label and `1 - lambda` on the other's.
+    pub lambda: f32,
     /// Place of each picture in its split, for tests and for naming mistakes.
     pub indices: Vec<u64>,
     /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
@@ -92,6 +99,7 @@ pub struct DataSource {
     validation: Arc<Part>,
     seed: u64,
     form: Form,
+    mixing: Mixing,
     /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
     workers: Mutex<Option<(usize, Arc<Workers>)>>,
 }
@@ -218,6 +226,28 @@ impl Part {
 }
 
 impl Batch {
+    /// The other picture's class of each, and lambda, where pictures are mixed.
+    pub fn mixed(&self) -> Option<(&[u32], f32)> {
+        (!self.mixed_labels.is_empty()).then_some((&self.mixed_labels[..], self.lambda))
+    }
+
+    /// The first label that is none of `classes`, or that there is not one of each picture's.
+    ///
+    /// # Errors
+    /// In words, what is wrong.
+    pub(crate) fn check_labels(&self, classes: usize) -> Result<(), String> {
+        let (own, others) = (self.labels.len(), self.mixed_labels.len());
+        if others != 0 && others != own {
+            return Err(format!("a batch of {own} labels has {others} of the pictures they are mixed with"));
+        }
+        match self.labels.iter().chain(&self.mixed_labels).find(|label| **label as usize >= classes) {
+            Some(label) => Err(format!(
+                "label {label} does not exist: the network has {classes} classes, numbered from 0"
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// How many pictures all ranks together have in this micro-batch.
     ///
     /// # Errors
@@ -399,6 +429,7 @@ impl DataSource {
             train: Arc::new(train),
             validation: Arc::new(validation),
             form: Form::default(),
+            mixing: Mixing::default(),
             workers: Mutex::default(),
         }
     }
@@ -445,16 +476,22 @@ impl DataSource {
         self.form = if form == Form::Bytes && self.transform.erases() { Form::Normalised } else { form };
     }
 
-    /// Whether pictures are decoded for each step, or transformed with more than a crop, a flip and scaling: work for
-    /// more than one thread.
+    /// Has the training pictures of each step mixed.
+    pub fn set_mixing(&mut self, mixing: Mixing) {
+        self.mixing = mixing;
+    }
+
+    /// Whether pictures are decoded for each step, mixed, or transformed with more than a crop, a flip and scaling: work
+    /// for more than one thread.
     pub fn is_prepared_each_step(&self) -> bool {
         self.train.is_decoded_each_step()
             || self.validation.is_decoded_each_step()
             || !self.transform.is_padded_crop_and_flip()
+            || self.mixing.is_on()
     }
 
     /// The pictures, when all of them are in memory and an engine can augment them itself: a padded crop, a flip and
-    /// scaling.
+    /// scaling, and not mixed with others.
     pub fn resident(&self) -> Option<Resident> {
         let memory = |part: &Part| match &part.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
@@ -462,7 +499,7 @@ impl DataSource {
         };
         let Crop::Padded(crop_padding) = self.transform.crop else { return None };
         let Transform { height, width, .. } = *self.transform;
-        if !self.transform.is_padded_crop_and_flip() {
+        if !self.transform.is_padded_crop_and_flip() || self.mixing.is_on() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
@@ -474,10 +511,11 @@ impl DataSource {
     /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
     /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
     /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
-    /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
+    /// Augmentation is seeded by (seed, epoch, place of the picture in its split), mixing by (seed, epoch, step).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
         let (part, transform) = (self.train.clone(), self.transform.clone());
         let (samples, form) = (part.chosen.len(), self.form);
+        let (mixing, seed) = (self.mixing, self.seed);
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
         let (lanes, ahead, workers) = match self.workers(plan.threads) {
@@ -488,10 +526,18 @@ impl DataSource {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
+            let all = shard::of_step(samples, &plan, step);
+            let mix = mixing.draw(seed, plan.epoch, all.start, transform.side);
+            // The picture that the first one is mixed with comes last, and leaves the batch again.
+            let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
+            let places = places.chain(mix.as_ref().map(|_| before));
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let make =
                 |chosen: &[u32]| make_batch(&part, &transform, chosen, Some(plan.epoch), form, &workers);
-            let batch = part.replaced.with_others(&part, &chosen, make)?;
+            let mut batch = part.replaced.with_others(&part, &chosen, make)?;
+            if let Some(mix) = mix {
+                batch = mix.apply(batch, transform.side, transform.channels);
+            }
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }

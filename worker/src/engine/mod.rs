@@ -148,6 +148,16 @@ pub trait Engine: Send {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
     /// Replaces it: slots are shared as weights are, updates are counted by every rank.
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
+    /// Takes weights, biases and running statistics as the steps so far leave them into their running average: `average =
+    /// decay average + (1 - decay) value` (torchvision's `ExponentialMovingAverage`, whose buffers are averaged, too). The
+    /// first time they are the average.
+    fn average(&mut self, decay: f64) -> Result<(), EngineError>;
+    /// Whether there is one.
+    fn has_average(&self) -> bool;
+    /// That average, if there is one: names as in [`Engine::parameters`].
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError>;
+    /// Replaces it.
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Loss scaling as the next step will use it; `None` where nothing is scaled (all but float16).
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
         Ok(None)
@@ -160,7 +170,7 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// As [`first_not_finite`] of this rank's weights, biases, running statistics and optimizer state.
+    /// As [`first_not_finite`] of this rank's weights, biases, running statistics, optimizer state and average.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;

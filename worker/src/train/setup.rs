@@ -4,7 +4,7 @@ use super::{TrainError, Training};
 use crate::{
     checkpoint,
     comm::Communicator,
-    data::loader::{DataSource, Shape},
+    data::loader::{DataSource, Mixing, Shape},
     engine::{self, Engine, EngineConfig, Optimizer},
     gpu::{DeviceChoice, GpuConfig},
     net,
@@ -99,6 +99,7 @@ impl Plan {
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
     let mut data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.comm.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;

@@ -30,6 +30,7 @@ pub(super) fn make_batch(
         labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
         indices: chosen.iter().map(|c| u64::from(*c)).collect(),
         global_samples: chosen.len(),
+        ..Batch::default()
     };
     type Then<'a> = &'a mut dyn FnMut(&[u8], Option<Region>);
     let make = |number: usize, scratch: &mut Scratch, then: Then<'_>| -> Result<(), DataError> {

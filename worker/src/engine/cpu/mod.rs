@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 mod against_pytorch;
+mod average;
 mod backward;
 mod batch_norm;
 pub mod conv;
@@ -25,9 +26,10 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    first_not_finite,
+    finite,
 };
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
+use average::Average;
 use machine::Machine;
 use std::sync::Arc;
 
@@ -43,7 +45,7 @@ pub(super) fn build(
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
     let machine = Machine::new(network.clone(), config, comm.clone())?;
-    let mut engine = CpuEngine { threads, machine, network, comm };
+    let mut engine = CpuEngine { threads, machine, network, comm, average: None };
     engine.set_parameters(initial)?;
     if engine.machine.state.memory().is_some() {
         engine.comm.barrier()?;
@@ -56,6 +58,7 @@ struct CpuEngine {
     machine: Machine,
     network: Arc<Network>,
     comm: Arc<dyn Communicator>,
+    average: Option<Average>,
 }
 
 impl Engine for CpuEngine {
@@ -80,16 +83,8 @@ impl Engine for CpuEngine {
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        let mut all = NamedTensors::new();
-        self.machine.layout.export(None, &self.machine.state.weights, &mut all);
-        for norm in &self.machine.norms {
-            for (suffix, values) in [("running_mean", &norm.running_mean), ("running_var", &norm.running_var)]
-            {
-                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
-            }
-        }
-        Ok(all)
+        let running = self.machine.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        Ok(self.export(&self.machine.state.weights, running))
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -105,6 +100,38 @@ impl Engine for CpuEngine {
                 norm.running_var.copy_from_slice(&var.values);
             }
         }
+        Ok(())
+    }
+
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        let Machine { state, norms, .. } = &self.machine;
+        match &mut self.average {
+            Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
+            none => *none = Some(Average::new(&state.weights, norms)),
+        }
+        Ok(())
+    }
+
+    fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let export = |a: &Average| self.export(&a.weights, a.running.iter().map(|[mean, var]| [mean, var]));
+        Ok(self.average.as_ref().map(export))
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        layout::check(&self.network, values)?;
+        let Machine { layout, state, norms, .. } = &self.machine;
+        let mut average = Average::new(&state.weights, norms);
+        layout.import(None, values, &mut average.weights);
+        for (own, norm) in average.running.iter_mut().zip(norms) {
+            for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
+                own.clone_from(&values[&format!("{}.{suffix}", norm.name)].values);
+            }
+        }
+        self.average = Some(average);
         Ok(())
     }
 
@@ -132,8 +159,7 @@ impl Engine for CpuEngine {
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        let found = first_not_finite(&self.parameters()?);
-        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
+        finite::first_of_engine(self)
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
@@ -175,6 +201,19 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
+    /// Weights in the engine's order, and each batch norm's running mean and variance.
+    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
+        let mut all = NamedTensors::new();
+        self.machine.layout.export(None, weights, &mut all);
+        for (norm, of_norm) in self.machine.norms.iter().zip(running) {
+            for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
+                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
+            }
+        }
+        all
+    }
+
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
     fn writes(&self) -> bool {
         self.machine.state.memory().is_none() || self.comm.rank() == 0
@@ -191,11 +230,5 @@ fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
             batch.images.len()
         )));
     }
-    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
-        Some(label) => Err(EngineError::Parameters(format!(
-            "label {label} does not exist: the network has {} classes, numbered from 0",
-            network.classes
-        ))),
-        None => Ok(()),
-    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

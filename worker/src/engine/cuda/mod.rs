@@ -30,7 +30,7 @@ pub use kernels::DType;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    first_not_finite,
+    finite,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -307,6 +307,8 @@ impl Engine for CudaEngine {
                 stat_pictures: of as f32,
                 grad_scale: (sum_of / total) as f32,
                 lr,
+                mixed: batch.mixed().is_some().into(),
+                lambda: batch.lambda,
                 ..Control::default()
             };
             let whole = batch.labels.len() == self.config.batch_size;
@@ -374,6 +376,27 @@ impl Engine for CudaEngine {
         Ok(())
     }
 
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        self.device.bind()?;
+        let Program { state, ops, main, .. } = &mut self.program;
+        Ok(state.average(&self.device, ops, main.0, decay)?)
+    }
+
+    fn has_average(&self) -> bool {
+        self.program.state.has_average()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        self.read(State::averaged)
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        super::cpu::layout::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_averaged(&self.device, values)
+    }
+
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         self.read(State::optimizer_state)
     }
@@ -418,8 +441,7 @@ impl Engine for CudaEngine {
         if self.program.is_finite()? {
             return Ok(None);
         }
-        let found = first_not_finite(&self.parameters()?);
-        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
+        finite::first_of_engine(self)
     }
 
     fn exchange(&self) -> String {
@@ -491,6 +513,7 @@ fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
             labels: batch.labels[from..to].to_vec(),
             indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
             global_samples: to - from,
+            ..Batch::default()
         }
     };
     (0..batch.labels.len()).step_by(room).map(part).collect()
@@ -510,11 +533,5 @@ fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), Engi
             "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
         )));
     }
-    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
-        Some(label) => Err(EngineError::Parameters(format!(
-            "label {label} does not exist: the network has {} classes, numbered from 0",
-            network.classes
-        ))),
-        None => Ok(()),
-    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

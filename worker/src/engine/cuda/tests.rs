@@ -15,6 +15,7 @@ use lockstep_protocol::spec::{Arch, DataSpec, LossScale, ModelSpec, Precision, S
 use std::{path::PathBuf, sync::Arc};
 
 mod defaults;
+mod mixing;
 mod optimizers;
 mod scaling;
 

@@ -92,7 +92,8 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
     // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
-    let not_looked = |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
+    let not_looked =
+        |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
     let by_pictures = || {
         let question = Question::Fingerprint { path: path.display().to_string() };
         match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {

@@ -120,7 +120,8 @@ fn lying(dir: &Path) -> Result<Lying, String> {
             };
             match inside {
                 Ok(inside) => {
-                    let (compressed, others): (Vec<_>, _) = inside.into_iter().partition(|p| is_compressed(p));
+                    let (compressed, others): (Vec<_>, _) =
+                        inside.into_iter().partition(|p| is_compressed(p));
                     found.compressed.extend(compressed);
                     found.shards.extend(others.into_iter().filter(|path| is_tar(path)));
                 }

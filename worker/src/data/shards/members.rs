@@ -107,7 +107,9 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         let unfit = match kind {
             tar::EntryType::Regular | tar::EntryType::Continuous => None,
-            tar::EntryType::Symlink => Some("is a symbolic link inside its shard: pack with tar's --dereference"),
+            tar::EntryType::Symlink => {
+                Some("is a symbolic link inside its shard: pack with tar's --dereference")
+            }
             tar::EntryType::Link => {
                 Some("is a hard link inside its shard: pack with tar's --hard-dereference")
             }
@@ -127,7 +129,8 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     match has_data(file, end, size) {
         Ok(false) => {}
         Ok(true) => {
-            let detail = "has data behind its end, which is not read: tars put together with cat? Pack them as one";
+            let detail =
+                "has data behind its end, which is not read: tars put together with cat? Pack them as one";
             return (samples, End::Damaged(detail.into()));
         }
         Err(error) => return (samples, End::Unread(error)),

@@ -288,8 +288,8 @@ fn is_negative(label: &str) -> bool {
     label.strip_prefix('-').is_some_and(is_number)
 }
 
-/// Numbers when all labels are (outside of the training split negative ones are no labels), with names from `classes.txt` where it is there; else the names that the training split
-/// has, in alphabetical order.
+/// Numbers when all labels are (negative ones outside of the training split are none), with names from `classes.txt`
+/// where it is there; else the names that the training split has, in alphabetical order.
 fn classes(root: &Path, splits: &BTreeMap<&str, Found>) -> Result<Classes, DataError> {
     let path = root.join("classes.txt");
     let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };

@@ -139,9 +139,13 @@ fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
     })
 }
 
+/// Whether it is a path, a pattern of shards also: names of datasets have no braces.
+fn is_path(name: &str) -> bool {
+    name.contains(std::path::is_separator) || lockstep_worker::data::canonical(Path::new(name)).is_ok()
+}
+
 fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
-    let looks_like_path = name.contains(std::path::is_separator) || PathBuf::from(name).exists();
-    let info = if looks_like_path {
+    let info = if is_path(name) {
         look(Path::new(name))?
     } else {
         let api = Api::new(&server.server)?;
@@ -203,4 +207,17 @@ fn sentence(info: &DatasetInfo) -> String {
         info.channels,
         splits(info)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_of_shards_is_a_path() {
+        for path in ["/data", "data/pets", "train-{0..3}.tar", "Cargo.toml", "."] {
+            assert!(is_path(path), "{path}");
+        }
+        assert!(!is_path("pets"));
+    }
 }

@@ -29,7 +29,7 @@ pub(crate) fn look(path: &Path) -> Result<Found, String> {
     look_with_time(path).map(|(found, _)| found)
 }
 
-/// As [`look`], and when it was last written, in nanoseconds since 1970: one call of the system tells both.
+/// As [`look`], and when it was last changed (see [`modified_ns`]): one call of the system tells both.
 ///
 /// # Errors
 /// What is wrong with it, to stand after its name.
@@ -47,9 +47,11 @@ pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     Ok((Found::File { size_bytes: found.len() }, modified))
 }
 
-/// When a file was last written, in nanoseconds since 1970.
+/// When a file was last written or its times or owner were set, in nanoseconds since 1970: `rsync -t` and `cp -p` write
+/// other content and set the old time of writing.
 pub(crate) fn modified_ns(found: &Metadata) -> i64 {
-    found.mtime().saturating_mul(1_000_000_000).saturating_add(found.mtime_nsec())
+    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
 }
 
 /// Opens a regular file and tells its size.

@@ -10,6 +10,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{Answer, Question},
     dataset::DatasetInfo,
+    look::AT_ONCE,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -75,28 +76,52 @@ pub(crate) enum Seen {
 
 /// By path.
 #[derive(Debug, Default)]
-pub(crate) struct Looks(Mutex<HashMap<String, Look>>);
+pub(crate) struct Looks(Mutex<Known>);
+
+#[derive(Debug, Default)]
+struct Known {
+    looks: HashMap<String, Look>,
+    /// How many were begun.
+    begun: u64,
+}
 
 type Outcome = std::result::Result<(String, DatasetInfo), AskError>;
 
 #[derive(Debug, Clone)]
 struct Look {
+    /// Smaller of one that was begun before.
+    number: u64,
     /// Once one is chosen.
     agent: Arc<OnceLock<Online>>,
     outcome: watch::Receiver<Option<Outcome>>,
 }
 
 impl Looks {
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Look>> {
+    fn lock(&self) -> MutexGuard<'_, Known> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets a look that has ended.
+    /// Forgets a look that has ended, be it without an outcome.
     fn forget(&self, path: &str) {
         let mut all = self.lock();
-        if all.get(path).is_some_and(|look| look.outcome.borrow().is_some()) {
-            all.remove(path);
+        if all.looks.get(path).is_some_and(Look::has_ended) {
+            all.looks.remove(path);
         }
+    }
+
+    /// How many looks of the same agent were begun before the one at `path` and go on.
+    fn ahead(&self, path: &str, agent: &Online) -> usize {
+        let all = self.lock();
+        let Some(own) = all.looks.get(path) else { return 0 };
+        let same = |look: &&Look| look.agent.get().is_some_and(|other| other.connection == agent.connection);
+        let before = all.looks.values().filter(|look| look.number < own.number && !look.has_ended());
+        before.filter(same).count()
+    }
+}
+
+impl Look {
+    fn has_ended(&self) -> bool {
+        self.outcome.borrow().is_some() || self.outcome.has_changed().is_err()
     }
 }
 
@@ -105,7 +130,7 @@ impl Looks {
 /// # Errors
 /// Nobody is online or has the files, or what is wrong with them.
 pub(crate) async fn look(app: &App, path: String, patience: Duration) -> Result<Seen> {
-    let Look { agent, mut outcome } = begin(app, &path);
+    let Look { agent, mut outcome, .. } = begin(app, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
         Err(_) => Ok(Seen::UnderWay(under_way(app, agent.get(), path).await)),
@@ -122,13 +147,14 @@ pub(crate) async fn look(app: &App, path: String, patience: Duration) -> Result<
 
 fn begin(app: &App, path: &str) -> Look {
     let mut all = app.looks.lock();
-    if let Some(known) = all.get(path) {
+    if let Some(known) = all.looks.get(path) {
         return known.clone();
     }
+    all.begun += 1;
     let (tell, outcome) = watch::channel(None);
     let agent = Arc::new(OnceLock::new());
-    let look = Look { agent: agent.clone(), outcome };
-    all.insert(path.to_owned(), look.clone());
+    let look = Look { number: all.begun, agent: agent.clone(), outcome };
+    all.looks.insert(path.to_owned(), look.clone());
     let (app, path) = (app.clone(), path.to_owned());
     tokio::spawn(async move {
         let work = async {
@@ -165,11 +191,34 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> LookProgr
         _ => None,
     };
     let name = &agent.row.name;
+    let ahead = app.looks.ahead(&path, agent);
     let detail = match looked {
         Some((looked, total)) => {
             format!("{name} is looking at {path}: {looked} of {total} so far; ask again")
         }
+        // An agent looks at so many at a time.
+        None if ahead >= AT_ONCE => {
+            format!("the look at {path} waits on {name}, behind {ahead} others; ask again")
+        }
         None => format!("{name} is looking at {path}; ask again"),
     };
     LookProgress { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_that_broke_off_is_forgotten_and_one_that_goes_on_is_not() {
+        let looks = Looks::default();
+        let (tell, outcome) = watch::channel(None);
+        let look = Look { number: 1, agent: Arc::default(), outcome };
+        looks.lock().looks.insert("/data".into(), look);
+        looks.forget("/data");
+        assert!(looks.lock().looks.contains_key("/data"));
+        drop::<watch::Sender<Option<Outcome>>>(tell);
+        looks.forget("/data");
+        assert!(looks.lock().looks.is_empty());
+    }
 }

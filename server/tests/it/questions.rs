@@ -188,6 +188,20 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         "{body}"
     );
     assert_eq!(body["detail"], "a is looking at /large: 300000 of 1300000 so far; ask again");
+    // An agent looks at two at a time; the third waits.
+    for path in ["/second", "/third"] {
+        let new = json!({"name": &path[1..], "path": path});
+        assert_eq!(house.post("/datasets?wait_secs=0", &new).await.0, 202);
+        let (_, asked) = question(&mut agent, true).await;
+        assert_eq!(asked, Question::InspectDataset { path: path.into() });
+    }
+    let progress = async {
+        let (request, _) = question(&mut agent, true).await;
+        agent.send(FromAgent::Answer { request, answer: Ok(Answer::Progress { looked: None }) }).await;
+    };
+    let third = json!({"name": "third", "path": "/third"});
+    let ((_, body), ()) = tokio::join!(house.post("/datasets?wait_secs=0", &third), progress);
+    assert_eq!(body["detail"], "the look at /third waits on a, behind 2 others; ask again");
     // It ends while somebody waits, and for one who comes a moment later.
     let done = Ok(Answer::Dataset { path: "/large".into(), info: info() });
     let answered = agent.send(FromAgent::Answer { request, answer: done });

@@ -91,23 +91,27 @@ impl Note {
 fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> Result<(), String> {
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
+    // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
+    let not_looked =
+        |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
     let by_pictures = || {
         let question = Question::Fingerprint { path: path.display().to_string() };
-        match look::ask_and_wait(program, &question, cancelled)? {
-            Answer::Fingerprint { found } => Ok(found.map(Note::Pictures)),
-            _ => Err("the process that looks at files answered something else".to_owned()),
+        match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {
+            Ok(Answer::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
+            Ok(_) => Err(not_looked("the process that looks at files answered something else".into())),
+            Err(detail) => Ok(Err(detail)),
         }
     };
     let note = held.job_dir.join("dataset.json");
     let before = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok());
     let found = match &before {
         Some(Note::Files(_)) => by_files()?,
-        Some(Note::Pictures(_)) => match by_pictures() {
+        Some(Note::Pictures(_)) => match by_pictures()? {
             Ok(found) => found.map_or_else(by_files, Ok)?,
             Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
         },
         // What is no dataset is left to the ranks, who say why.
-        None if fingerprint::has_pictures(path) => match by_pictures() {
+        None if fingerprint::has_pictures(path) => match by_pictures()? {
             Ok(Some(found)) => found,
             Ok(None) => by_files()?,
             // A pattern of shards is no file.

@@ -1,7 +1,7 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
 //! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! writing is another. A copy of a dataset is the same one, and so is one whose files were only touched.
+//! change is another. A copy of a dataset is the same one, and so is one whose files were only touched.
 
 use super::{Catalog, DataError, Format, Samples};
 use crate::files::{self, Found};

@@ -46,7 +46,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let train = classes(&dir.join("train"))?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
-        let why: Vec<_> = train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
         return Err(DataError::Invalid(format!(
             "{} holds no class folder that can be used: {}",
             dir.join("train").display(),

@@ -1,5 +1,5 @@
 //! What is known of a dataset's pictures without reading them: each is looked at once, and again when its file's size or
-//! time of writing is another.
+//! time of change is another.
 
 mod file;
 #[cfg(test)]
@@ -58,10 +58,10 @@ pub(super) struct Members {
 /// The pictures of each folder, in the order of the files. Only those are read of which nothing is known.
 pub(super) fn of_files(root: &Path, folders: &[Folder], store: &IndexStore) -> Vec<Vec<Entry>> {
     let mut known = matched(&store.load(root), root, folders);
-    let missing = |known: &[Vec<Slot>]| known.iter().flatten().any(|slot| matches!(slot, Slot::Unknown));
-    if missing(&known) {
+    let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
+    if missing > 0 {
         let mut making = None;
-        if store.keeps(folders.iter().map(|f| f.files.len()).sum()) {
+        if store.keeps(folders.iter().map(|f| f.files.len()).sum(), missing) {
             match store.begin(root) {
                 Ok(Some((begun, facts))) => {
                     known = matched(&facts, root, folders);
@@ -185,7 +185,10 @@ fn look_at(path: &Path, found: &FoundFile) -> Entry {
     };
     match files::read(path, picture::MAX_BYTES) {
         // It is being written, or its size is not told: what was read may be no more true.
-        Ok(bytes) => Entry { passing: bytes.len() as u64 != found.size, ..described(path, &bytes, entry) },
+        Ok(bytes) => {
+            let size = bytes.len() as u64;
+            Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
+        }
         Err(detail) => Entry { broken: Some(detail), passing: true, ..entry },
     }
 }
@@ -216,9 +219,12 @@ pub(super) fn of_shards(
     };
     let mut known = recall(&store.load(dataset));
     if known.iter().any(Option::is_none) {
-        let bytes: u64 = shards.iter().map(|(_, stamp)| stamp.size).sum();
+        let pictures = |size: u64| (size / PICTURE_BYTES) as usize;
+        let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
+        let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
+        let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
         let mut making = None;
-        if store.keeps((bytes / PICTURE_BYTES) as usize) {
+        if store.keeps(pictures(all), pictures(missing)) {
             match store.begin(dataset) {
                 Ok(Some((begun, facts))) => {
                     known = recall(&facts);

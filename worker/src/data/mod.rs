@@ -165,9 +165,9 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// Whether a dataset's path, or the folder of its shards, is there.
+/// Whether a dataset's path, or some shard of its pattern, is there.
 pub(crate) fn exists(path: &Path) -> bool {
-    shards::fixed_part(path).map_or_else(|| path.exists(), |(folder, _)| folder.is_dir())
+    shards::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| shards::exists(&folder, &rest))
 }
 
 /// How far the making of a dataset's index is; none when nobody makes one, or it is small.

@@ -7,7 +7,7 @@ mod pattern;
 #[cfg(test)]
 mod tests;
 
-pub(super) use pattern::fixed_part;
+pub(super) use pattern::{exists, fixed_part};
 
 use super::{
     Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
@@ -45,49 +45,108 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
 
 /// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none.
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
-    let mut shards = Vec::new();
-    for path in listed(dir) {
-        if is_tar(&path) {
-            shards.push(path);
-        } else if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| split_of(Path::new(n)).is_some())
-        {
-            shards.extend(listed(&path).into_iter().filter(|path| is_tar(path)));
-        }
-    }
+    let wrong = |detail| DataError::File { path: dir.display().to_string(), detail };
+    let Lying { shards, compressed, unread } = match lying(dir) {
+        Ok(found) => found,
+        Err(detail) => return Some(Err(wrong(detail))),
+    };
     if shards.len() > SHARDS {
-        let detail = format!("holds {} shards; up to {SHARDS} are read", shards.len());
-        return Some(Err(DataError::File { path: dir.display().to_string(), detail }));
+        return Some(Err(wrong(format!("holds {} shards; up to {SHARDS} are read", shards.len()))));
+    }
+    if shards.is_empty() {
+        let first = unread.into_iter().next();
+        return first.map(|b| Err(DataError::File { path: b.file, detail: b.detail }));
     }
     let relative = |path: PathBuf| path.strip_prefix(dir).map(Path::to_owned).unwrap_or(path);
     let shards: Vec<_> = shards.into_iter().map(relative).collect();
-    (!shards.is_empty()).then(|| read(dir, dir, shards, store))
+    let left_out = compressed.iter().filter(|path| !is_unpacked(path)).map(|path| {
+        let detail = "is compressed, and pictures are read from the middle of shards: unpack it to a .tar, or take it away";
+        named_broken(path, detail.into())
+    });
+    Some(read(dir, dir, shards, store).map(|mut catalog| {
+        catalog.broken.extend(unread.into_iter().chain(left_out));
+        catalog
+    }))
 }
 
-/// Whether `path` is a shard, or a folder that holds some itself.
+/// Whether `path` is a shard, or a folder in which [`find`] finds some.
 pub(super) fn has_any(path: &Path) -> bool {
-    is_tar(path) || listed(path).iter().any(|path| is_tar(path))
+    is_tar(path) || lying(path).is_ok_and(|found| !found.shards.is_empty())
 }
 
 /// Whether there are shards, but none that is not compressed.
 pub(super) fn only_compressed(dir: &Path) -> bool {
-    let named = |path: &PathBuf| {
-        let name = path.to_string_lossy();
-        [".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"].iter().any(|end| name.ends_with(end))
-    };
-    listed(dir).iter().any(named)
+    lying(dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
+}
+
+/// Ends of the names of compressed archives, as their packers call them.
+const COMPRESSED: [&str; 5] = [".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"];
+
+fn is_compressed(path: &Path) -> bool {
+    let name = path.to_string_lossy();
+    COMPRESSED.iter().any(|end| name.ends_with(end))
+}
+
+/// Whether what a compressed shard was packed from lies beside it.
+fn is_unpacked(path: &Path) -> bool {
+    let name = path.to_string_lossy();
+    let stem = COMPRESSED.iter().find_map(|end| name.strip_suffix(end));
+    stem.is_some_and(|stem| Path::new(&format!("{stem}.tar")).exists())
+}
+
+/// What lies in a folder and in folders of it that are called as splits are.
+struct Lying {
+    shards: Vec<PathBuf>,
+    compressed: Vec<PathBuf>,
+    /// Folders called as splits that cannot be listed.
+    unread: Vec<BrokenFile>,
+}
+
+fn lying(dir: &Path) -> Result<Lying, String> {
+    let mut found = Lying { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
+    for path in listed(dir)? {
+        if is_tar(&path) {
+            found.shards.push(path);
+        } else if is_compressed(&path) {
+            found.compressed.push(path);
+        } else if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| split_of(Path::new(n)).is_some())
+        {
+            let inside = match files::look(&path) {
+                Ok(files::Found::Folder) => listed(&path),
+                // A list of names, or a link that only looks like a folder of shards.
+                Ok(files::Found::File { .. }) => continue,
+                Err(_) if path.extension().is_some() => continue,
+                Err(detail) => Err(detail),
+            };
+            match inside {
+                Ok(inside) => {
+                    let (compressed, others): (Vec<_>, _) =
+                        inside.into_iter().partition(|p| is_compressed(p));
+                    found.compressed.extend(compressed);
+                    found.shards.extend(others.into_iter().filter(|path| is_tar(path)));
+                }
+                Err(detail) => found.unread.push(named_broken(&path, detail)),
+            }
+        }
+    }
+    Ok(found)
 }
 
 fn is_tar(path: &Path) -> bool {
     path.extension().is_some_and(|e| e.eq_ignore_ascii_case("tar"))
 }
 
-/// What lies in a folder, by name, hidden files left out; nothing when it cannot be listed.
-fn listed(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let seen = entries.filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
-    let mut all: Vec<_> = seen.map(|entry| entry.path()).collect();
+/// What lies in a folder, by name, hidden files left out.
+fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
+        let entry = entry.map_err(files::cannot_be_read)?;
+        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+            all.push(entry.path());
+        }
+    }
     all.sort();
-    all
+    Ok(all)
 }
 
 /// The split that a shard's path tells, the file's name before its folders'.
@@ -133,6 +192,10 @@ fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -
         found.add(root, shard, *stamp, members);
     }
     let classes = classes(root, &splits)?;
+    // Who only publishes the pictures of a test split labels them so.
+    for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
+        found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
+    }
     let mut all = Vec::new();
     for (name, found) in splits {
         let label = |label: &String| classes.number(label).ok_or_else(|| unknown(root, name, label));
@@ -188,6 +251,18 @@ impl Found {
             }
         }
     }
+
+    /// Names as broken what has a label that is none.
+    fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
+        let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
+        for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
+            let detail = format!("has the label {label}, which is no class of the training split");
+            self.broken.push(BrokenFile { file: self.listing.name(number), detail });
+        }
+        self.listing.retain(&keep);
+        let mut keep = keep.into_iter();
+        self.labels.retain(|_| keep.next().unwrap_or(false));
+    }
 }
 
 /// The names of classes, and how labels name them.
@@ -205,17 +280,40 @@ impl Classes {
     }
 }
 
-/// Numbers when all labels are, with names from `classes.txt` where it is there; else the names that the training split
-/// has, in alphabetical order.
+fn is_number(label: &str) -> bool {
+    label.parse::<u32>().is_ok()
+}
+
+fn is_negative(label: &str) -> bool {
+    label.strip_prefix('-').is_some_and(is_number)
+}
+
+/// Numbers when all labels are (negative ones outside of the training split are none), with names from `classes.txt`
+/// where it is there; else the names that the training split has, in alphabetical order.
 fn classes(root: &Path, splits: &BTreeMap<&str, Found>) -> Result<Classes, DataError> {
-    let all = || splits.values().flat_map(|found| &found.labels);
-    let numbers: Option<Vec<u32>> = all().map(|label| label.parse().ok()).collect();
-    let Some(numbers) = numbers else {
+    let path = root.join("classes.txt");
+    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let has_names = fs::symlink_metadata(&path).is_ok();
+    let (mut numbers, mut other) = (Vec::<u32>::new(), None);
+    for (split, label) in splits.iter().flat_map(|(split, f)| f.labels.iter().map(move |l| (*split, l))) {
+        match label.parse() {
+            Ok(number) => numbers.push(number),
+            Err(_) if split != "train" && is_negative(label) => {}
+            Err(_) => other = other.or(Some(label)),
+        }
+    }
+    if let Some(label) = other {
+        if has_names && !numbers.is_empty() {
+            return Err(wrong(format!(
+                "names classes by their numbers, but one sample has the label {label:?}: give it a number from 0, or \
+                 remove classes.txt if labels are names"
+            )));
+        }
         let mut by_name: BTreeMap<String, u32> =
             splits.get("train").into_iter().flat_map(|t| &t.labels).map(|label| (label.clone(), 0)).collect();
         (0..).zip(by_name.values_mut()).for_each(|(number, place)| *place = number);
         return Ok(Classes { names: by_name.keys().cloned().collect(), by_name: Some(by_name) });
-    };
+    }
     let count = numbers.into_iter().max().map_or(0, |most| most.saturating_add(1));
     if count > CLASSES {
         return Err(DataError::Invalid(format!(
@@ -225,11 +323,9 @@ fn classes(root: &Path, splits: &BTreeMap<&str, Found>) -> Result<Classes, DataE
             CLASSES - 1
         )));
     }
-    let path = root.join("classes.txt");
-    if fs::symlink_metadata(&path).is_err() {
+    if !has_names {
         return Ok(Classes { names: (0..count).map(|c| c.to_string()).collect(), by_name: None });
     }
-    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
     let text = files::read(&path, MAX_NAMES_BYTES).map_err(wrong)?;
     let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
     let names: Vec<String> =

@@ -21,7 +21,11 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
-use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
+use tokio::{
+    io::AsyncWriteExt,
+    process::Command,
+    sync::{Semaphore, SemaphorePermit},
+};
 
 /// Long questions and short ones wait for their own kind alone.
 static LONG: Semaphore = Semaphore::const_new(AT_ONCE);
@@ -30,6 +34,8 @@ static SHORT: Semaphore = Semaphore::const_new(AT_ONCE);
 static DATASETS: Semaphore = Semaphore::const_new(AT_ONCE);
 /// Looks at paths; a file system that hangs holds one up for ever.
 static PATHS: Semaphore = Semaphore::const_new(8);
+/// How far a look is, is asked again and again, of the very paths whose file system may hang.
+static PROGRESS: Semaphore = Semaphore::const_new(1);
 /// Training comes first: what people look at waits for idle cores.
 const NICENESS: i32 = 10;
 /// How often it is looked whether a process has answered.
@@ -41,8 +47,13 @@ const ASK_EVERY: Duration = Duration::from_millis(5);
 /// A sentence: what is wrong with the question, or with the process.
 pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
     let room = match question {
-        Question::HasFiles { .. } | Question::InspectProgress { .. } => {
-            return at_once(question.clone()).await;
+        Question::HasFiles { .. } => {
+            let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
+            return at_once(question.clone(), turn).await;
+        }
+        Question::InspectProgress { .. } => {
+            let Ok(turn) = PROGRESS.try_acquire() else { return Ok(Answer::Progress { looked: None }) };
+            return at_once(question.clone(), turn).await;
         }
         Question::InspectDataset { .. } => &DATASETS,
         _ if question.is_long() => &LONG,
@@ -75,8 +86,7 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
 }
 
 /// Without a process of its own: nothing is read of what somebody brings.
-async fn at_once(question: Question) -> Result<Answer, String> {
-    let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
+async fn at_once(question: Question, turn: SemaphorePermit<'static>) -> Result<Answer, String> {
     let looked = tokio::task::spawn_blocking(move || {
         let _turn = turn;
         answer(question)
@@ -84,15 +94,16 @@ async fn at_once(question: Question) -> Result<Answer, String> {
     looked.await.map_err(|e| e.to_string())?
 }
 
-/// Has a process of its own answer while the caller waits, until `cancelled`.
+/// Has a process of its own answer while the caller waits, until `cancelled`. The answer itself may be what is wrong with
+/// the question or the files.
 ///
 /// # Errors
-/// A sentence: what is wrong with the question, or with the process.
+/// A sentence: what is wrong with the process.
 pub(crate) fn ask_and_wait(
     program: &Path,
     question: &Question,
     cancelled: &AtomicBool,
-) -> Result<Answer, String> {
+) -> Result<Result<Answer, String>, String> {
     let failed = |e: std::io::Error| format!("the process that looks at files failed: {e}");
     let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
     let mut child = std::process::Command::new(program)
@@ -106,7 +117,12 @@ pub(crate) fn ask_and_wait(
         // One that ended before it read everything is told of below.
         let _ = to.write_all(&words);
     }
-    // The answer is shorter than what a pipe holds.
+    // An answer may be longer than what a pipe holds.
+    let mut from = child.stdout.take();
+    let reading = std::thread::spawn(move || {
+        let mut said = Vec::new();
+        from.as_mut().map_or(Ok(0), |from| from.read_to_end(&mut said)).map(|_| said)
+    });
     let status = loop {
         if let Some(status) = child.try_wait().map_err(failed)? {
             break status;
@@ -118,12 +134,9 @@ pub(crate) fn ask_and_wait(
         }
         std::thread::sleep(ASK_EVERY);
     };
-    let mut said = Vec::new();
-    if let Some(from) = &mut child.stdout {
-        from.read_to_end(&mut said).map_err(failed)?;
-    }
-    serde_json::from_slice(&said)
-        .unwrap_or_else(|_| Err(format!("the process that looks at files ended with {status}")))
+    let ended = || format!("the process that looks at files ended with {status}");
+    let said = reading.join().map_err(|_| ended())?.map_err(failed)?;
+    serde_json::from_slice(&said).map_err(|_| ended())
 }
 
 /// The process itself: a question on standard input, the answer on standard output, both JSON.
@@ -200,5 +213,39 @@ mod tests {
         let answering = ask(Path::new("/bin/false"), &question);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
+    }
+
+    #[tokio::test]
+    async fn who_asks_how_far_a_look_is_never_waits_for_another() {
+        let _hanging = PROGRESS.acquire().await.unwrap();
+        let question = Question::InspectProgress { path: "/nothing there".into() };
+        let answering = ask(Path::new("/bin/false"), &question);
+        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
+        assert_eq!(answer, Ok(Answer::Progress { looked: None }));
+    }
+
+    #[test]
+    fn an_answer_may_be_longer_than_a_pipe_holds_and_a_process_that_dies_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let answering = |body: &str| {
+            let program = dir.path().join("program");
+            // Written by another process: nobody here holds it open for writing when it is started.
+            let text = format!("#!/bin/sh\n{body}\n");
+            let made = std::process::Command::new("sh")
+                .args(["-c", "rm -f \"$1\"; printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &text])
+                .arg(&program)
+                .status();
+            assert!(made.unwrap().success());
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                let question = Question::Fingerprint { path: "/data".into() };
+                let _ = tell.send(ask_and_wait(&program, &question, &AtomicBool::new(false)));
+            });
+            told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
+        };
+        let long = answering("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
+        assert_eq!(long.unwrap_err().len(), 200_000);
+        let died = answering("kill -9 $$").unwrap_err();
+        assert!(died.contains("ended with signal: 9"), "{died}");
     }
 }

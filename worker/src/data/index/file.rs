@@ -1,10 +1,11 @@
 //! The index of a dataset on disk: what is known of each picture, so that a job's start need not read them all.
 //!
-//! `datasets/<key>.index` in the cache directory, where `key` is of the dataset's path. Machines that share the cache
-//! directory share the index; what is said of a file holds only while its size and time of writing are the same.
+//! `datasets/<key>.index` in the cache directory, where `key` is of the dataset's path and, where the file system tells a
+//! folder's birth, of the folder: machines that share the cache directory may have copies of their own at one path. Others
+//! share the index; what is said of a file holds only while its size and time of change are the same.
 //!
 //! ```text
-//! 8 bytes           "LSINDEX" and the format's version, 1
+//! 8 bytes           "LSINDEX" and the format's version, 2
 //! then blocks:      u32 length of the payload, u32 its CRC-32 (both little-endian), payload
 //! payload:          u32 length of the container's name, the name, then MessagePack:
 //!                   [stamp, trouble, [entry, ...]]
@@ -12,7 +13,7 @@
 //! ```
 //!
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
-//! block's container is the dataset's own path. Of several entries of one name the last counts. `<key>.part` has the
+//! block's container is the dataset's own path, its body the number of the [`READER`] (u32). Of several entries of one name the last counts. `<key>.part` has the
 //! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
 //! begins. `<key>.lock` is held by whoever makes an index, `<key>.progress` says how far that is.
 
@@ -24,15 +25,25 @@ use std::{
     fs::{self, File},
     io::{self, BufWriter, Seek, SeekFrom, Write},
     ops::Range,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
-const MAGIC: &[u8; 8] = b"LSINDEX\x01";
+const MAGIC: &[u8; 8] = b"LSINDEX\x02";
+/// To be raised when what was found broken may be found whole: what another reader found broken is looked at again.
+const READER: u32 = 1;
 /// Larger index files are taken for damage: that of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
 /// Datasets of fewer pictures get no index: looking at them takes no time.
 const WORTH: usize = 1000;
+/// So few unknown pictures are looked at without keeping what is found.
+const FEW: usize = 64;
+/// Indexes of one path, of folders that lay there, that are kept.
+const COPIES: usize = 64;
+/// Nor those that nobody has used for so long.
+const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
+const DAY: Duration = Duration::from_secs(24 * 3600);
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
 /// What is known of one picture.
@@ -43,7 +54,7 @@ pub(crate) struct Entry {
     pub(crate) name: Vec<u8>,
     /// In bytes.
     pub(crate) size: u64,
-    /// Of the file; 0 in a shard, which has its own.
+    /// When the file was last changed, see [`crate::files::modified_ns`]; 0 in a shard, which has its own.
     pub(crate) modified_ns: i64,
     /// Where its bytes begin in the shard; 0 of a file.
     pub(crate) offset: u64,
@@ -64,7 +75,7 @@ pub(crate) struct Entry {
     pub(crate) passing: bool,
 }
 
-/// Size and time of writing of a shard.
+/// Size and time of change of a shard.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stamp {
     pub(crate) size: u64,
@@ -101,29 +112,43 @@ pub(crate) struct IndexStore {
     /// None: nothing is kept.
     dir: Option<PathBuf>,
     worth: usize,
+    few: usize,
+    reader: u32,
 }
 
 impl IndexStore {
     /// The user's.
     pub(crate) fn of_user() -> Self {
-        Self { dir: crate::cache::dir().map(|dir| dir.join("datasets")), worth: WORTH }
+        let dir = crate::cache::dir().map(|dir| dir.join("datasets"));
+        Self { dir, worth: WORTH, few: FEW, reader: READER }
     }
 
     /// In `dir`, of datasets of `worth` pictures or more.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, worth: usize) -> Self {
-        Self { dir: Some(dir.to_owned()), worth }
+        Self { dir: Some(dir.to_owned()), worth, few: 1, reader: READER }
     }
 
-    /// Whether a dataset of so many pictures gets an index.
-    pub(super) fn keeps(&self, pictures: usize) -> bool {
-        self.dir.is_some() && pictures >= self.worth
+    /// Of another version of the program.
+    #[cfg(test)]
+    pub(super) fn of_reader(self, reader: u32) -> Self {
+        Self { reader, ..self }
+    }
+
+    /// Of what is worth it only when so many pictures are unknown.
+    #[cfg(test)]
+    pub(super) fn of_few(self, few: usize) -> Self {
+        Self { few, ..self }
+    }
+
+    /// Whether what is found is kept, of a dataset of so many pictures, so many of them unknown.
+    pub(super) fn keeps(&self, pictures: usize, unknown: usize) -> bool {
+        self.dir.is_some() && pictures >= self.worth && unknown >= self.few
     }
 
     fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
-        let key = Sha256::digest(dataset.as_os_str().as_encoded_bytes());
-        let key: String = key.iter().take(16).map(|byte| format!("{byte:02x}")).collect();
-        Some(self.dir.as_ref()?.join(format!("{key}.{extension}")))
+        let folder = folder_of(dataset).map(|folder| format!("-{folder}")).unwrap_or_default();
+        Some(self.dir.as_ref()?.join(format!("{}{folder}.{extension}", path_key(dataset))))
     }
 
     /// What is known of a dataset: its index, and what an interrupted run has found.
@@ -131,7 +156,8 @@ impl IndexStore {
         let mut facts = Facts::default();
         for extension in ["index", "part"] {
             if let Some(file) = self.file(dataset, extension) {
-                facts.add(&file, dataset);
+                facts.add(&file, dataset, self.reader);
+                mark_used(&file);
             }
         }
         facts
@@ -152,21 +178,24 @@ impl IndexStore {
         // Where files cannot be locked, several may do the same work at the same time; each file appears whole.
         let _ = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
         let mut facts = Facts::default();
-        facts.add(&file("index"), dataset);
+        facts.add(&file("index"), dataset, self.reader);
         let part_path = file("part");
-        let whole = facts.add(&part_path, dataset);
+        let whole = facts.add(&part_path, dataset, self.reader);
+        // Of one that was killed.
+        let _ = fs::remove_file(file("progress"));
         let open = || -> io::Result<File> {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;
             part.set_len(whole)?;
             part.seek(SeekFrom::End(0))?;
             if whole == 0 {
-                write_head(&mut part, dataset)?;
+                write_head(&mut part, dataset, self.reader)?;
             }
             Ok(part)
         };
         let part = open().map_err(|e| named(&part_path, e))?;
         let making = Making {
             dataset: dataset.to_owned(),
+            reader: self.reader,
             index: file("index"),
             part_path,
             part,
@@ -180,7 +209,64 @@ impl IndexStore {
     /// How far the making of a dataset's index is; none when nobody makes one.
     pub(crate) fn progress(&self, dataset: &Path) -> Option<Progress> {
         let text = fs::read(self.file(dataset, "progress")?).ok()?;
+        // Whoever makes one holds the lock; one that was killed leaves its progress.
+        let lock = File::open(self.file(dataset, "lock")?).ok()?;
+        if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared).is_ok() {
+            return None;
+        }
         serde_json::from_slice(&text).ok()
+    }
+}
+
+fn path_key(dataset: &Path) -> String {
+    let key = Sha256::digest(dataset.as_os_str().as_encoded_bytes());
+    key.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Tells the folder of a dataset from another at the same path on another machine. None where the file system tells no
+/// birth: such are of the network mostly, and the same on all machines.
+fn folder_of(dataset: &Path) -> Option<String> {
+    let fixed = crate::data::shards::fixed_part(dataset).map(|(folder, _)| folder);
+    let mut found = fs::metadata(fixed.as_deref().unwrap_or(dataset)).ok()?;
+    if found.is_file() {
+        found = fs::metadata(dataset.parent()?).ok()?;
+    }
+    let born = found.created().ok()?.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_nanos();
+    let mut key = Sha256::new();
+    key.update(found.ino().to_le_bytes());
+    key.update(born.to_le_bytes());
+    Some(key.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Indexes that nobody uses are removed some day.
+fn mark_used(file: &Path) {
+    let old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
+    if fs::metadata(file).is_ok_and(old) {
+        // One of another user's is theirs to keep.
+        let _ = File::options().write(true).open(file).and_then(|file| file.set_modified(SystemTime::now()));
+    }
+}
+
+/// Removes indexes of other folders that lay at a dataset's path: a dataset that is copied anew for each job is another
+/// folder each time.
+fn remove_unused(index: &Path, dataset: &Path) {
+    let (Some(dir), key) = (index.parent(), path_key(dataset)) else { return };
+    let mut others: Vec<(SystemTime, PathBuf)> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&key))
+        .map(|entry| entry.path())
+        .filter(|path| path != index && path.extension().is_some_and(|e| e == "index"))
+        .filter_map(|path| Some((fs::metadata(&path).ok()?.modified().ok()?, path)))
+        .collect();
+    others.sort_by(|a, b| b.cmp(a));
+    for (number, (used, path)) in others.into_iter().enumerate() {
+        if number + 1 >= COPIES || used.elapsed().is_ok_and(|since| since > UNUSED) {
+            for extension in ["index", "part", "lock", "progress"] {
+                let _ = fs::remove_file(path.with_extension(extension));
+            }
+        }
     }
 }
 
@@ -194,16 +280,17 @@ pub struct Progress {
 /// What is known of a dataset's pictures, by container.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
-    buffers: Vec<Vec<u8>>,
+    /// Files, and whether this version of the program has written them.
+    buffers: Vec<(Vec<u8>, bool)>,
     blocks: HashMap<Vec<u8>, Vec<(usize, Range<usize>)>>,
 }
 
 impl Facts {
     /// Adds what a file says; how many of its bytes are whole blocks.
-    fn add(&mut self, file: &Path, dataset: &Path) -> u64 {
+    fn add(&mut self, file: &Path, dataset: &Path, reader: u32) -> u64 {
         let Ok(bytes) = crate::files::read(file, MAX_BYTES) else { return 0 };
         let number = self.buffers.len();
-        let mut at = MAGIC.len();
+        let (mut at, mut ours) = (MAGIC.len(), false);
         if !bytes.starts_with(MAGIC) {
             return 0;
         }
@@ -213,18 +300,30 @@ impl Facts {
                 return 0;
             }
             at = body.end;
-            if !first {
+            if first {
+                ours = bytes[body] == reader.to_le_bytes();
+            } else {
                 self.blocks.entry(bytes[container].to_vec()).or_default().push((number, body));
             }
         }
-        self.buffers.push(bytes);
+        self.buffers.push((bytes, ours));
         if at == MAGIC.len() { 0 } else { at as u64 }
     }
 
     /// The blocks of a container, oldest first. One that cannot be read is not there.
     pub(super) fn of(&self, container: &[u8]) -> impl Iterator<Item = Block> {
         let all = self.blocks.get(container).into_iter().flatten();
-        all.filter_map(|(buffer, body)| rmp_serde::from_slice(&self.buffers[*buffer][body.clone()]).ok())
+        all.filter_map(|(buffer, body)| {
+            let (bytes, ours) = &self.buffers[*buffer];
+            let mut block: Block = rmp_serde::from_slice(&bytes[body.clone()]).ok()?;
+            if !ours && block.stamp.is_some() {
+                // A shard is read as a whole.
+                let whole = block.trouble.is_none() && block.entries.iter().all(|e| e.broken.is_none());
+                return whole.then_some(block);
+            }
+            block.entries.retain(|entry| *ours || entry.broken.is_none());
+            Some(block)
+        })
     }
 }
 
@@ -257,15 +356,16 @@ fn write_block(to: &mut impl Write, container: &[u8], body: &[u8]) -> io::Result
     to.write_all(body)
 }
 
-fn write_head(to: &mut impl Write, dataset: &Path) -> io::Result<()> {
+fn write_head(to: &mut impl Write, dataset: &Path, reader: u32) -> io::Result<()> {
     to.write_all(MAGIC)?;
-    write_block(to, dataset.as_os_str().as_encoded_bytes(), &[])
+    write_block(to, dataset.as_os_str().as_encoded_bytes(), &reader.to_le_bytes())
 }
 
 /// An index in the making; nobody else makes one of this dataset meanwhile.
 #[derive(Debug)]
 pub(super) struct Making {
     dataset: PathBuf,
+    reader: u32,
     index: PathBuf,
     part_path: PathBuf,
     part: File,
@@ -302,13 +402,14 @@ impl Making {
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
-        write_head(&mut file, &self.dataset)?;
+        write_head(&mut file, &self.dataset, self.reader)?;
         for (container, block) in blocks {
             write_block(&mut file, container, &encoded(&block)?)?;
         }
         let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.as_file().sync_all()?;
         file.persist(&self.index)?;
+        remove_unused(&self.index, &self.dataset);
         self.part.set_len(0)
     }
 }
@@ -317,7 +418,7 @@ impl Drop for Making {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
         // Nothing but its head.
-        let head = MAGIC.len() + 12 + self.dataset.as_os_str().len();
+        let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
         if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
             let _ = fs::remove_file(&self.part_path);
         }

@@ -21,6 +21,8 @@ const BLOCK: u64 = 512;
 const LABEL_BYTES: u64 = 4096;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
+/// So much is looked at behind a tar's end: another tar begins after at most some blocks of zeros.
+const BEHIND: u64 = 1 << 20;
 
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
 
@@ -57,6 +59,8 @@ struct Sample {
     class: Option<String>,
     /// Of the `.json`, which counts where there is no `.cls`.
     described_class: Option<String>,
+    /// What is wrong with the `.json`.
+    undescribed: Option<String>,
     broken: Option<String>,
 }
 
@@ -80,7 +84,13 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
                 return (samples, End::Damaged(detail));
             }
         };
-        let (offset, length) = (member.raw_file_position(), member.size());
+        let kind = member.header().entry_type();
+        // Of a sparse one only what is stored of it.
+        let length = match kind.is_gnu_sparse() {
+            true => member.header().entry_size().unwrap_or(0),
+            false => member.size(),
+        };
+        let offset = member.raw_file_position();
         let name = member.path_bytes().into_owned();
         if offset.saturating_add(length) > size {
             // What there is of its sample is no sample.
@@ -91,20 +101,39 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         end = (offset + length).next_multiple_of(BLOCK);
         count += 1;
-        let kind = member.header().entry_type();
         let Some((key, extension)) = parts(&name) else { continue };
         if kind.is_dir() {
             continue;
         }
+        let unfit = match kind {
+            tar::EntryType::Regular | tar::EntryType::Continuous => None,
+            tar::EntryType::Symlink => {
+                Some("is a symbolic link inside its shard: pack with tar's --dereference")
+            }
+            tar::EntryType::Link => {
+                Some("is a hard link inside its shard: pack with tar's --hard-dereference")
+            }
+            tar::EntryType::GNUSparse => Some("is stored as a sparse file: pack without tar's -S"),
+            _ => Some("is no regular file"),
+        };
         if samples.last().is_none_or(|sample| sample.key != key) {
             samples.push(Sample { key, ..Sample::default() });
         }
         if let Some(sample) = samples.last_mut() {
             let read = |limit: u64| text(&mut member, length, limit);
-            if let Err(error) = sample.add(&name, &extension, (offset, length), kind.is_file(), read) {
+            if let Err(error) = sample.add(&name, &extension, (offset, length), unfit, read) {
                 return (samples, End::Unread(error));
             }
         }
+    }
+    match has_data(file, end, size) {
+        Ok(false) => {}
+        Ok(true) => {
+            let detail =
+                "has data behind its end, which is not read: tars put together with cat? Pack them as one";
+            return (samples, End::Damaged(detail.into()));
+        }
+        Err(error) => return (samples, End::Unread(error)),
     }
     match (size, end + BLOCK > size) {
         (0, _) => (samples, End::Damaged("is empty".into())),
@@ -115,13 +144,21 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     }
 }
 
+/// Whether something else than zeros lies behind a tar's last member.
+fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
+    let mut bytes = vec![0; size.saturating_sub(end).min(BEHIND) as usize];
+    file.read_exact_at(&mut bytes, end)?;
+    Ok(bytes.iter().any(|byte| *byte != 0))
+}
+
 /// Key and last extension of a member's name, as WebDataset has them: the key ends at the first dot of the file name.
-/// `None` of hidden files and what has no extension.
+/// `None` of hidden files, what has no extension, and webdataset's own notes (`__name__`, and what lies in such a folder).
 fn parts(name: &[u8]) -> Option<(Vec<u8>, String)> {
     let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
     let dot = file + name[file..].iter().position(|b| *b == b'.')?;
     let last = name.iter().rposition(|b| *b == b'.')?;
-    if dot == file || name[file..].starts_with(b"__") {
+    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
+    if dot == file || first.len() >= 4 && first.starts_with(b"__") && first.ends_with(b"__") {
         return None;
     }
     let extension = String::from_utf8_lossy(&name[last + 1..]).to_lowercase();
@@ -144,7 +181,7 @@ impl Sample {
         name: &[u8],
         extension: &str,
         (offset, length): (u64, u64),
-        is_file: bool,
+        unfit: Option<&str>,
         read: impl FnOnce(u64) -> io::Result<Option<String>>,
     ) -> io::Result<()> {
         let file_name = String::from_utf8_lossy(name).into_owned();
@@ -152,26 +189,38 @@ impl Sample {
         let mut broken = |detail: String| {
             self.broken.get_or_insert(detail);
         };
-        match extension {
-            "cls" => match read(LABEL_BYTES)?.map(|text| text.trim().to_owned()) {
-                Some(class) if !class.is_empty() => self.class = Some(class_name(&class)),
+        let second = || format!("has a second class, in {file_name}, in its sample; keep one of them");
+        match (extension, unfit) {
+            ("cls", Some(unfit)) => broken(format!("has a class in {file_name}, which {unfit}")),
+            ("cls", None) => match read(LABEL_BYTES)?.map(|text| class_name(text.trim())) {
+                Some(class) if !class.is_empty() => match &self.class {
+                    Some(first) if *first != class => broken(second()),
+                    _ => self.class = Some(class),
+                },
                 _ => broken(format!("has a class in {file_name} that is empty, no text, or too long")),
             },
-            "json" => {
+            ("json", Some(unfit)) => {
+                self.undescribed.get_or_insert(format!("has a description {file_name}, which {unfit}"));
+            }
+            ("json", None) => {
                 let parsed = read(JSON_BYTES)?.and_then(|text| serde_json::from_str(&text).ok());
-                match parsed {
-                    Some(serde_json::Value::Object(about)) => {
-                        self.described_class = match about.get("label") {
-                            Some(serde_json::Value::Number(number)) => Some(number.to_string()),
-                            Some(serde_json::Value::String(name)) => Some(class_name(name.trim())),
-                            _ => None,
-                        };
+                match (parsed, &self.described_class) {
+                    (Some(serde_json::Value::Object(about)), first) => match (label(&about), first) {
+                        (Some(class), Some(first)) if class != *first => {
+                            self.undescribed.get_or_insert_with(second);
+                        }
+                        (Some(class), _) => self.described_class = Some(class),
+                        (None, _) => {}
+                    },
+                    _ => {
+                        self.undescribed.get_or_insert_with(|| {
+                            format!("has a description {file_name} that is no JSON object, or too long")
+                        });
                     }
-                    _ => broken(format!("has a description {file_name} that is no JSON object, or too long")),
                 }
             }
             _ if !picture::is_named_like_one(Path::new(&file_name)) => {}
-            _ if !is_file => broken("is a link inside its shard, not a file".into()),
+            (_, Some(unfit)) => broken(format!("has a picture {file_name}, which {unfit}")),
             _ => match &self.picture {
                 None => self.picture = Some((name.to_vec(), offset, length)),
                 Some((first, ..)) => broken(format!(
@@ -184,7 +233,11 @@ impl Sample {
     }
 
     /// `None` when the members are no sample: neither a picture nor a class.
-    fn entry(self, shard: &File) -> Option<Entry> {
+    fn entry(mut self, shard: &File) -> Option<Entry> {
+        // Of no matter beside a class.
+        if self.class.is_none() {
+            self.broken = self.broken.or(self.undescribed);
+        }
         let label = self.class.or(self.described_class);
         let Some((name, offset, size)) = self.picture else {
             let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));
@@ -207,6 +260,21 @@ impl Sample {
         }
         let name = String::from_utf8_lossy(&entry.name).into_owned();
         Some(described(Path::new(&name), &bytes, entry))
+    }
+}
+
+/// The class that a description tells.
+fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
+    match about.get("label")? {
+        serde_json::Value::Number(number) => Some(match number.as_f64() {
+            // As some writers put whole numbers.
+            Some(value) if number.is_f64() && value.fract() == 0.0 && value.abs() < 1e9 => {
+                format!("{:.0}", value + 0.0)
+            }
+            _ => number.to_string(),
+        }),
+        serde_json::Value::String(name) => Some(class_name(name.trim())).filter(|name| !name.is_empty()),
+        _ => None,
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+/// Names of a pattern that are looked for to tell whether it is there.
+const TRIED: usize = 64;
+
 /// The folder before the first brace, and the pattern behind it. `None` when `path` is no pattern, or a file's own name.
 pub(in crate::data) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let is_pattern = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
@@ -11,6 +14,16 @@ pub(in crate::data) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let fixed: PathBuf = path.iter().take_while(|part| !is_pattern(part)).collect();
     let rest = path.iter().skip_while(|part| !is_pattern(part)).collect();
     Some((fixed, rest))
+}
+
+/// Whether the files of a pattern are there: a folder may be, on a machine that has none of them.
+pub(in crate::data) fn exists(folder: &Path, rest: &Path) -> bool {
+    match expand(&rest.to_string_lossy(), super::SHARDS) {
+        // Some may be missing, which is told of when they are read.
+        Ok(names) => names.iter().take(TRIED).any(|name| folder.join(name).exists()),
+        // What is wrong with it is told by whoever reads it.
+        Err(_) => folder.is_dir(),
+    }
 }
 
 /// All names of a pattern, in order.

@@ -170,6 +170,20 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
             ("long.cls", &[b'7'; 4097]),
             ("list.png", &png),
             ("list.json", b"[1]"),
+            ("boxes.json", b"[1]"),
+            ("boxes.cls", b"1"),
+            ("boxes.png", &png),
+            ("whole.json", b"{\"label\": 1.0}"),
+            ("whole.meta.json", b"{\"width\": 4}"),
+            ("whole.png", &png),
+            ("nothing.json", b"{\"label\": \" \"}"),
+            ("nothing.png", &png),
+            ("classes.fine.cls", b"1"),
+            ("classes.coarse.cls", b"0"),
+            ("classes.png", &png),
+            ("__note.cls", b"1"),
+            ("__note.png", &png),
+            ("__notes__/a.png", &png),
             ("notes.txt", b"nothing to train on"),
             (".hidden.png", &png),
         ],
@@ -177,7 +191,9 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
     let catalog = open(dir.path()).expect("opens");
     let names: Vec<_> = samples(&catalog).into_iter().map(|(_, name, class, _)| (name, class)).collect();
     let shown = |name: &str| dir.path().join("train.tar").join(name).display().to_string();
-    assert_eq!(names, [(shown("good.png"), "1".into()), (shown("both.png"), "0".into())]);
+    let wanted =
+        [("good.png", "1"), ("both.png", "0"), ("boxes.png", "1"), ("whole.png", "1"), ("__note.png", "1")];
+    assert_eq!(names, wanted.map(|(name, class)| (shown(name), class.to_owned())));
     let words = broken(&catalog);
     for (name, detail) in [
         ("no-class.png", "has no class: put a member"),
@@ -187,11 +203,13 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         ("text.jpg", "is text, not a JPEG"),
         ("long.png", "has a class in long.cls that is empty, no text, or too long"),
         ("list.png", "has a description list.json that is no JSON object"),
+        ("nothing.png", "has no class: put a member"),
+        ("classes.png", "has a second class, in classes.coarse.cls, in its sample"),
     ] {
         let fits = |text: &&String| text.contains(&format!("train.tar/{name} {detail}"));
         assert!(words.iter().any(|text| fits(&text)), "{name} {detail} is not in {words:#?}");
     }
-    assert_eq!(words.len(), 7, "{words:#?}");
+    assert_eq!(words.len(), 9, "{words:#?}");
     // The longest label that is read, and the largest number that is a class.
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", &[b'7'; 4096])]);
     assert_eq!(open(dir.path()).expect("opens").classes[0].len(), 4096);
@@ -234,6 +252,149 @@ fn compressed_shards_are_named() {
     fs::write(dir.path().join("train-0.tar.gz"), "").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
     assert!(words.contains("its shards are compressed"), "{words}");
+    // Beside others: but not one that was unpacked.
+    for name in ["train-0.tar", "train-1.tar"] {
+        fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join(name)).unwrap();
+    }
+    assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new());
+    fs::write(dir.path().join("train-2.tar.zst"), "").unwrap();
+    let words = broken(&open(dir.path()).expect("opens"));
+    assert!(words.len() == 1 && words[0].contains("train-2.tar.zst is compressed"), "{words:?}");
+}
+
+#[test]
+fn a_split_that_cannot_be_listed_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("gone", dir.path().join("val")).unwrap();
+    // No folders, whatever their names say.
+    fs::write(dir.path().join("test"), "").unwrap();
+    std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(words.ends_with("val is a link to gone, which is not there; mend or remove it"), "{words}");
+    fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
+    let words = broken(&open(dir.path()).expect("opens"));
+    assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");
+    assert!(super::listed(&dir.path().join("train.tar")).is_err());
+    assert!(crate::data::fingerprint::has_pictures(dir.path()));
+    // In a split's folder alone.
+    fs::create_dir(dir.path().join("training")).unwrap();
+    fs::rename(dir.path().join("train.tar"), dir.path().join("training/0.tar")).unwrap();
+    assert!(crate::data::fingerprint::has_pictures(dir.path()));
+}
+
+#[test]
+fn negative_labels_outside_of_the_training_split_are_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let shard = |name: &str, labels: [&[u8]; 2]| {
+        let members = [
+            ("a.png", &png.get_ref()[..]),
+            ("a.cls", labels[0]),
+            ("b.png", &png.get_ref()[..]),
+            ("b.cls", labels[1]),
+        ];
+        write(&dir.path().join(name), &members);
+    };
+    for (train, classes) in [([&b"0"[..], &b"1"[..]], "0 1"), ([&b"cat"[..], &b"dog"[..]], "cat dog")] {
+        shard("train.tar", train);
+        shard("val.tar", train);
+        shard("test.tar", [b"-1", b"-1"]);
+        let catalog = open(dir.path()).expect("opens");
+        assert_eq!(catalog.classes.join(" "), classes);
+        let counts: Vec<_> =
+            catalog.splits.iter().map(|s| (&s.name[..], s.labels.len(), s.broken.len())).collect();
+        assert_eq!(counts, [("train", 2, 0), ("test", 0, 2), ("val", 2, 0)]);
+        let words = broken(&catalog).join("\n");
+        assert!(words.contains("test.tar/b.png has the label -1, which is no class"), "{words}");
+    }
+    // Two classes that are called so.
+    shard("train.tar", [b"-1", b"1"]);
+    shard("val.tar", [b"-1", b"1"]);
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!((catalog.classes.join(" "), broken(&catalog).len()), ("-1 1".into(), 0));
+    // Numbers that have names, and one that is none.
+    fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(
+        words.contains("classes.txt names classes by their numbers, but one sample has the label \"-1\""),
+        "{words}"
+    );
+}
+
+#[test]
+fn what_lies_behind_a_tars_end_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let shard = dir.path().join("train.tar");
+    let one = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
+    fs::write(&shard, [&one[..], &[0; 1 << 16][..]].concat()).unwrap();
+    assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new(), "zeros are no data");
+    fs::write(&shard, [&one[..], &one[..]].concat()).unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 6);
+    let words = broken(&catalog).join("\n");
+    assert!(words.contains("train.tar has data behind its end, which is not read"), "{words}");
+}
+
+#[test]
+fn members_that_are_no_files_are_called_what_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let mut tar = tar::Builder::new(fs::File::create(dir.path().join("train.tar")).unwrap());
+    let mut add = |name: &str, kind: tar::EntryType, content: &[u8]| {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_size(content.len() as u64);
+        match kind {
+            tar::EntryType::Link | tar::EntryType::Symlink => {
+                tar.append_link(&mut header, name, "a.png").unwrap()
+            }
+            _ => tar.append_data(&mut header, name, content).unwrap(),
+        }
+    };
+    let file = tar::EntryType::Regular;
+    for (name, kind) in [("a", file), ("b", tar::EntryType::Link), ("c", tar::EntryType::Symlink)] {
+        add(&format!("{name}.png"), kind, if kind == file { &png.get_ref()[..] } else { &b""[..] });
+        add(&format!("{name}.cls"), file, b"0");
+    }
+    add("d.png", file, png.get_ref());
+    add("d.cls", tar::EntryType::Link, b"");
+    // One block, and a hole larger than the whole shard.
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(tar::EntryType::GNUSparse);
+    header.set_size(512);
+    let octal = |number: u64| -> [u8; 12] { format!("{number:011o}\0").into_bytes().try_into().unwrap() };
+    let sparse = header.as_gnu_mut().unwrap();
+    sparse.realsize = octal(1 << 20);
+    for (place, (offset, length)) in sparse.sparse.iter_mut().zip([(0, 512), (1 << 20, 0)]) {
+        (place.offset, place.numbytes) = (octal(offset), octal(length));
+    }
+    tar.append_data(&mut header, "e.png", &[1; 512][..]).unwrap();
+    let mut header = tar::Header::new_gnu();
+    header.set_size(1);
+    tar.append_data(&mut header, "e.cls", &b"0"[..]).unwrap();
+    tar.finish().unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 1);
+    let words = broken(&catalog).join("\n");
+    for wanted in [
+        "has a picture b.png, which is a hard link inside its shard",
+        "has a picture c.png, which is a symbolic link inside its shard",
+        "d.png has a class in d.cls, which is a hard link inside its shard",
+        "has a picture e.png, which is stored as a sparse file",
+    ] {
+        assert!(words.contains(wanted), "{wanted} is not in {words}");
+    }
+}
+
+#[test]
+fn a_pattern_is_there_when_some_of_its_shards_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let pattern = dir.path().join("train-{0..3}.tar");
+    assert!(!crate::data::exists(&pattern), "only its folder");
+    fs::write(dir.path().join("train-1.tar"), "").unwrap();
+    assert!(crate::data::exists(&pattern));
 }
 
 #[test]

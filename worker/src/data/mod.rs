@@ -9,6 +9,7 @@ mod inspect;
 mod listing;
 pub mod loader;
 mod picture;
+mod prepare;
 mod random;
 mod shard;
 mod shards;
@@ -18,6 +19,7 @@ mod transform;
 pub use index::Progress;
 pub use inspect::inspect;
 pub use picture::Picture;
+pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
 pub use stored::{Stored, stored};
 

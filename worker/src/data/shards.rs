@@ -13,6 +13,7 @@ use super::{
     Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
     index::{self, IndexStore, Members, Stamp},
     listing::Listing,
+    prepare,
 };
 use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
@@ -24,7 +25,7 @@ use std::{
 };
 
 /// Shards of a dataset.
-const SHARDS: usize = 100_000;
+pub(super) const SHARDS: usize = 100_000;
 /// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
 const CLASSES: u32 = 100_000;
 /// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
@@ -107,8 +108,21 @@ fn split_of(path: &Path) -> Option<&'static str> {
     })
 }
 
+/// Whether shards that begin with a split's name are read as this split's.
+pub(super) fn tells_split(name: &str) -> bool {
+    split_of(Path::new(name)) == Some(name)
+}
+
 /// `dataset`: as it was named; `shards` are relative to `root`.
 fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -> Result<Catalog, DataError> {
+    if prepare::is_unfinished(root) {
+        return Err(DataError::File {
+            path: root.display().to_string(),
+            detail:
+                "is a copy that is not whole: run its `lockstep dataset prepare` again, which goes on with it"
+                    .into(),
+        });
+    }
     let any = shards.iter().any(|shard| split_of(shard).is_some());
     let (mut broken, mut there) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();

@@ -33,8 +33,8 @@ enum Action {
     Add {
         /// The name that jobs give
         name: String,
-        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, or WebDataset shards (*.tar);
-        /// or a pattern of shards ('/data/train-{000..127}.tar')
+        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
+        /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
         #[command(flatten)]
         server: ServerArgs,

@@ -18,7 +18,7 @@ use std::{
 /// Tar's unit.
 const BLOCK: u64 = 512;
 /// A class's number or name.
-const LABEL_BYTES: u64 = 4096;
+pub(in crate::data) const LABEL_BYTES: u64 = 4096;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
 
@@ -211,6 +211,6 @@ impl Sample {
 }
 
 /// Numbers are written in one way.
-fn class_name(text: &str) -> String {
+pub(in crate::data) fn class_name(text: &str) -> String {
     text.parse::<u32>().map_or_else(|_| text.to_owned(), |number| number.to_string())
 }

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 /// What looking at a dataset's files found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
-    /// `cifar10`, `cifar100`, `idx`, `image_folder` or `webdataset`.
+    /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
     pub format: String,
     pub classes: Vec<String>,
     pub splits: Vec<SplitInfo>,

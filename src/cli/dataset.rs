@@ -1,5 +1,7 @@
 //! `lockstep dataset`: what jobs can train on.
 
+mod prepare;
+
 use super::{
     api::{Api, ServerArgs, list},
     block_on, output, wrong,
@@ -31,12 +33,14 @@ enum Action {
     Add {
         /// The name that jobs give
         name: String,
-        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, or WebDataset shards (*.tar);
-        /// or a pattern of shards ('/data/train-{000..127}.tar')
+        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
+        /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Write a copy to train from faster: shards of small pictures (no server needed; register it with `dataset add`)
+    Prepare(prepare::Args),
     /// List the registered datasets
     List {
         #[command(flatten)]
@@ -69,6 +73,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
             broken_files(&dataset.info)
         }
+        Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
             let api = Api::new(&server.server)?;
             let answer: Value = block_on(api.get("/datasets"))?;
@@ -179,9 +184,12 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     for broken in &info.broken {
         output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
     }
-    let unnamed = info.broken_count.saturating_sub(info.broken.len() as u64);
-    if unnamed > 0 {
-        output::line(format_args!("and {unnamed} more broken files"))?;
+    unnamed(info.broken_count.saturating_sub(info.broken.len() as u64))
+}
+
+fn unnamed(count: u64) -> anyhow::Result<()> {
+    if count > 0 {
+        output::line(format_args!("and {count} more broken files"))?;
     }
     Ok(())
 }

@@ -220,3 +220,37 @@ async fn shards_are_registered_shown_trained_on_and_told_from_others() {
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let hub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub");
+    let copy = server.folder().path().join("copy");
+    let (hub, copy) = (hub.to_str().expect("UTF-8"), copy.to_str().expect("UTF-8"));
+    let prepare = ["dataset", "prepare", hub, "--to", copy, "--quality", "95"];
+    let made = server.cli(&prepare);
+    assert!(made.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", made.stdout);
+    let again = server.cli(&prepare);
+    assert!(again.ok().contains("2 of them were there"), "{}", again.stdout);
+    server
+        .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
+        .wrong(&["holds a copy with a quality of 95, not 90"]);
+    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
+    for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
+        let added = server.cli(&["dataset", "add", name, path]);
+        let sentence = format!("{format}, 3 classes, pictures of 8x12 pixels");
+        assert!(added.ok().contains(&sentence), "{}", added.stdout);
+        let inspected = server.cli(&["dataset", "inspect", path]);
+        assert!(inspected.ok().contains("9 train, 3 validation"), "{}", inspected.stdout);
+        assert!(["cat", "dog", "fox"].iter().all(|class| inspected.stdout.contains(class)));
+        let data = json!({"validation": "validation", "crop_padding": 2});
+        let spec = specs::with(
+            specs::short(name, name, 2, 3),
+            json!({"data": data, "train": {"batch_size": 4}, "evaluate": {"every_epochs": 1}}),
+        );
+        let job = server.submit(&spec).await;
+        server.succeeded(&job).await;
+    }
+    server.stop().await;
+}

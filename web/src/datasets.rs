@@ -89,6 +89,7 @@ impl<'a> DatasetCard<'a> {
                 "idx" => "IDX",
                 "image_folder" => "image folders",
                 "webdataset" => "WebDataset shards",
+                "parquet" => "Parquet files",
                 _ => "unknown format",
             },
             pictures: match (info.width, info.height) {

@@ -82,12 +82,14 @@ pub fn of_pictures(path: &Path) -> Result<Option<PicturesFingerprint>, DataError
 
 /// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
 pub(crate) fn has_pictures(path: &Path) -> bool {
-    super::shards::fixed_part(path).is_some() || path.join("train").is_dir() || super::shards::has_any(path)
+    super::shards::fixed_part(path).is_some()
+        || path.join("train").is_dir()
+        || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
 }
 
 impl Catalog {
     pub(super) fn fingerprint(&self, path: &Path) -> Option<PicturesFingerprint> {
-        if !matches!(self.format, Format::ImageFolder | Format::Shards) {
+        if !matches!(self.format, Format::ImageFolder | Format::Shards | Format::Parquet) {
             return None;
         }
         let (mut names, mut contents) = (Sha256::new(), Sha256::new());

@@ -7,7 +7,7 @@
 use super::{
     Catalog, DataError, Format, Samples, Split,
     index::{self, Folder, FoundFile, IndexStore},
-    listing::Listing,
+    listing::{Listing, Place},
     picture::{self, is_named_like_one},
 };
 use crate::files::{self, Found};
@@ -111,7 +111,7 @@ fn look(dir: &Path, splits: Vec<Listed>, store: &IndexStore) -> Result<Vec<Split
             if entries.is_empty() && !folder.has_broken {
                 return Err(empty(&dir.join(&folder.path)));
             }
-            listing.add_container(&folder.path, None);
+            listing.add_container(&folder.path, Place::Folder);
             for entry in entries {
                 match entry.broken {
                     Some(detail) => {

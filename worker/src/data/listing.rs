@@ -3,13 +3,16 @@
 use super::{
     DataError, Picture,
     index::{Entry, Stamp, content_hash},
+    parquet::ParquetFile,
     picture,
 };
 use crate::files;
 use std::{
     ffi::OsStr,
+    fs::File,
     os::unix::{ffi::OsStrExt, fs::FileExt},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// Pictures of one split, read when they are needed.
@@ -27,8 +30,18 @@ pub(crate) struct Listing {
 struct Container {
     /// Relative to the root.
     path: PathBuf,
-    /// Of a shard.
-    stamp: Option<Stamp>,
+    place: Place,
+}
+
+/// What pictures lie in.
+#[derive(Debug, Clone)]
+pub(super) enum Place {
+    /// Each is a file.
+    Folder,
+    /// Each has an offset.
+    Tar(Stamp),
+    /// Each has a row.
+    Parquet(Stamp, Arc<ParquetFile>),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -49,9 +62,9 @@ impl Listing {
         Self { root: root.to_owned(), ..Self::default() }
     }
 
-    /// A folder or, with a stamp, a shard; what is pushed next lies in it.
-    pub(super) fn add_container(&mut self, path: &Path, stamp: Option<Stamp>) {
-        self.containers.push(Container { path: path.to_owned(), stamp });
+    /// What is pushed next lies in it.
+    pub(super) fn add_container(&mut self, path: &Path, place: Place) {
+        self.containers.push(Container { path: path.to_owned(), place });
     }
 
     /// A picture in the newest container.
@@ -97,9 +110,10 @@ impl Listing {
     pub(crate) fn read(&self, number: usize) -> Result<Vec<u8>, DataError> {
         let row = &self.rows[number];
         let container = &self.containers[row.container as usize];
-        let found = match container.stamp {
-            Some(stamp) => self.read_member(row, &self.root.join(&container.path), stamp),
-            None => read_file(&self.path(number), row),
+        let found = match &container.place {
+            Place::Folder => read_file(&self.path(number), row),
+            Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
+            Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
         };
         found.map_err(|detail| self.broken(number, detail))
     }
@@ -139,20 +153,41 @@ impl Listing {
         let container = &self.containers[self.rows[number].container as usize];
         self.root.join(&container.path).join(self.own_name(number))
     }
+}
 
-    fn read_member(&self, row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
-        let (file, size) = files::open(shard)?;
-        let modified_ns = files::modified_ns(&file.metadata().map_err(files::cannot_be_read)?);
-        if row.offset.saturating_add(row.size) > size {
-            return Err(format!("is no longer there: its shard has {size} bytes now"));
-        }
-        let mut bytes = vec![0; row.size as usize];
-        file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
-        if (Stamp { size, modified_ns }) != stamp && content_hash(&bytes) != row.hash {
-            return Err("has changed since it was first looked at: its shard was written again".into());
-        }
-        Ok(bytes)
+fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
+    let (file, found) = open(shard)?;
+    if row.offset.saturating_add(row.size) > found.size {
+        return Err(format!("is no longer there: its shard has {} bytes now", found.size));
     }
+    let mut bytes = vec![0; row.size as usize];
+    file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
+    if found != stamp && content_hash(&bytes) != row.hash {
+        return Err("has changed since it was first looked at: its shard was written again".into());
+    }
+    Ok(bytes)
+}
+
+fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result<Vec<u8>, String> {
+    let (file, found) = open(path)?;
+    let bytes = if found == stamp {
+        known.read(file, found.size, row.offset)?
+    } else {
+        // Its pages may lie elsewhere.
+        let now = ParquetFile::open(path);
+        let now = now.map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
+        now.read(file, found.size, row.offset)?
+    };
+    if bytes.len() as u64 != row.size || (found != stamp && content_hash(&bytes) != row.hash) {
+        return Err("has changed since it was first looked at: its file was written again".into());
+    }
+    Ok(bytes)
+}
+
+fn open(shard: &Path) -> Result<(File, Stamp), String> {
+    let (file, size) = files::open(shard)?;
+    let modified_ns = files::modified_ns(&file.metadata().map_err(files::cannot_be_read)?);
+    Ok((file, Stamp { size, modified_ns }))
 }
 
 fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {

@@ -8,7 +8,9 @@ mod index;
 mod inspect;
 mod listing;
 pub mod loader;
+mod parquet;
 mod picture;
+mod prepare;
 mod random;
 mod shard;
 mod shards;
@@ -18,6 +20,7 @@ mod transform;
 pub use index::Progress;
 pub use inspect::inspect;
 pub use picture::Picture;
+pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
 pub use stored::{Stored, stored};
 
@@ -54,6 +57,7 @@ pub(crate) enum Format {
     Idx,
     ImageFolder,
     Shards,
+    Parquet,
 }
 
 impl Format {
@@ -64,6 +68,7 @@ impl Format {
             Format::Idx => "idx",
             Format::ImageFolder => "image_folder",
             Format::Shards => "webdataset",
+            Format::Parquet => "parquet",
         }
     }
 }
@@ -127,8 +132,11 @@ impl Catalog {
             }
         }
         // Last: what lies beside these may be the archive that they came in.
-        if let Some(found) = shards::find(path, store) {
-            return found.and_then(usable);
+        // A repository of the Hugging Face hub has them in `data`.
+        for dir in [path.to_owned(), path.join("data")] {
+            if let Some(found) = shards::find(path, &dir, store) {
+                return found.and_then(usable);
+            }
         }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which holds pickles: get the binary version"
@@ -141,7 +149,8 @@ impl Catalog {
         };
         Err(DataError::Invalid(format!(
             "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
-             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures) and *.tar (WebDataset){hint}",
+             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
+             *.parquet{hint}",
             path.display()
         )))
     }

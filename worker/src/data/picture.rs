@@ -5,7 +5,7 @@ use decode::Header;
 use image::ImageFormat;
 use std::{io::Read, path::Path};
 
-pub(super) use decode::Decoder;
+pub(super) use decode::{Decoder, is_plain_jpeg};
 pub(super) use resize::{Area, Region, Resize};
 
 mod decode;

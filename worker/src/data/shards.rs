@@ -1,52 +1,100 @@
-//! WebDataset shards (github.com/webdataset/webdataset): tar files whose members of one basename are a sample, a picture
-//! and its class (`000017.jpg`, `000017.cls`). A folder of them, one of them, or a pattern such as
-//! `/data/train-{000..127}.tar`; the split is told by the names.
+//! Files that hold many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files whose members of
+//! one basename are a sample, a picture and its class (`000017.jpg`, `000017.cls`); in Parquet files a row is one. A folder
+//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the split is told by the names.
 
 mod members;
 mod pattern;
 #[cfg(test)]
 mod tests;
 
+pub(super) use members::{LABEL_BYTES, class_name};
 pub(super) use pattern::{exists, fixed_part};
 
 use super::{
     Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
     index::{self, IndexStore, Members, Stamp},
-    listing::Listing,
+    listing::{Listing, Place},
+    parquet::{self, ParquetFile, Trouble},
+    prepare,
 };
 use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
 use rayon::prelude::*;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// Shards of a dataset.
-const SHARDS: usize = 100_000;
+pub(super) const SHARDS: usize = 100_000;
 /// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
-const CLASSES: u32 = 100_000;
+pub(super) const CLASSES: u32 = 100_000;
 /// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
 
-/// Shards that `path` names itself: a pattern or a tar file. `None` when it does not.
+/// Kinds of shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Tar,
+    Parquet,
+}
+
+impl Kind {
+    /// By the file's name.
+    fn of(path: &Path) -> Option<Self> {
+        let extension = path.extension()?;
+        let kinds = [("tar", Kind::Tar), ("parquet", Kind::Parquet)];
+        kinds.into_iter().find(|(name, _)| extension.eq_ignore_ascii_case(name)).map(|(_, kind)| kind)
+    }
+
+    fn format(self) -> Format {
+        match self {
+            Kind::Tar => Format::Shards,
+            Kind::Parquet => Format::Parquet,
+        }
+    }
+
+    /// What a sample is, for a sentence.
+    fn sample(self) -> &'static str {
+        match self {
+            Kind::Tar => {
+                "a sample is a picture and its class, such as 000017.jpg and 000017.cls or 000017.json with a \"label\""
+            }
+            Kind::Parquet => "a sample is a row with a picture (image) and its class (label)",
+        }
+    }
+}
+
+/// Shards that `path` names itself: a pattern, a tar or a Parquet file. `None` when it does not.
 pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if let Some((folder, rest)) = fixed_part(path) {
         let expanded = pattern::expand(&rest.to_string_lossy(), SHARDS);
         let wrong = |detail| DataError::File { path: path.display().to_string(), detail };
         let shards = expanded.map_err(wrong).map(|all| all.into_iter().map(PathBuf::from).collect());
-        return Some(shards.and_then(|shards| read(path, &folder, shards, store)));
+        let kind = Kind::of(&rest).unwrap_or(Kind::Tar);
+        return Some(shards.and_then(|shards| read(kind, path, &folder, shards, store)));
     }
-    let folder = path.parent().filter(|_| is_tar(path) && path.is_file())?;
-    Some(read(path, folder, vec![path.file_name()?.into()], store))
+    let kind = Kind::of(path).filter(|_| path.is_file())?;
+    Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
 }
 
-/// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none.
-pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+/// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none. Parquet files beside
+/// tar files are something else. `dataset` is what was named, `dir` or a folder around it.
+pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    [Kind::Tar, Kind::Parquet].into_iter().find_map(|kind| find_kind(kind, dataset, dir, store))
+}
+
+fn find_kind(
+    kind: Kind,
+    dataset: &Path,
+    dir: &Path,
+    store: &IndexStore,
+) -> Option<Result<Catalog, DataError>> {
     let wrong = |detail| DataError::File { path: dir.display().to_string(), detail };
-    let Lying { shards, compressed, unread } = match lying(dir) {
+    let Lying { shards, compressed, unread } = match lying(kind, dir) {
         Ok(found) => found,
         Err(detail) => return Some(Err(wrong(detail))),
     };
@@ -63,7 +111,7 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
         let detail = "is compressed, and pictures are read from the middle of shards: unpack it to a .tar, or take it away";
         named_broken(path, detail.into())
     });
-    Some(read(dir, dir, shards, store).map(|mut catalog| {
+    Some(read(kind, dataset, dir, shards, store).map(|mut catalog| {
         catalog.broken.extend(unread.into_iter().chain(left_out));
         catalog
     }))
@@ -71,12 +119,13 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
 
 /// Whether `path` is a shard, or a folder in which [`find`] finds some.
 pub(super) fn has_any(path: &Path) -> bool {
-    is_tar(path) || lying(path).is_ok_and(|found| !found.shards.is_empty())
+    let holds = |kind| lying(kind, path).is_ok_and(|found| !found.shards.is_empty());
+    Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
 }
 
 /// Whether there are shards, but none that is not compressed.
 pub(super) fn only_compressed(dir: &Path) -> bool {
-    lying(dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
+    lying(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
 }
 
 /// Ends of the names of compressed archives, as their packers call them.
@@ -102,10 +151,13 @@ struct Lying {
     unread: Vec<BrokenFile>,
 }
 
-fn lying(dir: &Path) -> Result<Lying, String> {
+fn lying(kind: Kind, dir: &Path) -> Result<Lying, String> {
+    let is_one = |path: &Path| Kind::of(path) == Some(kind);
+    // Parquet files are compressed inside.
+    let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
     let mut found = Lying { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
     for path in listed(dir)? {
-        if is_tar(&path) {
+        if is_one(&path) {
             found.shards.push(path);
         } else if is_compressed(&path) {
             found.compressed.push(path);
@@ -123,17 +175,13 @@ fn lying(dir: &Path) -> Result<Lying, String> {
                     let (compressed, others): (Vec<_>, _) =
                         inside.into_iter().partition(|p| is_compressed(p));
                     found.compressed.extend(compressed);
-                    found.shards.extend(others.into_iter().filter(|path| is_tar(path)));
+                    found.shards.extend(others.into_iter().filter(|path| is_one(path)));
                 }
                 Err(detail) => found.unread.push(named_broken(&path, detail)),
             }
         }
     }
     Ok(found)
-}
-
-fn is_tar(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("tar"))
 }
 
 /// What lies in a folder, by name, hidden files left out.
@@ -166,8 +214,27 @@ fn split_of(path: &Path) -> Option<&'static str> {
     })
 }
 
+/// Whether shards that begin with a split's name are read as this split's.
+pub(super) fn tells_split(name: &str) -> bool {
+    split_of(Path::new(name)) == Some(name)
+}
+
 /// `dataset`: as it was named; `shards` are relative to `root`.
-fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -> Result<Catalog, DataError> {
+fn read(
+    kind: Kind,
+    dataset: &Path,
+    root: &Path,
+    shards: Vec<PathBuf>,
+    store: &IndexStore,
+) -> Result<Catalog, DataError> {
+    if prepare::is_unfinished(root) {
+        return Err(DataError::File {
+            path: root.display().to_string(),
+            detail:
+                "is a copy that is not whole: run its `lockstep dataset prepare` again, which goes on with it"
+                    .into(),
+        });
+    }
     let any = shards.iter().any(|shard| split_of(shard).is_some());
     let (mut broken, mut there) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
@@ -184,14 +251,40 @@ fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -
         }
     }
     let stamped: Vec<_> = there.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
-    let look = |shard: &Path| members::of(&root.join(shard));
+    // Footers are small, and say what classes are called and where to read.
+    let opened: HashMap<&Path, Result<Arc<ParquetFile>, Trouble>> = match kind {
+        Kind::Tar => HashMap::new(),
+        Kind::Parquet => {
+            let open =
+                |(_, shard, _): &(&str, PathBuf, Stamp)| ParquetFile::open(&root.join(shard)).map(Arc::new);
+            let opened: Vec<_> = there.par_iter().map(open).collect();
+            there.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
+        }
+    };
+    let look = |shard: &Path| match opened.get(shard) {
+        None => members::of(&root.join(shard)),
+        Some(Ok(file)) => parquet::members(file, &root.join(shard)),
+        Some(Err(trouble)) => trouble.clone().into(),
+    };
     let members = index::of_shards(dataset, &stamped, store, look);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
     for ((split, shard, stamp), members) in there.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| Found::new(root));
-        found.add(root, shard, *stamp, members);
+        match opened.get(shard.as_path()) {
+            None => found.add(root, shard, Place::Tar(*stamp), members),
+            Some(Ok(file)) => found.add(root, shard, Place::Parquet(*stamp, Arc::clone(file)), members),
+            // It could be read once, and not now.
+            Some(Err(trouble)) => found.broken.push(named_broken(&root.join(shard), trouble.detail.clone())),
+        }
     }
-    let classes = classes(root, &splits)?;
+    let names = class_names(
+        root,
+        there.iter().filter_map(|(_, shard, _)| {
+            let file = opened.get(shard.as_path())?.as_ref().ok()?;
+            Some((shard.as_path(), file.class_names()?))
+        }),
+    )?;
+    let classes = classes(root, names, &splits)?;
     // Who only publishes the pictures of a test split labels them so.
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
         found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
@@ -210,14 +303,14 @@ fn read(dataset: &Path, root: &Path, shards: Vec<PathBuf>, store: &IndexStore) -
         let why = broken.iter().chain(all.iter().flat_map(|split| &split.broken)).take(5);
         let why: Vec<_> = why.map(|b| format!("{} {}", b.file, b.detail)).collect();
         return Err(DataError::Invalid(format!(
-            "{} holds no sample that can be used: a sample is a picture and its class, such as 000017.jpg and \
-             000017.cls or 000017.json with a \"label\"{}{}",
+            "{} holds no sample that can be used: {}{}{}",
             dataset.display(),
+            kind.sample(),
             if why.is_empty() { "" } else { ". " },
             why.join("; ")
         )));
     }
-    Ok(Catalog { format: Format::Shards, classes: classes.names, splits: all, broken })
+    Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken })
 }
 
 /// What the shards of a split hold.
@@ -233,10 +326,10 @@ impl Found {
         Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new() }
     }
 
-    fn add(&mut self, root: &Path, shard: &Path, stamp: Stamp, members: Members) {
+    fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
         let path = root.join(shard);
         self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
-        self.listing.add_container(shard, Some(stamp));
+        self.listing.add_container(shard, place);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {
                 (None, Some(label)) => {
@@ -280,6 +373,22 @@ impl Classes {
     }
 }
 
+/// The names that the files themselves give their classes, which must be the same ones in all.
+fn class_names<'a>(
+    root: &Path,
+    mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
+) -> Result<Option<Vec<String>>, DataError> {
+    let Some((first, names)) = named.next() else { return Ok(None) };
+    match named.find(|(_, others)| *others != names) {
+        None => Ok(Some(names.to_vec())),
+        Some((other, _)) => Err(DataError::Invalid(format!(
+            "{} and {} name their classes differently, so their labels mean different things: write them anew, with one list",
+            root.join(first).display(),
+            root.join(other).display()
+        ))),
+    }
+}
+
 fn is_number(label: &str) -> bool {
     label.parse::<u32>().is_ok()
 }
@@ -288,9 +397,13 @@ fn is_negative(label: &str) -> bool {
     label.strip_prefix('-').is_some_and(is_number)
 }
 
-/// Numbers when all labels are (negative ones outside of the training split are none), with names from `classes.txt`
-/// where it is there; else the names that the training split has, in alphabetical order.
-fn classes(root: &Path, splits: &BTreeMap<&str, Found>) -> Result<Classes, DataError> {
+/// Numbers when all labels are (negative ones outside of the training split are none), with their `names`, or those of
+/// `classes.txt` where it is there; else the names that the training split has, in alphabetical order.
+fn classes(
+    root: &Path,
+    names: Option<Vec<String>>,
+    splits: &BTreeMap<&str, Found>,
+) -> Result<Classes, DataError> {
     let path = root.join("classes.txt");
     let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
     let has_names = fs::symlink_metadata(&path).is_ok();
@@ -323,6 +436,18 @@ fn classes(root: &Path, splits: &BTreeMap<&str, Found>) -> Result<Classes, DataE
             CLASSES - 1
         )));
     }
+    if let Some(names) = names {
+        return if names.len() < count as usize {
+            let of = root.display();
+            Err(DataError::Invalid(format!(
+                "{of} names {} classes, but has a label {}",
+                names.len(),
+                count - 1
+            )))
+        } else {
+            Ok(Classes { names, by_name: None })
+        };
+    }
     if !has_names {
         return Ok(Classes { names: (0..count).map(|c| c.to_string()).collect(), by_name: None });
     }
@@ -347,7 +472,7 @@ fn unknown(root: &Path, split: &str, label: &str) -> DataError {
 fn stamp(path: &Path) -> Result<Stamp, String> {
     match files::look_with_time(path)? {
         (files::Found::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
-        (files::Found::Folder, _) => Err("is a folder, not a tar file".into()),
+        (files::Found::Folder, _) => Err("is a folder, not a file".into()),
     }
 }
 

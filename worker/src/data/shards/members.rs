@@ -18,7 +18,7 @@ use std::{
 /// Tar's unit.
 const BLOCK: u64 = 512;
 /// A class's number or name.
-const LABEL_BYTES: u64 = 4096;
+pub(in crate::data) const LABEL_BYTES: u64 = 4096;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
 /// So much is looked at behind a tar's end: another tar begins after at most some blocks of zeros.
@@ -279,6 +279,6 @@ fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
 }
 
 /// Numbers are written in one way.
-fn class_name(text: &str) -> String {
+pub(in crate::data) fn class_name(text: &str) -> String {
     text.parse::<u32>().map_or_else(|_| text.to_owned(), |number| number.to_string())
 }

@@ -6,10 +6,12 @@
 mod check;
 mod document;
 mod keys;
+mod recipe;
 
 pub use check::{SpecError, from_json, from_toml, read_leniently};
 pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
 pub use keys::{KEYS, Kind, Section, nearest};
+pub use recipe::Recipe;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -22,6 +24,10 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
+    /// Whose settings stand in for the defaults of the keys that the job does not give. A job that is stored or shown has
+    /// them among its keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recipe: Option<Recipe>,
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
@@ -423,6 +429,7 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
+            recipe: None,
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),

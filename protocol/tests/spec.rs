@@ -2,7 +2,9 @@
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
-    spec::{Arch, JobSpec, KEYS, OptimizerKind, SpecError, apply_set, from_json, from_toml, toml_document},
+    spec::{
+        Arch, JobSpec, KEYS, OptimizerKind, Recipe, SpecError, apply_set, from_json, from_toml, toml_document,
+    },
 };
 use serde_json::json;
 
@@ -54,6 +56,7 @@ fn every_network_is_read_and_written_by_its_name() {
 #[test]
 fn every_key_is_known_to_the_structs_and_back() {
     let full = serde_json::to_value(JobSpec {
+        recipe: Some(Recipe::Cifar),
         model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
         data: lockstep_protocol::spec::DataSpec {
             dataset: "d".into(),

@@ -27,6 +27,7 @@ mod first_loss;
 mod life;
 mod pause;
 mod queue;
+mod recipes;
 mod streams;
 mod train;
 mod world_size;

@@ -2,9 +2,9 @@
 //! [`KEYS`], then the combinations that cannot work.
 
 use super::{
-    JobSpec,
+    JobSpec, Recipe,
     document::{shortened, toml_document},
-    keys::{KEYS, Section, nearest, type_of},
+    keys::{KEYS, MAX_LR, Section, nearest, type_of},
 };
 use crate::limits::{KEY_BYTES, MISTAKES};
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,8 @@ pub struct SpecError {
     pub detail: String,
 }
 
-/// Reads a specification from JSON.
+/// Reads a specification from JSON; with a [`Recipe`], resolved: every key that the document does not give has the
+/// recipe's value. What comes out reads back the same.
 ///
 /// # Errors
 /// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
@@ -31,8 +32,18 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mut document = document.clone();
     check_shape(&mut document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
-    let spec = match serde_json::from_value::<JobSpec>(document.clone()) {
-        Ok(spec) => spec,
+    let recipe = document.get("recipe").and_then(|name| Recipe::deserialize(name).ok());
+    let has_lr = document.pointer("/train/lr").is_some();
+    if let (Some(recipe), Value::Object(document)) = (recipe, &mut document) {
+        recipe.fill(document);
+    }
+    let spec = match serde_json::from_value::<JobSpec>(document) {
+        Ok(mut spec) => {
+            if let (Some(recipe), false) = (recipe, has_lr) {
+                spec.train.lr = scaled_lr(recipe, &spec, &mut errors);
+            }
+            spec
+        }
         Err(e) => {
             if errors.is_empty() {
                 errors.push(SpecError { pointer: String::new(), detail: e.to_string() });
@@ -65,6 +76,20 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
             (JobSpec::default(), errors)
         }
     }
+}
+
+/// The recipe's learning rate for the job's batch size, unless that is out of the range of `train.lr`.
+fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
+    let lr = recipe.lr(spec) as f32;
+    if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
+        let detail = format!(
+            "recipe {:?} scales the learning rate with the pictures a step, to {lr} for {}; give lr, at most {MAX_LR}",
+            recipe.name(),
+            spec.global_batch_size()
+        );
+        errors.push(SpecError { pointer: "/train/lr".into(), detail });
+    }
+    lr
 }
 
 /// Takes every key with a mistake out of `document`.
@@ -160,6 +185,14 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         mistake(
             "/data/dataset",
             "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
+        );
+    }
+    if spec.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
+        mistake(
+            "/model/pretrained",
+            "recipe \"finetune\" goes on from trained weights: give a safetensors file with torchvision's names, or a \
+             checkpoint's id"
+                .into(),
         );
     }
     if spec.train.epochs.is_some() && spec.train.steps.is_some() {

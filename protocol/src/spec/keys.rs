@@ -1,6 +1,6 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::{Arch, OptimizerKind, shortened};
+use super::{Arch, OptimizerKind, Recipe, shortened};
 use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
@@ -58,6 +58,8 @@ pub struct Section {
 
 const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
+/// The highest learning rate.
+pub(super) const MAX_LR: f64 = 1e4;
 /// Brightness, contrast and saturation may become so many times more.
 const JITTER: f64 = 10.0;
 
@@ -73,7 +75,11 @@ const fn number(min: f64, max: f64) -> Kind {
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
-        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
+        keys: &[
+            ("name", Kind::Text { min: 1, max: 200 }),
+            ("priority", whole(-1000, 1000)),
+            ("recipe", Kind::Word(&Recipe::NAMES)),
+        ],
     },
     Section {
         name: "model",
@@ -114,7 +120,7 @@ pub const KEYS: &[Section] = &[
             ("batch_size", whole(1, 65_536)),
             ("global_batch_size", whole(1, 1 << 24)),
             ("optimizer", Kind::Word(&OptimizerKind::NAMES)),
-            ("lr", Kind::Number { min: 0.0, max: 1e4, above: true, below: false }),
+            ("lr", Kind::Number { min: 0.0, max: MAX_LR, above: true, below: false }),
             ("momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("weight_decay", number(0.0, 1.0)),
             ("decay_norm_and_bias", Kind::Bool),

@@ -1,6 +1,6 @@
 //! The fields of the form: every key of a specification, grouped as shown.
 
-use lockstep_protocol::spec::{Arch, OptimizerKind};
+use lockstep_protocol::spec::{Arch, OptimizerKind, Recipe};
 use serde_json::Value;
 
 /// What a field holds, and so how its text becomes JSON.
@@ -38,6 +38,17 @@ const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static
     Field { key, label, kind, hint, more: true }
 }
 
+/// No recipe, and every one there is.
+const RECIPES: [&str; Recipe::NAMES.len() + 1] = {
+    let mut names = [""; Recipe::NAMES.len() + 1];
+    let mut i = 0;
+    while i < Recipe::NAMES.len() {
+        names[i + 1] = Recipe::NAMES[i];
+        i += 1;
+    }
+    names
+};
+
 /// Every key of a specification, grouped as shown.
 pub(super) const GROUPS: [(&str, &[Field]); 4] = [
     (
@@ -45,6 +56,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
+            field("recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field("data.image_size", "Image size", Kind::Integer, "pixels; empty: the dataset's own"),

@@ -10,7 +10,7 @@ const touched = new Set();
 /** By recipe, what it puts into fields; `filled` holds the name of the one that the fields were filled from. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 /** Sizes of one recipe that belong together: written out even where they are the recipe's. */
-const TOGETHER = ["data.resize"];
+const TOGETHER = ["data.validation_size", "data.resize"];
 /** Whether all mistakes are shown, or only those of fields the reader has left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
@@ -28,6 +28,10 @@ function typed(field) {
     case "integer": return whole(words) ?? number(words) ?? words;
     case "number": case "number-or-text": return number(words) ?? words;
     case "switch": return field.checked;
+    case "sizes": {
+      const items = words.split(",").map((entry) => entry.split(":").map((t) => whole(t.trim())));
+      return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items.map(([epoch, size]) => ({ epoch, size })) : words);
+    }
     case "numbers": {
       const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
       return items.includes(undefined) ? words : items;
@@ -52,7 +56,8 @@ function specification({ defaults }) {
 }
 
 function toml(spec) {
-  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : String(v));
+  const inline = (v) => `{ ${Object.entries(v).map(([k, of]) => `${k} = ${literal(of)}`).join(", ")} }`;
+  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : typeof v === "object" ? inline(v) : String(v));
   const lines = (table) => Object.entries(table).filter(([, v]) => typeof v !== "object" || Array.isArray(v)).map(([k, v]) => `${k} = ${literal(v)}`);
   const tables = Object.entries(spec).filter(([, v]) => typeof v === "object" && !Array.isArray(v));
   return [lines(spec).join("\n"), ...tables.map(([name, table]) => `[${name}]\n${lines(table).join("\n")}`)].filter(Boolean).join("\n\n") + "\n";
@@ -101,7 +106,7 @@ function fillForm(spec) {
     const value = (table ? spec[table] : spec)?.[key] ?? "";
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else field.value = Array.isArray(value) ? value.join(", ") : String(value);
+    else field.value = Array.isArray(value) ? value.map((v) => (typeof v === "object" ? `${v.epoch}: ${v.size}` : v)).join(", ") : String(value);
   }
   filled.value = spec.recipe ?? "";
   unmarkPresets();

@@ -1,8 +1,8 @@
 //! What a person gets who names a recipe, and what of it their own keys override.
 
 use lockstep_protocol::spec::{
-    AutoAugment, BrokenFiles, JobSpec, Recipe, ScheduleKind, SpecError, Validation, from_json, from_toml,
-    read_leniently,
+    AutoAugment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
+    from_json, from_toml, read_leniently,
 };
 
 fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>> {
@@ -39,7 +39,26 @@ fn imagenet_2021_is_torchvision_s_second() {
     assert_eq!((train.epochs, train.schedule, train.warmup_epochs), (Some(600), ScheduleKind::Cosine, 5.0));
     assert_eq!((train.lr, train.label_smoothing, train.weight_decay), (0.5, 0.1, 2e-5));
     assert_eq!((spec.data.auto_augment, spec.data.random_erasing), (AutoAugment::TrivialAugment, 0.1));
-    assert_eq!(spec.data.resize, Some(232));
+    assert_eq!(spec.data.image_size, Some(176.into()));
+    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(224), Some(232)));
+}
+
+#[test]
+fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
+    let spec = job("fast", "", "batch_size = 512\n[parallel]\nranks = 8").expect("a job");
+    let train = &spec.train;
+    assert_eq!(
+        (train.epochs, train.lr, train.schedule, train.rise),
+        (Some(16), 1.7, ScheduleKind::OneCycle, 0.125)
+    );
+    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(256), Some(292)));
+    for (epochs, second) in [(16, 13), (88, 67), (4, 4), (2, 2)] {
+        let spec = job("fast", "", &format!("epochs = {epochs}")).expect("a job");
+        let sizes = [SizeFrom { epoch: 1, size: 160 }, SizeFrom { epoch: second, size: 192 }].to_vec();
+        assert_eq!(spec.data.image_size, Some(ImageSize::Schedule(sizes)), "{epochs} epochs");
+    }
+    let spec = job("fast", "", "epochs = 1").expect("a job");
+    assert_eq!(spec.data.image_size, Some(192.into()));
 }
 
 #[test]
@@ -76,6 +95,7 @@ fn what_the_job_gives_wins_key_by_key() {
     let spec = job("imagenet", "", "steps = 100").expect("a job");
     assert_eq!((spec.train.epochs, spec.train.steps), (None, Some(100)));
     let spec = job("imagenet-2021", "image_size = 96", "").expect("a job");
+    assert_eq!(spec.data.evaluation_size(), Some(96));
     assert_eq!(spec.data.resize, None, "232 pixels belong to the recipe's crop");
 
     // Null is no value.
@@ -121,7 +141,7 @@ fn mistakes_name_the_recipes_and_what_one_needs() {
     one_mistake(
         job("imagnet", "", ""),
         "/recipe",
-        &["one of imagenet, imagenet-2021, cifar", "did you mean \"imagenet\""],
+        &["one of imagenet, imagenet-2021, fast, cifar", "did you mean \"imagenet\""],
     );
     one_mistake(from_toml("recipe = 1\n[data]\ndataset = \"d\""), "/recipe", &["imagenet-2021", "is 1"]);
     one_mistake(

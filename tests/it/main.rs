@@ -26,6 +26,7 @@ mod faults;
 mod first_loss;
 mod life;
 mod pause;
+mod progressive;
 mod queue;
 mod recipes;
 mod streams;

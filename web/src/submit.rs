@@ -206,7 +206,7 @@ mod tests {
     use super::*;
     use lockstep_protocol::{
         JobSpec,
-        spec::{ScheduleKind, from_json},
+        spec::{ImageSize, ScheduleKind, SizeFrom, from_json},
     };
 
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
@@ -221,7 +221,8 @@ mod tests {
         // With every optional key present.
         let mut spec = JobSpec { recipe: Some(Recipe::Imagenet), ..JobSpec::default() };
         spec.model.pretrained = Some("x".into());
-        spec.data.image_size = Some(1);
+        spec.data.image_size = Some(1.into());
+        spec.data.validation_size = Some(1);
         spec.data.mean = Some(vec![0.5]);
         spec.data.std = Some(vec![0.5]);
         spec.train.epochs = Some(1);
@@ -244,10 +245,14 @@ mod tests {
         spec.data.mean = Some(vec![0.4914, 0.4822, 0.4465]);
         spec.train.lr = 0.1;
         spec.train.milestones = vec![3, 6];
-        let document = Form::from_spec(&spec).document();
-        assert_eq!(document["train"]["lr"].to_string(), "0.1");
-        let back: JobSpec = serde_json::from_value(document).expect("of the right types");
-        assert_eq!(back, spec);
+        let sizes = [SizeFrom { epoch: 1, size: 128 }, SizeFrom { epoch: 4, size: 192 }].to_vec();
+        for size in [ImageSize::Fixed(64), ImageSize::Schedule(sizes)] {
+            spec.data.image_size = Some(size);
+            let document = Form::from_spec(&spec).document();
+            assert_eq!(document["train"]["lr"].to_string(), "0.1");
+            let back: JobSpec = serde_json::from_value(document).expect("of the right types");
+            assert_eq!(back, spec);
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! [`KEYS`], then the combinations that cannot work.
 
 use super::{
-    JobSpec, Recipe,
+    DataSpec, ImageSize, JobSpec, Recipe,
     document::{shortened, toml_document},
     keys::{KEYS, MAX_LR, Section, nearest, type_of},
 };
@@ -247,7 +247,21 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         );
     }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
-    if let (Some(size), false) = (spec.data.image_size, spec.model.arch.is_cifar_family())
+    check_sizes(spec, &mut mistake);
+    // The default keeps the best by val_accuracy, which is harmless without validation.
+    if no_validation && spec.checkpoint.keep_best == "val_loss" {
+        mistake(
+            "/checkpoint/keep_best",
+            "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
+        );
+    }
+}
+
+fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    let DataSpec { image_size, validation_size, resize, .. } = &spec.data;
+    let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
+    let smallest = sizes.first().map(|first| first.size).or(*validation_size);
+    if let (Some(size), false) = (smallest, spec.model.arch.is_cifar_family())
         && size < 16
     {
         mistake(
@@ -258,22 +272,43 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             ),
         );
     }
-    if let (Some(resize), Some(size)) = (spec.data.resize, spec.data.image_size)
-        && resize < size
-    {
+    let epochs = spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { 10 });
+    if let Some(late) = sizes.iter().find(|from| from.epoch > epochs) {
         mistake(
-            "/data/resize",
+            "/data/image_size",
             format!(
-                "{resize} pixels are less than the crop of image_size = {size} that is taken then; give {} or more",
-                size.saturating_mul(256) / 224
+                "{} pixels begin in epoch {}, but the run ends with epoch {epochs}",
+                late.size, late.epoch
             ),
         );
     }
-    // The default keeps the best by val_accuracy, which is harmless without validation.
-    if no_validation && spec.checkpoint.keep_best == "val_loss" {
+    if let (Some(last), Some(validation)) = (sizes.last(), *validation_size)
+        && validation < last.size
+    {
         mistake(
-            "/checkpoint/keep_best",
-            "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
+            "/data/validation_size",
+            format!("{validation} pixels are less than training ends with; give {} or more", last.size),
+        );
+    }
+    // The first convolution of large pictures reads two pixels as one on GPUs.
+    let all = sizes.iter().map(|from| from.size).chain(*validation_size);
+    if all.clone().count() > 1
+        && let Some(odd) = all.clone().find(|size| !size.is_multiple_of(2))
+    {
+        let pointer =
+            if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
+        mistake(pointer, format!("{odd} is odd: where a run has several sizes, give even ones"));
+    }
+    if let (Some(resize), Some(size)) = (*resize, spec.data.evaluation_size())
+        && resize < size
+    {
+        let key = if validation_size.is_some() { "validation_size" } else { "image_size" };
+        mistake(
+            "/data/resize",
+            format!(
+                "{resize} pixels are less than the crop of {key} = {size} that is taken then; give {} or more",
+                size.saturating_mul(256) / 224
+            ),
         );
     }
 }

@@ -1,6 +1,6 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::{Arch, OptimizerKind, Recipe, shortened};
+use super::{Arch, OptimizerKind, Recipe, image_size, shortened};
 use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
@@ -40,6 +40,8 @@ pub enum Kind {
     },
     /// Strengths of brightness, contrast, saturation and hue.
     ColorJitter,
+    /// A whole number of pixels, or several with the epochs that they begin in.
+    ImageSize,
     /// Ascending epochs.
     Epochs,
     /// A split's name, or a fraction of the training split.
@@ -95,7 +97,8 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("dataset", Kind::Text { min: 1, max: 4096 }),
             ("validation", Kind::Validation),
-            ("image_size", whole(8, 4096)),
+            ("image_size", Kind::ImageSize),
+            ("validation_size", whole(8, 4096)),
             ("crop_padding", whole(0, 512)),
             ("random_resized_crop", Kind::Bool),
             ("crop_scale", Kind::Range { min: 0.001, max: 1.0 }),
@@ -252,6 +255,7 @@ impl Kind {
                     "how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers"
                 )),
             },
+            Kind::ImageSize => image_size::check(value),
             Kind::Epochs => {
                 let epochs: Option<Vec<u64>> =
                     value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
@@ -297,7 +301,8 @@ fn one_of(words: &[&str]) -> String {
     }
 }
 
-fn shown(value: &Value) -> String {
+/// A value in a message: short, and of what is nested only its type.
+pub(super) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match value {
         Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),

@@ -67,7 +67,7 @@ impl Form {
         }
         let text = match value {
             Value::String(text) => text.clone(),
-            Value::Array(items) => items.iter().map(Value::to_string).collect::<Vec<_>>().join(", "),
+            Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
             other => other.to_string(),
         };
@@ -110,6 +110,14 @@ impl Form {
 
     pub(super) fn set(&mut self, key: &str, value: impl Into<String>) {
         self.values.insert(key.to_owned(), value.into());
+    }
+}
+
+/// One of a list: a number, or an epoch and the size that begins in it.
+fn item(value: &Value) -> String {
+    match (value.get("epoch"), value.get("size")) {
+        (Some(epoch), Some(size)) => format!("{epoch}: {size}"),
+        _ => value.to_string(),
     }
 }
 

@@ -23,6 +23,7 @@ mod bad_starts;
 mod commands;
 mod edges;
 mod faults;
+mod finetune;
 mod first_loss;
 mod life;
 mod pause;

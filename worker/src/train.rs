@@ -308,6 +308,7 @@ impl Run<'_> {
         while self.step < total {
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
+            self.sees(epoch as u32)?;
             while self.step < end {
                 let mut batches = self.data.epoch(self.epoch_plan());
                 // Until float16 will not do: the rest of the epoch begins anew then.
@@ -329,6 +330,7 @@ impl Run<'_> {
                         return self.stopped();
                     }
                     self.go_on_in_bfloat16(&format!("the gradients of {steps}"))?;
+                    self.sees(epoch as u32)?;
                 }
             }
             if self.plan.evaluation_after_epoch(self.step) && !self.evaluated()? {
@@ -339,6 +341,11 @@ impl Run<'_> {
             }
         }
         self.finished()
+    }
+
+    /// Has the engine train on pictures of the size that an epoch (from 0) has.
+    fn sees(&mut self, epoch: u32) -> Result<(), TrainError> {
+        Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }
 
     /// What float16 could not hold, bfloat16 does: an engine of that format takes over. Steps that were not finite have
@@ -584,6 +591,7 @@ impl Run<'_> {
     fn measure(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
         let began = Instant::now();
         let Training { comm, observer, .. } = self.training;
+        self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
         let (rank, world_size) = (comm.rank(), comm.world_size());
         let mut batches =

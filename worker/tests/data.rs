@@ -1,7 +1,7 @@
 //! Datasets as people have them: the bundled pictures, CIFAR files, folders, and all of them broken.
 
 use flate2::{Compression, write::GzEncoder};
-use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     inspect,
     loader::{Batch, DataSource, EpochPlan, Form, Mixing},
@@ -265,7 +265,7 @@ fn a_fraction_is_held_out_and_never_trained_on() {
 
 #[test]
 fn pictures_are_scaled_to_the_size_that_the_job_wants() {
-    let spec = DataSpec { image_size: Some(56), ..DataSpec::default() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
     assert_eq!(batches(&source, plan(0, 1))[0].images.len(), 64 * 56 * 56);
 }
@@ -275,7 +275,7 @@ fn cifar(dir: &Path, pictures: usize) {
     let spec = DataSpec {
         mean: Some(vec![0.0]),
         std: Some(vec![1.0 / 255.0]),
-        image_size: Some(32),
+        image_size: Some(ImageSize::Fixed(32)),
         ..DataSpec::default()
     };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
@@ -372,7 +372,7 @@ fn folders_hold_pictures_of_any_size() {
     says(&error(dir.path(), &DataSpec::default()), &["no split \"test\"", "train, val", "a fraction"]);
     let spec = DataSpec { validation: Validation::Split("val".into()), ..DataSpec::default() };
     says(&error(dir.path(), &spec), &["differ in size", "data.image_size"]);
-    let spec = DataSpec { image_size: Some(24), ..spec };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), ..spec };
     let source = DataSource::open(dir.path(), &spec, 0).expect("opens");
     let batch = &batches(&source, EpochPlan { batch_size: 16, ..plan(0, 1) })[0];
     assert_eq!((batch.images.len(), batch.labels.iter().sum::<u32>()), (16 * 24 * 24 * 3, 8));
@@ -393,8 +393,11 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
     let info = inspect(dir.path()).expect("readable");
     assert_eq!(info.broken_count, 4, "{:?}", info.broken);
     assert_eq!(info.splits[0].per_class, [8, 8]);
-    let spec =
-        DataSpec { validation: Validation::Fraction(0.25), image_size: Some(32), ..DataSpec::default() };
+    let spec = DataSpec {
+        validation: Validation::Fraction(0.25),
+        image_size: Some(ImageSize::Fixed(32)),
+        ..DataSpec::default()
+    };
     says(
         &error(dir.path(), &spec),
         &[
@@ -527,7 +530,7 @@ fn pictures_larger_than_the_job_wants_are_scaled_by_their_centre_and_other_folde
     fs::create_dir_all(dir.path().join("notes/of mine")).expect("a folder");
     let spec = DataSpec {
         validation: Validation::Split("none".into()),
-        image_size: Some(16),
+        image_size: Some(ImageSize::Fixed(16)),
         crop_padding: 0,
         mean: Some(vec![0.0]),
         std: Some(vec![1.0 / 255.0]),

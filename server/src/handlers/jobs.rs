@@ -304,6 +304,13 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
         );
     }
+    if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)
+        && validation < info.height
+    {
+        let detail =
+            format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
+        mistake("/data/validation_size", detail);
+    }
     for (pointer, values) in [("/data/mean", &spec.data.mean), ("/data/std", &spec.data.std)] {
         if let Some(values) = values
             && values.len() != 1

@@ -141,7 +141,7 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
 
 /// There is room for the checkpoints that will be kept.
 fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
-    let side = spec.data.image_size.unwrap_or(32) as usize;
+    let side = spec.data.evaluation_size().unwrap_or(32) as usize;
     // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
     let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();

@@ -65,8 +65,11 @@ pub struct Batch {
 /// What a dataset looks like to a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
-    /// Side of the network's input in pixels.
+    /// Side of the network's input in pixels where it is measured and asked.
     pub image_size: usize,
+    /// Sides of training's inputs, each with the epoch (from 0) that it begins in; the first in epoch 0. None is larger
+    /// than `image_size`.
+    pub training_sizes: Vec<(u32, usize)>,
     /// 1 or 3.
     pub channels: usize,
     /// Names, in the order of the labels.
@@ -94,7 +97,9 @@ pub struct Shape {
 pub struct DataSource {
     /// What was found.
     pub shape: Shape,
-    transform: Arc<Transform>,
+    /// Of training, by the entries of [`Shape::training_sizes`].
+    training: Vec<Arc<Transform>>,
+    evaluation: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
     seed: u64,
@@ -264,12 +269,24 @@ impl Batch {
     }
 }
 
+impl Shape {
+    /// Side of training's inputs in an epoch, from 0.
+    pub fn training_size(&self, epoch: u32) -> usize {
+        self.training_sizes.get(self.entry_of(epoch)).map_or(self.image_size, |(_, side)| *side)
+    }
+
+    /// The entry of [`Shape::training_sizes`] that an epoch belongs to.
+    fn entry_of(&self, epoch: u32) -> usize {
+        self.training_sizes.partition_point(|(from, _)| *from <= epoch).saturating_sub(1)
+    }
+}
+
 impl DataSource {
     /// Reads the dataset's index and, when they are few, its pictures.
     ///
-    /// Padded crops: CIFAR and IDX pictures, and square files of one size no larger than `image_size`, are cropped
-    /// at their own size and then scaled to `image_size`. Of other files the largest centred square
-    /// is scaled to `image_size` first, and cropped then. Random resized crops, and validation pictures that are resized
+    /// Padded crops: CIFAR and IDX pictures, and square files of one size no larger than the network's largest input, are
+    /// cropped at their own size and then scaled to the epoch's `image_size`. Of other files the largest centred square
+    /// is scaled to that largest input first, and cropped then. Random resized crops, and validation pictures that are resized
     /// and cropped at their centre, are taken from the whole picture; files are decoded for each step then.
     ///
     /// # Errors
@@ -329,7 +346,9 @@ impl DataSource {
 
     /// Normalises with these, by channel, in place of what was found: a run that goes on does as it began.
     pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
-        Arc::make_mut(&mut self.transform).set_normalisation(&mean, &std);
+        for transform in self.training.iter_mut().chain([&mut self.evaluation]) {
+            Arc::make_mut(transform).set_normalisation(&mean, &std);
+        }
         (self.shape.mean, self.shape.std) = (mean, std);
     }
 
@@ -346,15 +365,24 @@ impl DataSource {
             return Err(DataError::Invalid("the dataset has no training split".into()));
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
-        let side = match spec.image_size {
-            Some(side) => side as usize,
-            None if height == width => height,
+        let training_sizes: Vec<(u32, usize)> = match &spec.image_size {
+            Some(sizes) => {
+                sizes.sizes().iter().map(|from| (from.epoch.saturating_sub(1), from.size as usize)).collect()
+            }
+            None if height == width => vec![(0, height)],
             None => {
                 return Err(DataError::Invalid(format!(
                     "pictures are {width} x {height}: set data.image_size, the side of the square that the network sees"
                 )));
             }
         };
+        let largest = training_sizes.last().map_or(height, |(_, side)| *side);
+        let side = spec.evaluation_size().map_or(largest, |side| side as usize);
+        if side < largest {
+            return Err(DataError::Invalid(format!(
+                "data.validation_size: {side} pixels are less than training's {largest}; give {largest} or more"
+            )));
+        }
         if let Some(resize) = spec.resize.filter(|resize| (*resize as usize) < side) {
             return Err(DataError::Invalid(format!(
                 "data.resize: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
@@ -405,9 +433,12 @@ impl DataSource {
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
         }
-        let transform = Transform::new(spec, size, side, seed, (&mean, &std));
+        let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
+        let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
+        let evaluation = transform(side);
         let shape = Shape {
             image_size: side,
+            training_sizes,
             channels,
             classes: catalog.classes,
             train_samples: train.chosen.len() as u64,
@@ -418,14 +449,21 @@ impl DataSource {
             whole_pictures: height != width,
             resize,
         };
-        Ok(Self::of(shape, transform, train, validation))
+        Ok(Self::of(shape, training, evaluation, train, validation))
     }
 
-    fn of(shape: Shape, transform: Transform, train: Part, validation: Part) -> Self {
+    fn of(
+        shape: Shape,
+        training: Vec<Arc<Transform>>,
+        evaluation: Arc<Transform>,
+        train: Part,
+        validation: Part,
+    ) -> Self {
         Self {
             shape,
-            seed: transform.seed,
-            transform: Arc::new(transform),
+            seed: evaluation.seed,
+            training,
+            evaluation,
             train: Arc::new(train),
             validation: Arc::new(validation),
             form: Form::default(),
@@ -454,9 +492,10 @@ impl DataSource {
         };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
-        let transform = Transform::new(&spec, size, side, seed, (&mean, &std));
+        let transform = Arc::new(Transform::new(&spec, size, side, seed, (&mean, &std)));
         let shape = Shape {
             image_size: side,
+            training_sizes: vec![(0, side)],
             channels: size[2],
             classes: (0..10).map(|c| c.to_string()).collect(),
             train_samples: count as u64,
@@ -467,13 +506,24 @@ impl DataSource {
             whole_pictures: false,
             resize: None,
         };
-        Self::of(shape, transform, part((0..count as u32).collect()), part(Vec::new()))
+        Self::of(
+            shape,
+            vec![transform.clone()],
+            transform,
+            part((0..count as u32).collect()),
+            part(Vec::new()),
+        )
+    }
+
+    /// Training's of an epoch (from 0), or evaluation's.
+    fn transform(&self, epoch: Option<u32>) -> &Arc<Transform> {
+        epoch.and_then(|epoch| self.training.get(self.shape.entry_of(epoch))).unwrap_or(&self.evaluation)
     }
 
     /// Has batches made in another form. Erased rectangles are 0 after normalisation, which no byte is: where there are
     /// some, [`Form::Bytes`] gives normalised batches.
     pub fn set_form(&mut self, form: Form) {
-        self.form = if form == Form::Bytes && self.transform.erases() { Form::Normalised } else { form };
+        self.form = if form == Form::Bytes && self.evaluation.erases() { Form::Normalised } else { form };
     }
 
     /// Has the training pictures of each step mixed.
@@ -486,7 +536,7 @@ impl DataSource {
     pub fn is_prepared_each_step(&self) -> bool {
         self.train.is_decoded_each_step()
             || self.validation.is_decoded_each_step()
-            || !self.transform.is_padded_crop_and_flip()
+            || !self.evaluation.is_padded_crop_and_flip()
             || self.mixing.is_on()
     }
 
@@ -497,9 +547,9 @@ impl DataSource {
             Pixels::Memory(bytes) => Some(bytes.clone()),
             Pixels::Files { .. } => None,
         };
-        let Crop::Padded(crop_padding) = self.transform.crop else { return None };
-        let Transform { height, width, .. } = *self.transform;
-        if !self.transform.is_padded_crop_and_flip() || self.mixing.is_on() {
+        let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
+        let Transform { height, width, .. } = *self.evaluation;
+        if !self.evaluation.is_padded_crop_and_flip() || self.mixing.is_on() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
@@ -513,7 +563,7 @@ impl DataSource {
     /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
     /// Augmentation is seeded by (seed, epoch, place of the picture in its split), mixing by (seed, epoch, step).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, transform) = (self.train.clone(), self.transform.clone());
+        let (part, transform) = (self.train.clone(), self.transform(Some(plan.epoch)).clone());
         let (samples, form) = (part.chosen.len(), self.form);
         let (mixing, seed) = (self.mixing, self.seed);
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
@@ -542,7 +592,7 @@ impl DataSource {
         })
     }
 
-    /// One picture as this job sees it, at the network's size: augmented as in `epoch` (from 0), or not at all. The
+    /// One picture as this job sees it, at the network's size there: augmented as in `epoch` (from 0), or not at all. The
     /// way to the network is taken and its normalisation undone, so what is shown is what is trained on.
     ///
     /// # Errors
@@ -561,15 +611,15 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let batch =
-            make_batch(part, &self.transform, &[chosen], epoch, Form::Normalised, &Workers::alone(1))?;
+        let transform = self.transform(epoch);
+        let batch = make_batch(part, transform, &[chosen], epoch, Form::Normalised, &Workers::alone(1))?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;
             ((v * self.shape.std[channel] + self.shape.mean[channel]) * 255.0).round().clamp(0.0, 255.0) as u8
         };
         let pixels = batch.images.iter().enumerate().map(byte).collect();
-        let side = self.shape.image_size as u32;
+        let side = transform.side as u32;
         Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
     }
 
@@ -581,7 +631,7 @@ impl DataSource {
         batch_size: usize,
         threads: usize,
     ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, transform) = (self.validation.clone(), self.transform.clone());
+        let (part, transform) = (self.validation.clone(), self.evaluation.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
         let (batch_size, form) = (batch_size.max(1), self.form);
         let (lanes, ahead, workers) = match self.workers(threads) {

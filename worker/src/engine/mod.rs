@@ -115,6 +115,12 @@ pub trait Engine: Send {
     fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
         Ok(Form::Normalised)
     }
+    /// Makes ready for pictures of other sizes than the network was built for: some to train on, others only for
+    /// [`Engine::eval_step`] and [`Engine::predict`]. Before [`Engine::take_data`].
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
+    /// From the next batch on pictures have this side: the network's own, or one of [`Engine::take_sizes`]. Weights, running
+    /// statistics and optimizer state stay as they are. No step may be under way.
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError>;
     /// Starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
@@ -187,6 +193,11 @@ pub trait Engine: Send {
     }
     /// `CPU, 2 threads`, `NVIDIA H200, fp16`.
     fn device_name(&self) -> String;
+}
+
+/// What is said of a size that an engine was not made ready for.
+fn unknown_size(image_size: usize) -> EngineError {
+    EngineError::Parameters(format!("this engine is not ready for pictures of {image_size} pixels"))
 }
 
 /// Builds the CPU engine for `network` with `parameters` already set from `crate::net::init`.

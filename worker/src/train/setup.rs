@@ -9,7 +9,7 @@ use crate::{
     gpu::{DeviceChoice, GpuConfig},
     net,
 };
-use lockstep_protocol::spec::{Device, JobSpec, Precision};
+use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -199,8 +199,18 @@ pub(super) fn build_engine(
         let text = "train.precision: CPU ranks compute in fp32; use fp32 or auto";
         return Err(TrainError::Impossible(text.into()));
     }
-    let network = net::resnet::build(&spec.model, shape.image_size, shape.channels, shape.classes.len())
-        .map_err(TrainError::Impossible)?;
+    // The stem is that of the size it is measured at, whatever size it trains on meanwhile.
+    let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
+    let of_size = |side: usize| {
+        net::resnet::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+    };
+    let mut training_sizes: Vec<usize> = shape.training_sizes.iter().map(|(_, side)| *side).collect();
+    if let Some(smallest) = training_sizes.first() {
+        of_size(*smallest)?;
+    }
+    let network = of_size(training_sizes.pop().unwrap_or(shape.image_size))?;
+    let mut evaluation_sizes = vec![shape.image_size];
+    evaluation_sizes.retain(|side| *side != network.image_size);
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
@@ -212,7 +222,7 @@ pub(super) fn build_engine(
         threads: training.threads.max(1),
     };
     let (network, comm) = (Arc::new(network), training.comm.clone());
-    Ok(match training.device {
+    let mut engine = match training.device {
         DeviceChoice::Cpu => engine::build_cpu(network, &initial, config, comm)?,
         DeviceChoice::Cuda { ordinal } => {
             let gpu = GpuConfig {
@@ -226,7 +236,11 @@ pub(super) fn build_engine(
             };
             engine::build_cuda(network, &initial, config, comm, gpu)?
         }
-    })
+    };
+    if !training_sizes.is_empty() || !evaluation_sizes.is_empty() {
+        engine.take_sizes(&training_sizes, &evaluation_sizes)?;
+    }
+    Ok(engine)
 }
 
 /// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.
@@ -271,6 +285,14 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         shape.train_samples,
         shape.validation_samples,
     ));
+    if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
+        let sizes: Vec<_> = shape
+            .training_sizes
+            .iter()
+            .map(|(epoch, side)| format!("{side}x{side} from epoch {}", epoch + 1))
+            .collect();
+        observer.log(&format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
+    }
     observer.log(&format!(
         "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
         comm.world_size(),

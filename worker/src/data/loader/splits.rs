@@ -122,7 +122,8 @@ pub(super) fn open_splits(
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
             Samples::Listed(mut files) => {
-                let (square, width, height) = match (common, spec.image_size) {
+                let largest = spec.image_size.as_ref().and(spec.evaluation_size());
+                let (square, width, height) = match (common, largest) {
                     (Some((width, height)), None) => (None, width, height),
                     (Some((width, height)), Some(side)) if width == height && width <= side => {
                         (None, width, height)

@@ -114,6 +114,14 @@ impl Machine {
         Ok(machine)
     }
 
+    /// Goes on with the same network at another size of its input: what is trained stays, buffers grow.
+    pub(super) fn set_network(&mut self, network: Arc<Network>) -> Result<(), EngineError> {
+        self.steps = plan::compile(&network)?;
+        self.network = network;
+        self.reserve(self.config.batch_size);
+        Ok(())
+    }
+
     /// Makes room for activations of `batch` pictures; never shrinks.
     pub(super) fn reserve(&mut self, batch: usize) {
         let outputs = self.steps.iter().map(Step::output);

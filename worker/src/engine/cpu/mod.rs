@@ -26,7 +26,7 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    finite,
+    finite, unknown_size,
 };
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
 use average::Average;
@@ -45,7 +45,8 @@ pub(super) fn build(
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
     let machine = Machine::new(network.clone(), config, comm.clone())?;
-    let mut engine = CpuEngine { threads, machine, network, comm, average: None };
+    let mut engine =
+        CpuEngine { threads, machine, sizes: vec![network.clone()], network, comm, average: None };
     engine.set_parameters(initial)?;
     if engine.machine.state.memory().is_some() {
         engine.comm.barrier()?;
@@ -56,12 +57,30 @@ pub(super) fn build(
 struct CpuEngine {
     threads: rayon::ThreadPool,
     machine: Machine,
+    /// For pictures of the current size.
     network: Arc<Network>,
+    /// For each size that it is ready for.
+    sizes: Vec<Arc<Network>>,
     comm: Arc<dyn Communicator>,
     average: Option<Average>,
 }
 
 impl Engine for CpuEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        let sizes = training.iter().chain(evaluation);
+        self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
+        Ok(())
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            let network = self.sizes.iter().find(|network| network.image_size == image_size);
+            self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
+            self.machine.set_network(self.network.clone())?;
+        }
+        Ok(())
+    }
+
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         for batch in micro_batches {
             check_batch(&self.network, batch)?;

@@ -30,7 +30,7 @@ pub use kernels::DType;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    finite,
+    finite, unknown_size,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -113,6 +113,8 @@ pub(super) fn build(
 /// A way through the step that is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Route {
+    /// Of the network's input.
+    image_size: usize,
     phase: Phase,
     input: Input,
 }
@@ -150,6 +152,7 @@ struct CudaEngine {
     /// Started and done, for the watchdog.
     steps: (u64, u64),
     config: EngineConfig,
+    /// For pictures of the current size.
     network: Arc<Network>,
     comm: Arc<dyn Communicator>,
     device: Device,
@@ -165,7 +168,7 @@ impl CudaEngine {
             *calls = self.program.profile(phase, input)?;
             return Ok(());
         }
-        let route = Route { phase, input };
+        let route = Route { image_size: self.network.image_size, phase, input };
         let main = self.program.main.0;
         match self.graphs.get(&route) {
             Some(Recorded::Graph(graph)) => graph.launch(main)?,
@@ -197,7 +200,7 @@ impl CudaEngine {
         }
         let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {
-            let values = self.config.batch_size * self.network.tensors[self.network.input()].len();
+            let values = self.config.batch_size * self.program.most_values();
             self.device.synchronize()?;
             self.graphs.clear();
             self.staging = Some(Staging::new(&self.device, form, values)?);
@@ -268,6 +271,20 @@ impl CudaEngine {
 }
 
 impl Engine for CudaEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.graphs.clear();
+        self.program.take_sizes(&self.device, training, evaluation)
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            self.network = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+        }
+        Ok(())
+    }
+
     fn take_data(&mut self, data: &DataSource) -> Result<Form, EngineError> {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;

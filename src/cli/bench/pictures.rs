@@ -21,7 +21,7 @@ const MEASURED: Duration = Duration::from_secs(10);
 /// A dataset that cannot be read, or is too small to measure.
 pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Result<Value> {
     let spec = DataSpec {
-        image_size: Some(image_size),
+        image_size: Some(image_size.into()),
         random_resized_crop: true,
         horizontal_flip: true,
         crop_padding: 0,

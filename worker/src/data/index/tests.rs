@@ -350,7 +350,7 @@ fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
     let entry = look_at(&path, &found);
     assert!(entry.passing, "it may be one that is being written");
     let mut listing = crate::data::Listing::new(dir.path());
-    listing.add_container(Path::new("train/class-0000"), None);
+    listing.add_container(Path::new("train/class-0000"), crate::data::listing::Place::Folder);
     listing.push(&entry);
     assert_eq!(listing.read(0).unwrap(), bytes);
 }

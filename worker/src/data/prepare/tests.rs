@@ -140,7 +140,7 @@ fn ranks_train_from_a_copy() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(20)).unwrap();
     let validation = Validation::Split("val".into());
-    let spec = DataSpec { validation, image_size: Some(20), ..DataSpec::default() };
+    let spec = DataSpec { validation, image_size: Some(20.into()), ..DataSpec::default() };
     let source = DataSource::open(to.path(), &spec, 3).unwrap();
     let mut seen = BTreeMap::new();
     for rank in 0..2 {

@@ -51,7 +51,8 @@ pub struct PrepareSettings {
     pub quality: u8,
     /// What a picture does that cannot be decoded.
     pub broken_files: BrokenFiles,
-    shard_bytes: u64,
+    /// About so many bytes a shard.
+    pub shard_bytes: u64,
 }
 
 impl Default for PrepareSettings {

@@ -11,6 +11,8 @@ const touched = new Set();
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 /** Sizes of one recipe that belong together: written out even where they are the recipe's. */
 const TOGETHER = ["data.validation_size", "data.resize"];
+// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 /** Whether all mistakes are shown, or only those of fields the reader has left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
@@ -48,7 +50,8 @@ function specification({ defaults }) {
   for (const field of fields) {
     const words = valueOf(field);
     const usual = words === untouched(field, filled.value) && !["name", "recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    if (words === "" || (!defaults && usual)) continue;
+    const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && usual) || scaled) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
   }

@@ -110,6 +110,11 @@ fn other_epochs_keep_the_shape_of_the_run() {
         let spec = job("imagenet", "", &format!("epochs = {epochs}")).expect("a job");
         assert_eq!((spec.train.epochs, &spec.train.milestones[..]), (Some(epochs), milestones));
     }
+    for (recipe, epochs, warmup) in [("finetune", 1, 0.1), ("finetune", 20, 1.0), ("imagenet-2021", 6, 0.05)]
+    {
+        let spec = job(recipe, "", &format!("epochs = {epochs}")).expect("a job");
+        assert_eq!(spec.train.warmup_epochs, warmup, "{recipe} of {epochs} epochs");
+    }
     let spec = job("imagenet", "", "epochs = 30\nmilestones = [5]").expect("a job");
     assert_eq!(spec.train.milestones, [5]);
     let spec = job("imagenet", "", "epochs = 100000").expect("the most there are");

@@ -59,6 +59,8 @@ export class Checkpoints {
       text(at("size"), bytes(c.size_bytes));
       at("size").title = `${count(c.size_bytes)} bytes`;
       for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
+      const average = at("average");
+      if (average) average.hidden = c.step < Number(average.dataset.from);
       row.querySelector("summary").setAttribute("aria-label", `Get checkpoint ${label}`);
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
@@ -70,7 +72,7 @@ export class Checkpoints {
 /** One download after the other: a browser asks once whether it may. */
 function everything(id, menu) {
   menu.open = false;
-  const files = Object.keys(FILES).filter((name) => menu.querySelector(`[data-f="${name}"]`)).map((name) => FILES[name]);
+  const files = Object.keys(FILES).filter((name) => menu.querySelector(`[data-f="${name}"]:not([hidden])`)).map((name) => FILES[name]);
   for (const [i, file] of [...files, "MANIFEST.json"].entries()) {
     setTimeout(() => {
       const link = document.createElement("a");

@@ -290,6 +290,14 @@ mod tests {
         form.set("train.weight_decay", "0");
         let again = from_json(&form.document()).expect("a specification");
         assert_eq!((again.train.weight_decay, again.recipe), (0.0, Some(Recipe::Imagenet)));
+
+        // But for what is in proportion to the epochs, unless somebody has changed it.
+        form.set("train.epochs", "30");
+        let shorter = from_json(&form.document()).expect("a specification");
+        assert_eq!((shorter.train.epochs, &shorter.train.milestones[..]), (Some(30), &[10, 20][..]));
+        form.set("train.milestones", "5");
+        let own = from_json(&form.document()).expect("a specification");
+        assert_eq!(own.train.milestones, [5]);
     }
 
     #[test]

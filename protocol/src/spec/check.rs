@@ -292,7 +292,8 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     }
     // The first convolution of large pictures reads two pixels as one on GPUs.
     let all = sizes.iter().map(|from| from.size).chain(*validation_size);
-    if all.clone().count() > 1
+    let first = all.clone().next();
+    if all.clone().any(|size| Some(size) != first)
         && let Some(odd) = all.clone().find(|size| !size.is_multiple_of(2))
     {
         let pointer =

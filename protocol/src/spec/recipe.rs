@@ -12,10 +12,11 @@ use utoipa::ToSchema;
 #[serde(rename_all = "lowercase")]
 pub enum Recipe {
     /// torchvision's first recipe for ImageNet (`references/classification`, its defaults): 90 epochs, the learning rate of
-    /// 0.1 for 256 pictures falling to a tenth after each 30.
+    /// 0.1 for 256 pictures falling to a tenth after each 30. Batch norm and biases are not decayed, as later recipes have it.
     Imagenet,
     /// torchvision's second ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", 2021): 600
-    /// epochs of strong augmentation, trained at 176 pixels and measured at 224.
+    /// epochs of strong augmentation, trained at 176 pixels and measured at 224. Without its repeated augmentation; the
+    /// average's decay is that of 1,024 pictures a step.
     #[serde(rename = "imagenet-2021")]
     Imagenet2021,
     /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run,
@@ -41,9 +42,10 @@ const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
 
 /// Keys of which one speaks for all: where a job gives the first, a recipe's others are left out.
-const TOGETHER: [(&str, &str, &[&str]); 3] = [
+const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
     ("data", "image_size", &["validation_size", "resize"]),
+    ("data", "validation_size", &["resize"]),
     ("checkpoint", "every_steps", &["every_epochs"]),
 ];
 
@@ -153,12 +155,17 @@ impl Recipe {
     /// Puts the recipe's value at every key that `document`, whose keys have the right types, does not give; all but
     /// the learning rate, which follows from the job's batch size ([`Recipe::lr`]).
     ///
-    /// Epochs at which something happens keep their share of the run where the job gives another number of epochs.
+    /// Epochs at which something happens keep their share of the run where the job gives another number of epochs; a warm-up
+    /// is never longer than the recipe's.
     pub(super) fn fill(self, document: &mut Map<String, Value>) {
         let mut keys = self.keys();
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
         if let Some(epochs) = document.get("train").and_then(|train| train["epochs"].as_u64()) {
             let own = keys["train"]["epochs"].as_u64().unwrap_or(epochs);
+            if let Some(warmup) = keys["train"]["warmup_epochs"].as_f64() {
+                let share = warmup * epochs as f64 / own.max(1) as f64;
+                keys["train"]["warmup_epochs"] = warmup.min(share).into();
+            }
             if let Some(milestones) = keys["train"]["milestones"].as_array() {
                 keys["train"]["milestones"] = in_proportion(milestones, epochs, own).into();
             }

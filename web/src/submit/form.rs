@@ -78,11 +78,14 @@ impl Form {
     /// what its field asks for stays text, so that the check names it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
+        let of_recipe = recipe_values(if self.text("recipe") == self.filled { &self.filled } else { "" });
         let untouched = (self.text("recipe") != self.filled).then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
-            if text.is_empty() || (is_untouched && field.key != "recipe") {
+            let is_scaled = IN_PROPORTION.contains(&field.key)
+                && of_recipe.get(field.key).is_some_and(|value| value == text);
+            if text.is_empty() || is_scaled || (is_untouched && field.key != "recipe") {
                 continue;
             }
             let value = field.kind.json(text);
@@ -112,6 +115,9 @@ impl Form {
         self.values.insert(key.to_owned(), value.into());
     }
 }
+
+/// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
 /// One of a list: a number, or an epoch and the size that begins in it.
 fn item(value: &Value) -> String {

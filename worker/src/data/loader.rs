@@ -160,6 +160,8 @@ enum Pixels {
 #[derive(Debug)]
 struct Part {
     pixels: Pixels,
+    /// See [`Opened::files_digest`].
+    files_digest: Option<u32>,
     labels: Arc<Vec<u32>>,
     /// Places in the split, ascending.
     chosen: Vec<u32>,
@@ -181,16 +183,15 @@ struct Opener {
 
 impl Part {
     fn add_to(&self, hash: &mut crc32fast::Hasher) {
-        if let Pixels::Memory(bytes) = &self.pixels {
-            hash.update(bytes);
+        match (&self.pixels, self.files_digest) {
+            (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
+            (Pixels::Memory(bytes), None) => hash.update(bytes),
+            (Pixels::Files { .. }, None) => {}
         }
         for place in &self.chosen {
             hash.update(&self.labels[*place as usize].to_le_bytes());
             if let Pixels::Files { files, .. } = &self.pixels {
-                let (name, size, content) = files.identity(*place as usize);
-                hash.update(name.as_os_str().as_encoded_bytes());
-                hash.update(&size.to_le_bytes());
-                hash.update(&content.to_le_bytes());
+                files.add_to(hash, *place as usize);
             }
         }
     }
@@ -409,7 +410,8 @@ impl DataSource {
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
                 let (chosen, whole) = (all(split.labels.len()), resize.is_some());
-                Part { pixels: split.pixels, labels: split.labels, chosen, size, whole, replaced: replaced() }
+                let Opened { pixels, files_digest, labels, .. } = split;
+                Part { pixels, files_digest, labels, chosen, size, whole, replaced: replaced() }
             }
             None => {
                 let pixels = match &train.pixels {
@@ -419,11 +421,13 @@ impl DataSource {
                     }
                 };
                 let (labels, whole) = (train.labels.clone(), resize.is_some());
-                Part { pixels, labels, chosen: held_out, size, whole, replaced: replaced() }
+                let files_digest = train.files_digest;
+                Part { pixels, files_digest, labels, chosen: held_out, size, whole, replaced: replaced() }
             }
         };
         let train = Part {
             pixels: train.pixels,
+            files_digest: train.files_digest,
             labels: train.labels,
             chosen: train_chosen,
             size,
@@ -484,6 +488,7 @@ impl DataSource {
         let bytes = Arc::new(bytes);
         let part = |chosen| Part {
             pixels: Pixels::Memory(bytes.clone()),
+            files_digest: None,
             labels: labels.clone(),
             chosen,
             size,

@@ -39,6 +39,8 @@ use std::{
 const MAGIC: &[u8; 4] = b"PAR1";
 /// The length of the footer and the magic behind it.
 const TAIL: u64 = 8;
+/// A row with a picture and a class takes more.
+const LEAST_ROW_BYTES: u64 = 8;
 /// A million pictures in row groups of a hundred have 10 MB.
 const MAX_FOOTER_BYTES: u64 = 256 << 20;
 
@@ -124,6 +126,10 @@ impl ParquetFile {
             let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
             first_rows
                 .push(end.ok_or_else(|| Trouble::lasting("is damaged: its numbers of rows make no sense"))?);
+        }
+        // A null takes next to nothing, and a footer may claim any number of them.
+        if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
+            return Err(Trouble::lasting("is damaged: it has too many rows for its size"));
         }
         // Where there is one, it saves walking from page to page.
         let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())

@@ -84,6 +84,9 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
 /// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none. Parquet files beside
 /// tar files are something else. `dataset` is what was named, `dir` or a folder around it.
 pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    if !dir.is_dir() {
+        return None;
+    }
     [Kind::Tar, Kind::Parquet].into_iter().find_map(|kind| find_kind(kind, dataset, dir, store))
 }
 

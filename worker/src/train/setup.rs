@@ -9,7 +9,7 @@ use crate::{
     gpu::{DeviceChoice, GpuConfig},
     net,
 };
-use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision};
+use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision, ScheduleKind};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -292,6 +292,21 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
             .map(|(epoch, side)| format!("{side}x{side} from epoch {}", epoch + 1))
             .collect();
         observer.log(&format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
+    }
+    // Where a job says `train.steps`, nobody knew before how many epochs these are.
+    let epochs = plan.total_steps.div_ceil(plan.steps_per_epoch);
+    for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
+        observer.log(&format!(
+            "{side}x{side} would begin in epoch {}: the run ends in epoch {epochs}",
+            epoch + 1
+        ));
+    }
+    if spec.train.schedule == ScheduleKind::Step {
+        for milestone in spec.train.milestones.iter().filter(|epoch| u64::from(**epoch) >= epochs) {
+            observer.log(&format!(
+                "the learning rate would fall after epoch {milestone}: the run ends in epoch {epochs}"
+            ));
+        }
     }
     observer.log(&format!(
         "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",

@@ -16,6 +16,8 @@ pub(super) const CACHE_BYTES: usize = 1 << 30;
 /// A split after its broken files were found.
 pub(super) struct Opened {
     pub(super) pixels: Pixels,
+    /// Of pictures that were decoded: tells their files apart, which other machines may decode to other bits.
+    pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
     pub(super) height: usize,
     pub(super) width: usize,
@@ -56,7 +58,7 @@ pub(super) fn normalisation(
         Some(values) if values.len() == channels => Ok(values.clone()),
         Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
         Some(values) => Err(DataError::Invalid(format!(
-            "data.{name} has {} values, but the pictures have {channels} channel{}",
+            "data.{name} has {} values (a recipe's, unless the job gives its own), but the pictures have {channels} channel{}",
             values.len(),
             if channels == 1 { "" } else { "s" }
         ))),
@@ -114,6 +116,7 @@ pub(super) fn open_splits(
     let mut opened = Vec::new();
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
+        let mut files_digest = None;
         let (pixels, width, height, channels) = match std::mem::replace(
             &mut split.samples,
             Samples::Listed(Listing::default()),
@@ -147,6 +150,9 @@ pub(super) fn open_splits(
                         })
                         .collect();
                     leave_out(&mut files, &mut labels, &decoded, skipped);
+                    let mut hash = crc32fast::Hasher::new();
+                    (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
+                    files_digest = Some(hash.finalize());
                     Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                 } else {
                     Pixels::Files { files: Arc::new(files), square }
@@ -159,6 +165,7 @@ pub(super) fn open_splits(
         }
         opened.push(Opened {
             pixels,
+            files_digest,
             labels: Arc::new(labels),
             height: height as usize,
             width: width as usize,

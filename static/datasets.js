@@ -25,6 +25,15 @@ function found({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}.`;
 }
 
+/** Asks until the look at the files is done, and says how far it is: the first at a million pictures takes minutes. */
+async function looked(path, body, signal) {
+  for (;;) {
+    const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
+    if (answer.info) return answer;
+    text(status, answer.total ? `Looking at its files: ${count(answer.looked)} of ${count(answer.total)} …` : "Looking at its files …");
+  }
+}
+
 let timer = 0, looking = null;
 form.path.addEventListener("input", () => {
   clearTimeout(timer);
@@ -38,7 +47,7 @@ async function look(path) {
   const mine = looking = new AbortController();
   text(status, "Looking at its files …");
   try {
-    const answer = await ask("/api/v1/datasets/inspect", { method: "POST", body: { path }, signal: mine.signal });
+    const answer = await looked("/api/v1/datasets/inspect", { path }, mine.signal);
     text(status, found(answer));
     if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
   } catch (error) {
@@ -57,7 +66,7 @@ form.addEventListener("submit", async (event) => {
   show([]);
   text(status, "Looking at its files …");
   try {
-    await ask("/api/v1/datasets", { method: "POST", body: { name: form.name.value.trim(), path: form.path.value.trim() } });
+    await looked("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
     location.reload();
   } catch (error) {
     button.disabled = false;

@@ -7,6 +7,12 @@ import { count } from "./numbers.js";
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
 const touched = new Set();
+/** By recipe, what it puts into fields; `filled` holds the name of the one that the fields were filled from. */
+const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
+/** Sizes of one recipe that belong together: written out even where they are the recipe's. */
+const TOGETHER = ["data.validation_size", "data.resize"];
+// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 /** Whether all mistakes are shown, or only those of fields the reader has left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
@@ -24,6 +30,10 @@ function typed(field) {
     case "integer": return whole(words) ?? number(words) ?? words;
     case "number": case "number-or-text": return number(words) ?? words;
     case "switch": return field.checked;
+    case "sizes": {
+      const items = words.split(",").map((entry) => entry.split(":").map((t) => whole(t.trim())));
+      return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items.map(([epoch, size]) => ({ epoch, size })) : words);
+    }
     case "numbers": {
       const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
       return items.includes(undefined) ? words : items;
@@ -32,11 +42,16 @@ function typed(field) {
   }
 }
 
+/** What a field holds that nobody has touched. */
+const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? field.dataset.default;
+
 function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    if (words === "" || (!defaults && words === field.dataset.default && field.name !== "name")) continue;
+    const usual = words === untouched(field, filled.value) && !["name", "recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && usual) || scaled) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
   }
@@ -44,7 +59,8 @@ function specification({ defaults }) {
 }
 
 function toml(spec) {
-  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : String(v));
+  const inline = (v) => `{ ${Object.entries(v).map(([k, of]) => `${k} = ${literal(of)}`).join(", ")} }`;
+  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : typeof v === "object" ? inline(v) : String(v));
   const lines = (table) => Object.entries(table).filter(([, v]) => typeof v !== "object" || Array.isArray(v)).map(([k, v]) => `${k} = ${literal(v)}`);
   const tables = Object.entries(spec).filter(([, v]) => typeof v === "object" && !Array.isArray(v));
   return [lines(spec).join("\n"), ...tables.map(([name, table]) => `[${name}]\n${lines(table).join("\n")}`)].filter(Boolean).join("\n\n") + "\n";
@@ -93,9 +109,21 @@ function fillForm(spec) {
     const value = (table ? spec[table] : spec)?.[key] ?? "";
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else field.value = Array.isArray(value) ? value.join(", ") : String(value);
+    else field.value = Array.isArray(value) ? value.map((v) => (typeof v === "object" ? `${v.epoch}: ${v.size}` : v)).join(", ") : String(value);
   }
+  filled.value = spec.recipe ?? "";
   unmarkPresets();
+}
+
+/** Puts a recipe's values where those of the one before it, or the defaults, still stand. */
+function fillRecipe(name) {
+  for (const field of fields) {
+    if (field.name === "recipe" || valueOf(field) !== untouched(field, filled.value)) continue;
+    const value = untouched(field, name);
+    if (field.type === "checkbox") field.checked = value === "true";
+    else field.value = value;
+  }
+  filled.value = name;
 }
 
 byId("spec-text").addEventListener("input", () => { clearTimeout(writing); writing = setTimeout(readText, CHECK_AFTER_MS); });
@@ -160,7 +188,7 @@ async function check() {
 
 // --- what the reader does ---------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 const presets = [...document.querySelectorAll("[data-preset]")];
@@ -176,6 +204,7 @@ for (const preset of presets) {
         field.add(new Option(`${value}, not registered`, value, true, true));
       } else field.value = value;
     }
+    filled.value = "";
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
     sent = false;

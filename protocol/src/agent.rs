@@ -6,7 +6,7 @@
 //! twice whichever of the three dies: the files are the spool.
 
 use crate::{
-    dataset::DatasetInfo,
+    dataset::{DatasetInfo, PicturesFingerprint},
     job::JobId,
     look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
     metric::MetricColumn,
@@ -313,6 +313,15 @@ pub enum Question {
     InspectDataset {
         path: String,
     },
+    /// How far the looking at a dataset is that an `InspectDataset` asked for. Answered at once, whatever else is being
+    /// answered.
+    InspectProgress {
+        path: String,
+    },
+    /// Which pictures the dataset at `path` holds. Only an agent asks this, of a process of its own.
+    Fingerprint {
+        path: String,
+    },
     /// Pictures of the dataset at `path`.
     Samples {
         path: String,
@@ -331,7 +340,10 @@ impl Question {
     pub fn paths(&self) -> Vec<String> {
         match self {
             Question::HasFiles { paths } => paths.clone(),
-            Question::InspectDataset { path } | Question::Samples { path, .. } => vec![path.clone()],
+            Question::InspectDataset { path }
+            | Question::InspectProgress { path }
+            | Question::Fingerprint { path }
+            | Question::Samples { path, .. } => vec![path.clone()],
             Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
             Question::Predict { model, .. } => vec![model.clone()],
         }
@@ -354,6 +366,14 @@ pub enum Answer {
     Dataset {
         path: String,
         info: DatasetInfo,
+    },
+    /// Pictures (or shards) looked at and in all; none when no such looking goes on.
+    Progress {
+        looked: Option<(u64, u64)>,
+    },
+    /// None of a format whose files are few: those are compared themselves.
+    Fingerprint {
+        found: Option<PicturesFingerprint>,
     },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),

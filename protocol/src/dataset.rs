@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 /// What looking at a dataset's files found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
-    /// `cifar10`, `cifar100`, `idx` or `image_folder`.
+    /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
     pub format: String,
     pub classes: Vec<String>,
     pub splits: Vec<SplitInfo>,
@@ -31,6 +31,17 @@ pub struct SplitInfo {
     pub samples: u64,
     /// Samples of each class, in the order of `classes`.
     pub per_class: Vec<u64>,
+}
+
+/// Which pictures a dataset holds, told from its index: whether it is still the one that it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PicturesFingerprint {
+    pub pictures: u64,
+    pub picture_bytes: u64,
+    /// Of classes, labels, names and sizes; hexadecimal.
+    pub names_sha256: String,
+    /// Of what the pictures hold, in the order of the names; hexadecimal.
+    pub contents_sha256: String,
 }
 
 /// A file that could not be read.

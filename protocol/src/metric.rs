@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Every metric name that a rank may report.
-pub const NAMES: [&str; 16] = [
+pub const NAMES: [&str; 18] = [
     "loss",
     "accuracy",
     "lr",
@@ -17,6 +17,8 @@ pub const NAMES: [&str; 16] = [
     "all_reduce_ms",
     "val_loss",
     "val_accuracy",
+    "val_ema_loss",
+    "val_ema_accuracy",
     "gpu_utilization",
     "gpu_memory_bytes",
     "gpu_power_watts",
@@ -26,8 +28,9 @@ pub const NAMES: [&str; 16] = [
 /// A run of points of one metric of one rank, steps ascending.
 ///
 /// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
-/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, and with float16
-/// `loss_scale` and `skipped_steps` (so far) too.
+/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, with float16
+/// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `val_ema_loss` and `val_ema_accuracy`, which are
+/// of the averaged weights where the others are of the weights themselves.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,

@@ -5,11 +5,15 @@
 
 mod check;
 mod document;
+mod image_size;
 mod keys;
+mod recipe;
 
 pub use check::{SpecError, from_json, from_toml, read_leniently};
 pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
+pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section, nearest};
+pub use recipe::Recipe;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -22,6 +26,10 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
+    /// Whose settings stand in for the defaults of the keys that the job does not give. A job that is stored or shown has
+    /// them among its keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recipe: Option<Recipe>,
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
@@ -161,9 +169,14 @@ pub struct DataSpec {
     pub dataset: String,
     /// Where validation pictures come from.
     pub validation: Validation,
-    /// Height and width of the network's input, in pixels; the dataset's own when absent.
+    /// Height and width of the network's input, in pixels, or a list of sizes with the epochs that they begin in; the
+    /// dataset's own when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub image_size: Option<u32>,
+    pub image_size: Option<ImageSize>,
+    /// Height and width of the input where the network is measured and asked; `image_size`, of several the last, when
+    /// absent. Never less than that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_size: Option<u32>,
     /// Zero padding in pixels around a picture before a random crop of its own size; 0 for no crop.
     pub crop_padding: u32,
     /// Instead of the padded crop: a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
@@ -172,9 +185,9 @@ pub struct DataSpec {
     pub crop_scale: [f32; 2],
     /// `random_resized_crop`: the smallest and the largest width over height.
     pub crop_ratio: [f32; 2],
-    /// Validation: resize the short side to so many pixels, then crop `image_size` at the centre (torchvision's `Resize`
-    /// and `CenterCrop`). When absent: `image_size` * 256 / 224 with `random_resized_crop`; without, the largest centred
-    /// square is scaled.
+    /// Validation: resize the short side to so many pixels, then crop `validation_size` at the centre (torchvision's
+    /// `Resize` and `CenterCrop`). When absent: `validation_size` * 256 / 224 with `random_resized_crop`; without, the
+    /// largest centred square is scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resize: Option<u32>,
     pub horizontal_flip: bool,
@@ -268,6 +281,21 @@ pub struct TrainSpec {
     /// `cosine` and `one_cycle`: the learning rate of the last step, as a share of `lr`.
     pub final_lr_share: f32,
     pub label_smoothing: f32,
+    /// mixup (Zhang et al. 2018), torchvision's `RandomMixUp`: each picture of a step is `lambda` times itself plus `1 -
+    /// lambda` times the one before it in the step, and so is its target; `lambda` is drawn for each step from
+    /// Beta(`mixup_alpha`, `mixup_alpha`). 0: off.
+    pub mixup_alpha: f32,
+    /// cutmix (Yun et al. 2019), torchvision's `RandomCutMix`: in each picture of a step a rectangle, of the share `1 -
+    /// lambda` before it is cut at the borders, is that of the picture before it. 0: off. With both on, each step takes one
+    /// of them by a fair coin.
+    pub cutmix_alpha: f32,
+    /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
+    /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
+    /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
+    /// number. The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.
+    pub ema_decay: f64,
+    /// Steps between two updates of that average (torchvision's `--model-ema-steps`).
+    pub ema_steps: u64,
     /// Micro-batches a step.
     pub accumulate: u32,
     pub precision: Precision,
@@ -423,6 +451,7 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
+            recipe: None,
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),
@@ -447,6 +476,7 @@ impl Default for DataSpec {
             dataset: String::new(),
             validation: Validation::Split("test".into()),
             image_size: None,
+            validation_size: None,
             crop_padding: 4,
             random_resized_crop: false,
             crop_scale: [0.08, 1.0],
@@ -487,6 +517,10 @@ impl Default for TrainSpec {
             rise: 0.3,
             final_lr_share: 0.0,
             label_smoothing: 0.0,
+            mixup_alpha: 0.0,
+            cutmix_alpha: 0.0,
+            ema_decay: 0.0,
+            ema_steps: 32,
             accumulate: 1,
             precision: Precision::Auto,
             loss_scale: LossScale::Named("dynamic".into()),

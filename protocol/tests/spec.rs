@@ -2,7 +2,9 @@
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
-    spec::{Arch, JobSpec, KEYS, OptimizerKind, SpecError, apply_set, from_json, from_toml, toml_document},
+    spec::{
+        Arch, JobSpec, KEYS, OptimizerKind, Recipe, SpecError, apply_set, from_json, from_toml, toml_document,
+    },
 };
 use serde_json::json;
 
@@ -54,10 +56,12 @@ fn every_network_is_read_and_written_by_its_name() {
 #[test]
 fn every_key_is_known_to_the_structs_and_back() {
     let full = serde_json::to_value(JobSpec {
+        recipe: Some(Recipe::Cifar),
         model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
         data: lockstep_protocol::spec::DataSpec {
             dataset: "d".into(),
-            image_size: Some(32),
+            image_size: Some(32.into()),
+            validation_size: Some(36),
             resize: Some(36),
             mean: Some(vec![0.5]),
             std: Some(vec![0.5]),
@@ -114,6 +118,77 @@ fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
 }
 
 #[test]
+fn a_size_is_one_or_several_with_their_epochs() {
+    let entries = |count: u32| {
+        let entries: Vec<_> =
+            (1..=count).map(|n| format!("{{ epoch = {n}, size = {} }}", 14 + 2 * n)).collect();
+        format!("image_size = [{}]", entries.join(", "))
+    };
+    for (line, last) in [
+        ("image_size = 8\n[model]\narch = \"resnet20\"", 8),
+        ("image_size = 4096", 4096),
+        ("image_size = [{ epoch = 1, size = 128 }, { epoch = 10, size = 192 }]", 192),
+        ("image_size = [{ size = 128, epoch = 1 }]\nvalidation_size = 128", 128),
+        ("image_size = 176\nvalidation_size = 224\nresize = 232", 224),
+        ("image_size = 175", 175),
+        ("validation_size = 4096", 4096),
+        (&entries(8), 30),
+    ] {
+        let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
+        assert_eq!(spec.data.evaluation_size(), Some(last), "{line}");
+        assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec.clone()), "{line}");
+        assert_eq!(from_toml(&toml::to_string(&spec).expect("TOML")), Ok(spec), "{line}");
+    }
+    let plain = from_toml(&with("data", "image_size = 224")).expect("a job");
+    let stored = serde_json::to_value(&plain).expect("plain data");
+    assert_eq!(stored["data"]["image_size"], 224);
+    assert!(stored["data"].get("validation_size").is_none(), "a job without it is stored as before");
+
+    let image_size = |value: &str| format!("image_size = {value}");
+    for (value, words) in [
+        ("[]", &["1 to 8 sizes, has 0"][..]),
+        (&entries(9)["image_size = ".len()..], &["1 to 8 sizes, has 9"]),
+        ("[128, 192]", &["entry 1", "{ epoch = 1, size = 128 }"]),
+        ("[{ epoch = 1 }]", &["entry 1 is not of that form"]),
+        ("[{ epoch = 1, size = 128, lr = 1 }]", &["entry 1 is not of that form"]),
+        ("[{ epoch = 2, size = 128 }]", &["begin in epoch 1, begins in 2"]),
+        ("[{ epoch = 0, size = 128 }]", &["epoch must be a whole number from 1 to 100,000, is 0"]),
+        ("[{ epoch = 1, size = 7 }]", &["size must be a whole number from 8 to 4,096, is 7"]),
+        ("[{ epoch = 1, size = 4097 }]", &["is 4097"]),
+        (
+            "[{ epoch = 1, size = 128 }, { epoch = 1, size = 192 }]",
+            &["must ascend", "192 pixels from epoch 1"],
+        ),
+        ("[{ epoch = 1, size = 128 }, { epoch = 2, size = 128 }]", &["must ascend"]),
+        ("[{ epoch = 1, size = 192 }, { epoch = 2, size = 128 }]", &["must ascend"]),
+        (
+            "[{ epoch = 1, size = 128 }, { epoch = 11, size = 192 }]",
+            &["begin in epoch 11", "ends with epoch 10"],
+        ),
+        ("[{ epoch = 1, size = 127 }, { epoch = 2, size = 192 }]", &["127 is odd"]),
+        ("[{ epoch = 1, size = 14 }, { epoch = 2, size = 32 }]", &["14 is too small for resnet50"]),
+    ] {
+        one_mistake(&with("data", &image_size(value)), "/data/image_size", words);
+    }
+    let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [{ epoch = 1, size = 128 }, { epoch = 99, size = 192 }]";
+    assert!(from_toml(&format!("[train]\n{late}")).is_ok(), "epochs of so many steps are not known here");
+    let sizes = |line: &str| with("data", &format!("image_size = 176\n{line}"));
+    one_mistake(
+        &sizes("validation_size = 174"),
+        "/data/validation_size",
+        &["less than training", "give 176"],
+    );
+    one_mistake(&sizes("validation_size = 225"), "/data/validation_size", &["225 is odd"]);
+    one_mistake(&sizes("validation_size = 7"), "/data/validation_size", &["from 8 to 4,096"]);
+    one_mistake(&sizes("validation_size = 4097"), "/data/validation_size", &["from 8 to 4,096"]);
+    one_mistake(
+        &sizes("validation_size = 224\nresize = 223"),
+        "/data/resize",
+        &["validation_size = 224", "give 256 or more"],
+    );
+}
+
+#[test]
 fn a_stored_specification_reads_back_the_same() {
     let spec = from_toml(&with("train", "global_batch_size = 64\nseed = 18446744073709551615")).err();
     // TOML's integers end at 2^63 - 1; JSON's do not.
@@ -140,6 +215,25 @@ fn unknown_keys_get_the_nearest_right_name() {
 }
 
 #[test]
+fn mixing_and_averaging_take_the_values_at_their_limits() {
+    for (low, high) in [
+        ("mixup_alpha = 0", "mixup_alpha = 100"),
+        ("cutmix_alpha = 0.0", "cutmix_alpha = 100.0"),
+        ("ema_decay = 0", "ema_decay = 0.999999999"),
+        ("ema_steps = 1", "ema_steps = 1000000000"),
+    ] {
+        for line in [low, high] {
+            assert!(from_toml(&with("train", line)).is_ok(), "{line}");
+        }
+    }
+    let train = from_toml("[data]\ndataset = \"d\"").expect("defaults").train;
+    assert_eq!(
+        (train.mixup_alpha, train.cutmix_alpha, train.ema_decay, train.ema_steps),
+        (0.0, 0.0, 0.0, 32)
+    );
+}
+
+#[test]
 fn wrong_types_and_ranges_say_what_is_allowed() {
     for (section, line, key, words) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
@@ -159,6 +253,14 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
         ("train", "beta2 = 1", "beta2", &["below 1"]),
         ("train", "beta2 = nan", "beta2", &["a number"]),
+        ("train", "ema_decay = 1", "ema_decay", &["below 1"]),
+        ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
+        ("train", "ema_steps = 0", "ema_steps", &["from 1"]),
+        ("train", "ema_steps = 1000000001", "ema_steps", &["to 1,000,000,000"]),
+        ("train", "mixup_alpha = -0.1", "mixup_alpha", &["at least 0"]),
+        ("train", "mixup_alpha = 100.1", "mixup_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = 100.1", "cutmix_alpha", &["at most 100"]),
+        ("train", "cutmix_alpha = nan", "cutmix_alpha", &["a number"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
         ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),

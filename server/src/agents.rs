@@ -30,7 +30,7 @@ pub(crate) struct Online {
 }
 
 /// Why a question has no answer.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum AskError {
     NobodyOnline,
     /// No agent that is online has these files.

@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     config::{ServeConfig, ServeError},
     dispatch::{self, Dispatch},
-    handlers::evaluation::Evaluations,
+    handlers::{evaluation::Evaluations, looks::Looks},
     hub::Hub,
     ingest::{self, Ingest},
     metrics::pyramid::{self, Sealer},
@@ -43,6 +43,7 @@ pub struct Parts {
     /// Rung when a job was deleted, of which there are rows yet.
     pub(crate) deleted: Notify,
     pub(crate) evaluations: Evaluations,
+    pub(crate) looks: Looks,
     /// Done when the server stops: websockets close, tasks end.
     pub stopping: CancellationToken,
     /// Websockets and the server's own tasks.
@@ -89,6 +90,7 @@ impl App {
             sealer: Sealer::default(),
             deleted: Notify::new(),
             evaluations: Evaluations::default(),
+            looks: Looks::default(),
             stopping: CancellationToken::new(),
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),

@@ -29,7 +29,11 @@ pub(crate) async fn begin(app: &App, question: Question) -> Result<Waiting, AskE
     Ok(app.agents.ask(&agent, question))
 }
 
-async fn choose(app: &App, question: &Question) -> Result<Online, AskError> {
+/// The agent that is best to answer a question.
+///
+/// # Errors
+/// Nobody is online, or nobody has the files.
+pub(crate) async fn choose(app: &App, question: &Question) -> Result<Online, AskError> {
     let mut online = app.agents.online();
     online.retain(|agent| agent.leaving.is_none());
     if online.len() > 1 {

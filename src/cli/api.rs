@@ -158,7 +158,11 @@ impl Api {
         if answer.status().is_success() { self.read(answer).await } else { Err(problem(answer).await) }
     }
 
-    async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
+    /// An answer's body.
+    ///
+    /// # Errors
+    /// It broke off, or no server of ours says that.
+    pub(crate) async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
         let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
         // An answer without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };

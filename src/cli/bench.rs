@@ -1,4 +1,6 @@
-//! `lockstep bench`: training throughput of named cases.
+//! `lockstep bench`: training throughput of named cases, or how fast pictures are made ready.
+
+mod pictures;
 
 use super::{output, wrong};
 use lockstep_protocol::spec::{LossScale, Precision};
@@ -12,7 +14,7 @@ use lockstep_worker::{
     team::{self, Member, Met},
 };
 use serde_json::Value;
-use std::{ffi::OsString, time::Duration};
+use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 /// From the start of the processes to the end of a case: plans may have to be found first.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -45,6 +47,12 @@ pub(crate) struct Args {
     /// Threads of a rank [default: the cores, divided over the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
+    /// Instead of training: how many of this dataset's pictures a second the threads read, decode, crop at random and flip
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["cases", "device", "precision", "ranks"])]
+    pictures: Option<PathBuf>,
+    /// The side that --pictures are cropped to
+    #[arg(long, value_name = "PIXELS", default_value_t = 224, requires = "pictures", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    image_size: u32,
     /// Print a line of JSON a case
     #[arg(long)]
     json: bool,
@@ -84,6 +92,18 @@ impl Number {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
         return be_a_rank(&args, &member);
+    }
+    if let Some(path) = &args.pictures {
+        let measured = pictures::run(path, args.image_size, threads(&args) as usize)?;
+        if args.json {
+            return output::line(measured.to_string());
+        }
+        let rate = measured["images_per_second"].as_f64().unwrap_or(0.0);
+        return output::line(format_args!(
+            "{:<26}{rate:>9.0} images/s  on {} threads",
+            measured["case"].as_str().unwrap_or(""),
+            measured["threads"]
+        ));
     }
     let gpus = gpus(&args)?;
     let cases = if args.cases.is_empty() { defaults(!gpus.is_empty())? } else { args.cases.clone() };
@@ -143,10 +163,15 @@ fn gpus(args: &Args) -> anyhow::Result<Vec<Gpu>> {
 }
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
-    let threads = args.threads.unwrap_or((cores / args.ranks).max(1)) as usize;
-    let measured = bench::run(case, threads, args.ranks).map_err(|e| wrong(format!("{}: {e}", case.name)))?;
+    let measured = bench::run(case, threads(args) as usize, args.ranks)
+        .map_err(|e| wrong(format!("{}: {e}", case.name)))?;
     Ok(serde_json::to_value(measured)?)
+}
+
+/// Of a rank.
+fn threads(args: &Args) -> u32 {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+    args.threads.unwrap_or((cores / args.ranks).max(1))
 }
 
 /// A process a GPU.

@@ -1,12 +1,24 @@
 //! `lockstep dataset`: what jobs can train on.
 
+mod prepare;
+
 use super::{
     api::{Api, ServerArgs, list},
     block_on, output, wrong,
 };
+use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::Duration,
+};
+
+/// How often the progress of a look on this machine is shown.
+const SHOW_EVERY: Duration = Duration::from_millis(200);
 
 /// Register, list and inspect datasets
 #[derive(clap::Args)]
@@ -21,11 +33,14 @@ enum Action {
     Add {
         /// The name that jobs give
         name: String,
-        /// A folder: CIFAR binary files, IDX files, or train/<class>/* with pictures
+        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
+        /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Write a copy to train from faster: shards of small pictures (no server needed; register it with `dataset add`)
+    Prepare(prepare::Args),
     /// List the registered datasets
     List {
         #[command(flatten)]
@@ -48,15 +63,17 @@ enum Action {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, server } => {
-            let path = path.canonicalize().map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let path = lockstep_worker::data::canonical(&path)
+                .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = Api::new(&server.server)?;
-            let dataset: Dataset = block_on(api.post("/datasets", &json!({ "name": name, "path": path })))?;
+            let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
             if server.json {
                 return output::json(&dataset);
             }
             output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
             broken_files(&dataset.info)
         }
+        Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
             let api = Api::new(&server.server)?;
             let answer: Value = block_on(api.get("/datasets"))?;
@@ -77,10 +94,64 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
+/// Asks until the look at the files is done, which takes minutes when they are many.
+async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
+    let bar = looking_bar();
+    loop {
+        let answer = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
+        if answer.status() != StatusCode::ACCEPTED {
+            bar.finish_and_clear();
+            return api.read(answer).await;
+        }
+        let under_way: Value = api.read(answer).await?;
+        let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
+        show(&bar, number("looked").zip(number("total")));
+    }
+}
+
+/// Hidden where standard error is no terminal.
+fn looking_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("looking at {pos} of {len} [{bar:30}] {eta} left");
+    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
+    if let Some((looked, total)) = looked {
+        bar.set_length(total);
+        bar.set_position(looked);
+    }
+}
+
+/// Looks at files on this machine, and shows how far it is.
+fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
+    // The index is found by this name.
+    let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
+    let bar = looking_bar();
+    let (done, is_done) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (bar, path) = (&bar, &path);
+        scope.spawn(move || {
+            // Until the other side is dropped.
+            while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
+                let progress = lockstep_worker::data::index_progress(path);
+                show(bar, progress.map(|progress| (progress.done, progress.total)));
+            }
+            bar.finish_and_clear();
+        });
+        let found = lockstep_worker::data::inspect(path).map_err(|e| wrong(e.to_string()));
+        drop(done);
+        found
+    })
+}
+
+/// Whether it is a path, a pattern of shards also: names of datasets have no braces.
+fn is_path(name: &str) -> bool {
+    name.contains(std::path::is_separator) || lockstep_worker::data::canonical(Path::new(name)).is_ok()
+}
+
 fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
-    let looks_like_path = name.contains(std::path::is_separator) || PathBuf::from(name).exists();
-    let info = if looks_like_path {
-        lockstep_worker::data::inspect(&PathBuf::from(name)).map_err(|e| wrong(e.to_string()))?
+    let info = if is_path(name) {
+        look(Path::new(name))?
     } else {
         let api = Api::new(&server.server)?;
         let answer: Value = block_on(api.get("/datasets"))?;
@@ -113,9 +184,12 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     for broken in &info.broken {
         output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
     }
-    let unnamed = info.broken_count.saturating_sub(info.broken.len() as u64);
-    if unnamed > 0 {
-        output::line(format_args!("and {unnamed} more broken files"))?;
+    unnamed(info.broken_count.saturating_sub(info.broken.len() as u64))
+}
+
+fn unnamed(count: u64) -> anyhow::Result<()> {
+    if count > 0 {
+        output::line(format_args!("and {count} more broken files"))?;
     }
     Ok(())
 }
@@ -141,4 +215,17 @@ fn sentence(info: &DatasetInfo) -> String {
         info.channels,
         splits(info)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_of_shards_is_a_path() {
+        for path in ["/data", "data/pets", "train-{0..3}.tar", "Cargo.toml", "."] {
+            assert!(is_path(path), "{path}");
+        }
+        assert!(!is_path("pets"));
+    }
 }

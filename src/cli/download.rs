@@ -4,7 +4,7 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on, output, wrong,
 };
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::{Job, agent::CheckpointInfo};
 use reqwest::Method;
@@ -17,8 +17,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The file of a checkpoint that programs load.
-const MODEL: &str = "model.safetensors";
+/// Which weights of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Weights {
+    /// Those that training goes on from
+    Model,
+    /// Their running average, of a job with train.ema_decay
+    Ema,
+}
+
+impl Weights {
+    /// The file of a checkpoint that programs load.
+    fn file(self) -> &'static str {
+        match self {
+            Weights::Model => "model.safetensors",
+            Weights::Ema => "ema.safetensors",
+        }
+    }
+}
 
 /// Download a checkpoint's weights (safetensors)
 #[derive(clap::Args)]
@@ -28,6 +44,9 @@ pub(crate) struct Args {
     /// best, latest, or a step
     #[arg(long, default_value = "best")]
     checkpoint: String,
+    /// Which weights
+    #[arg(long, value_enum, default_value_t = Weights::Model)]
+    weights: Weights,
     /// Where to write it
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -52,12 +71,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let chosen = choose(&api, &job, &args.checkpoint).await?;
+        let file = args.weights.file();
         let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", chosen.id)).await?;
         let expected = manifest
-            .pointer(&format!("/files/{MODEL}/sha256"))
+            .pointer(&format!("/files/{file}/sha256"))
             .and_then(Value::as_str)
-            .with_context(|| format!("checkpoint {} has no checksum of {MODEL}", chosen.id))?;
-        let size_bytes = fetch(&api, &chosen.id, expected, &args.output).await?;
+            .ok_or_else(|| match args.weights {
+                Weights::Model => anyhow!("checkpoint {} has no checksum of {file}", chosen.id),
+                Weights::Ema => {
+                    wrong(format!("checkpoint {} has no averaged weights: leave --weights out", chosen.id))
+                }
+            })?;
+        let path = format!("/checkpoints/{}/{file}", chosen.id);
+        let size_bytes = fetch(&api, &path, expected, &args.output).await?;
         if args.server.json {
             let file = args.output.display().to_string();
             return output::json(&serde_json::json!({
@@ -107,14 +133,13 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
 }
 
 /// Writes the file beside its place first: a broken download leaves nothing under its name.
-async fn fetch(api: &Api, checkpoint: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
+async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");
     let partial = PathBuf::from(partial);
     let mut file = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
     let result = async {
-        let answer =
-            api.request(Method::GET, &format!("/checkpoints/{checkpoint}/{MODEL}"), None::<&()>).await?;
+        let answer = api.request(Method::GET, path, None::<&()>).await?;
         let mut body = answer.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;

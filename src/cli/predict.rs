@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    download::choose,
+    download::{Weights, choose},
     output, wrong,
 };
 use lockstep_protocol::look::Prediction;
@@ -22,7 +22,10 @@ pub(crate) struct Args {
     /// best, latest, or a step
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
-    /// A model.safetensors that Lockstep wrote, or its folder; needs no server
+    /// Which of the checkpoint's weights
+    #[arg(long, value_enum, default_value_t = Weights::Model, conflicts_with = "model")]
+    weights: Weights,
+    /// A model.safetensors or ema.safetensors that Lockstep wrote, or its folder; needs no server
     #[arg(long, value_name = "FILE", conflicts_with = "job")]
     model: Option<PathBuf>,
     /// Most probable classes to print
@@ -111,10 +114,11 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(A
         }
     };
     let checkpoint = choose(&api, &job, &args.checkpoint).await?;
+    let by = if args.weights == Weights::Ema { "?weights=ema" } else { "" };
+    let path = format!("/checkpoints/{}/predict{by}", checkpoint.id);
     let mut predictions = Vec::new();
     for (name, bytes) in pictures {
-        let answer: serde_json::Value =
-            api.send_bytes(&format!("/checkpoints/{}/predict", checkpoint.id), bytes).await?;
+        let answer: serde_json::Value = api.send_bytes(&path, bytes).await?;
         let mut found: Vec<Prediction> = super::api::list(&answer, "predictions")?;
         found.iter_mut().for_each(|p| p.name.clone_from(&name));
         predictions.extend(found);

@@ -68,7 +68,7 @@ fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     for set in sets {
         apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
     }
-    make_dataset_absolute(&mut document);
+    make_paths_absolute(&mut document);
     from_json(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown} has {}:\n  {}", count(lines.len(), "mistake"), lines.join("\n  ")))
@@ -95,14 +95,19 @@ pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
 }
 
 /// A path means one relative to here; the server stands somewhere else.
-fn make_dataset_absolute(document: &mut Value) {
-    let Some(dataset) = document.pointer_mut("/data/dataset") else { return };
-    if let Some(text) = dataset.as_str()
-        && text.contains(std::path::is_separator)
-        && let Ok(absolute) = Path::new(text).canonicalize()
-    {
-        *dataset = Value::String(absolute.to_string_lossy().into_owned());
-    }
+fn make_paths_absolute(document: &mut Value) {
+    let mut absolute = |pointer: &str, is_path: fn(&str) -> bool| {
+        let Some(value) = document.pointer_mut(pointer) else { return };
+        if let Some(text) = value.as_str()
+            && is_path(text)
+            && let Ok(absolute) = lockstep_worker::data::canonical(Path::new(text))
+        {
+            *value = Value::String(absolute.to_string_lossy().into_owned());
+        }
+    };
+    absolute("/data/dataset", |text| text.contains(std::path::is_separator));
+    // Else a checkpoint's id, or a path on the machine that trains.
+    absolute("/model/pretrained", |text| Path::new(text).exists());
 }
 
 fn count(n: usize, noun: &str) -> String {

@@ -266,14 +266,13 @@ fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
     let beside = job.parent().map(|dir| dir.join(given));
-    [Some(given.to_path_buf()), beside].into_iter().flatten().find_map(|p| p.canonicalize().ok()).ok_or_else(
-        || {
-            wrong(format!(
-                "data.dataset: there is no {}; without a server a dataset is named by its path",
-                given.display()
-            ))
-        },
-    )
+    let there = |path: PathBuf| lockstep_worker::data::canonical(&path).ok();
+    [Some(given.to_path_buf()), beside].into_iter().flatten().find_map(there).ok_or_else(|| {
+        wrong(format!(
+            "data.dataset: there is no {}; without a server a dataset is named by its path",
+            given.display()
+        ))
+    })
 }
 
 /// The name of the checkpoint to go on from, under `out/checkpoints`.

@@ -12,6 +12,7 @@ import { colourOf } from "./ranks.js";
 /** What the last chart can show: label, how a value is written, and whether every rank has its own. */
 const OTHERS = {
   lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
+  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false], val_ema_loss: ["Validation loss of averaged weights", value, false],
   step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
   loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
   gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],

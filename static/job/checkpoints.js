@@ -3,7 +3,8 @@
 import { byId, text } from "../page.js";
 import { bytes, count, percent } from "../numbers.js";
 
-const FILES = { get: "model.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
+/** Links of a row; `average` is there in jobs that keep one. */
+const FILES = { get: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
 export class Checkpoints {
   #all = new Map();
@@ -57,7 +58,9 @@ export class Checkpoints {
       text(at("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy));
       text(at("size"), bytes(c.size_bytes));
       at("size").title = `${count(c.size_bytes)} bytes`;
-      for (const [name, file] of Object.entries(FILES)) at(name).href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`;
+      for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
+      const average = at("average");
+      if (average) average.hidden = c.step < Number(average.dataset.from);
       row.querySelector("summary").setAttribute("aria-label", `Get checkpoint ${label}`);
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
@@ -69,7 +72,8 @@ export class Checkpoints {
 /** One download after the other: a browser asks once whether it may. */
 function everything(id, menu) {
   menu.open = false;
-  for (const [i, file] of [...Object.values(FILES), "MANIFEST.json"].entries()) {
+  const files = Object.keys(FILES).filter((name) => menu.querySelector(`[data-f="${name}"]:not([hidden])`)).map((name) => FILES[name]);
+  for (const [i, file] of [...files, "MANIFEST.json"].entries()) {
     setTimeout(() => {
       const link = document.createElement("a");
       link.href = `/api/v1/checkpoints/${encodeURIComponent(id)}/${file}`;

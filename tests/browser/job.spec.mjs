@@ -52,8 +52,9 @@ describe("a job", () => {
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
     await until("all steps are told", async () => (await page.locator("#step").textContent()) === "120");
     await until("its accuracy is told", async () => /^\d+\.\d %$/.test(await page.locator("#accuracy").textContent()));
-    assert.equal(await page.locator("#verdict").isVisible(), false, "nothing is wrong, so nothing is said");
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Took");
+    // Drawn at the same time as the clock; while it trained, a rank may have been slow on a busy machine.
+    assert.equal(await page.locator("#verdict").isVisible(), false, "nothing is wrong, so nothing is said");
 
     const link = page.locator("#checkpoints a").first();
     const model = await page.request.get(new URL(await link.getAttribute("href"), page.url()).href);

@@ -167,3 +167,90 @@ async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_th
     server.succeeded(&skipping).await;
     server.stop().await;
 }
+
+#[tokio::test]
+async fn shards_are_registered_shown_trained_on_and_told_from_others() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/shards/numbers");
+    let folder = server.folder().path().join("shards");
+    fs::create_dir(&folder).expect("a folder");
+    for entry in fs::read_dir(&fixtures).expect("the fixtures").flatten() {
+        fs::copy(entry.path(), folder.join(entry.file_name())).expect("copies");
+    }
+    let pattern = folder.join("{train,val}-00000{0..1}.tar");
+    for (name, path) in [("folder", folder.as_path()), ("pattern", &pattern)] {
+        let added = server.cli(&["dataset", "add", name, path.to_str().expect("UTF-8")]);
+        assert!(added.ok().contains("webdataset, 3 classes, pictures of 8x12 pixels"), "{}", added.stdout);
+        let inspected = server.cli(&["dataset", "inspect", path.to_str().expect("UTF-8")]);
+        assert!(inspected.ok().contains("10 train, 4 val"), "{}", inspected.stdout);
+    }
+    assert!(server.cli(&["dataset", "inspect", "pattern"]).ok().contains("val-000001.tar: cannot be read"));
+    let shown = server.get("/datasets/folder/samples?split=val&limit=9").await;
+    assert_eq!(shown["total"], 4, "{shown:#}");
+    let file = shown["samples"][0]["file"].as_str().expect("a name");
+    assert!(file.ends_with("val-000000.tar/000010.png"), "{file}");
+    let spec = |dataset: &str, policy: &str| {
+        specs::with(
+            specs::short(policy, dataset, 2, 3),
+            json!({
+                "data": {"validation": "val", "broken_files": policy, "crop_padding": 2},
+                "train": {"batch_size": 4},
+                "evaluate": {"every_epochs": 1},
+            }),
+        )
+    };
+    let job = server.submit(&spec("folder", "fail")).await;
+    server.succeeded(&job).await;
+    // A shard that is not there is a broken file.
+    let job = server.ended(&server.submit(&spec("pattern", "fail")).await).await;
+    assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");
+    let skipping = server.submit(&spec("pattern", "skip")).await;
+    server.succeeded(&skipping).await;
+    // Other pictures under the same names are another dataset.
+    let long = specs::with(spec("folder", "fail"), json!({"train": {"steps": 100_000}}));
+    let id = server.submit(&long).await;
+    server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
+    // Waits until it is paused.
+    server.cli(&["pause", &id]).ok();
+    fs::copy(folder.join("train-000001.tar"), folder.join("train-000000.tar")).expect("copies");
+    server.cli(&["resume", &id]).ok();
+    let job = server.ended(&id).await;
+    let reason = job["reason"].as_str().expect("a reason");
+    assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let hub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub");
+    let copy = server.folder().path().join("copy");
+    let (hub, copy) = (hub.to_str().expect("UTF-8"), copy.to_str().expect("UTF-8"));
+    let prepare = ["dataset", "prepare", hub, "--to", copy, "--quality", "95"];
+    let made = server.cli(&prepare);
+    assert!(made.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", made.stdout);
+    let again = server.cli(&prepare);
+    assert!(again.ok().contains("2 of them were there"), "{}", again.stdout);
+    server
+        .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
+        .wrong(&["holds a copy with a quality of 95, not 90"]);
+    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
+    for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
+        let added = server.cli(&["dataset", "add", name, path]);
+        let sentence = format!("{format}, 3 classes, pictures of 8x12 pixels");
+        assert!(added.ok().contains(&sentence), "{}", added.stdout);
+        let inspected = server.cli(&["dataset", "inspect", path]);
+        assert!(inspected.ok().contains("9 train, 3 validation"), "{}", inspected.stdout);
+        assert!(["cat", "dog", "fox"].iter().all(|class| inspected.stdout.contains(class)));
+        let data = json!({"validation": "validation", "crop_padding": 2});
+        let spec = specs::with(
+            specs::short(name, name, 2, 3),
+            json!({"data": data, "train": {"batch_size": 4}, "evaluate": {"every_epochs": 1}}),
+        );
+        let job = server.submit(&spec).await;
+        server.succeeded(&job).await;
+    }
+    server.stop().await;
+}

@@ -6,7 +6,8 @@ use crate::{
     server::{Agents, Answer, Finished, Folder, SOON, Server, lockstep, turn},
     specs,
 };
-use serde_json::Value;
+use reqwest::Method;
+use serde_json::{Value, json};
 use std::{
     fs,
     net::TcpStream,
@@ -42,6 +43,42 @@ fn padded(picture: &[u8], bytes: usize) -> Vec<u8> {
     let mut crc = flate2::Crc::new();
     crc.update(&chunk);
     [head, &(length as u32).to_be_bytes(), &chunk, &crc.sum().to_be_bytes(), end].concat()
+}
+
+#[tokio::test]
+async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let folder = server.folder().path();
+    server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
+    let averaged = json!({"train": {"lr": 0.5, "ema_decay": 0.5, "ema_steps": 1, "mixup_alpha": 0.2}});
+    let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
+    server.succeeded(&id).await;
+    assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);
+    let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
+    let file = async |name: &str| server.bytes(&format!("/checkpoints/{checkpoint}/{name}")).await;
+    let (model, average) = (file("model.safetensors").await, file("ema.safetensors").await);
+    assert!(model.len() == average.len() && model != average);
+    let place = folder.join("average");
+    let place = place.to_str().expect("UTF-8");
+    server.cli(&["download", &id, "--weights", "ema", "-o", place]).ok();
+    assert!(fs::read(place).expect("it is there") == average);
+
+    let loss = async |weights: &str| {
+        let path = format!("/jobs/{id}/evaluation{weights}");
+        server.request(Method::GET, &path, None).await.json()["loss"].as_f64().expect("a loss")
+    };
+    let all = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
+    assert!(all[0] == all[1] && all[0] != all[2], "{all:?}");
+    server.request(Method::GET, &format!("/jobs/{id}/evaluation?weights=both"), None).await.problem(400);
+    let pictures = pictures::image_folder(folder, 1).join("train/boot");
+    let picture =
+        fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
+    let ask = |weights: &str| {
+        let picture = picture.to_str().expect("UTF-8");
+        server.cli(&["predict", picture, "--job", &id, "--weights", weights, "--json"]).json()
+    };
+    assert!(ask("model")[0]["classes"] != ask("ema")[0]["classes"]);
 }
 
 #[tokio::test]
@@ -117,6 +154,15 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
     let request =
         server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(nothing);
     assert_eq!(send(request).await.json()["predictions"][0]["error"], "is empty");
+
+    // Its weights were not averaged.
+    for path in
+        [format!("/checkpoints/{checkpoint}/ema.safetensors"), format!("/jobs/{id}/evaluation?weights=ema")]
+    {
+        let problem = server.request(Method::GET, &path, None).await.problem(404);
+        assert!(problem["detail"].as_str().is_some_and(|d| d.contains("no averaged weights")), "{problem}");
+    }
+    server.cli(&["download", &id, "--weights", "ema", "-o", "nowhere"]).wrong(&["no averaged weights"]);
 
     // Database, logs, weights, the agent's files: all of it.
     let mut seen = 0;

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
+from torch.optim.swa_utils import AveragedModel
+from torchvision.transforms import v2
 
 from generator import labels, values
 from models import CIFAR_FAMILY, RESNETS, RESNEXTS_AND_WIDE, build
@@ -416,6 +418,98 @@ def optimizer_fixtures():
     write("optimizers.json", json.dumps({"steps": optimizer_steps(), "runs": optimizer_runs()}, indent=1) + "\n")
 
 
+class Recorded:
+    """Keeps what torchvision's `MixUp` or `CutMix` draws for a batch, and where a cut's centre is."""
+
+    def make_params(self, inputs):
+        drawn, randint, sample = [], torch.randint, self._dist.sample
+
+        def recorded_sample(shape):
+            self.drawn = sample(shape)
+            return self.drawn
+
+        torch.randint = lambda *args, **kwargs: drawn.append(randint(*args, **kwargs)) or drawn[-1]
+        self._dist.sample = recorded_sample
+        try:
+            params = super().make_params(inputs)
+        finally:
+            torch.randint, self._dist.sample = randint, sample
+        self.mix = {"lambda": params.get("lam_adjusted", params.get("lam"))}
+        if "box" in params:
+            x1, y1, x2, y2 = params["box"]
+            self.mix.update(
+                rows=[int(y1), int(y2)], columns=[int(x1), int(x2)],
+                drawn=float(self.drawn), centre=[int(drawn[1]), int(drawn[0])],
+            )
+        return params
+
+
+class RecordedMixUp(Recorded, v2.MixUp):
+    pass
+
+
+class RecordedCutMix(Recorded, v2.CutMix):
+    pass
+
+
+def mixing_and_average():
+    """20 steps of ResNet-20 as in `training`: with torchvision's MixUp and CutMix (what they drew is recorded), and with
+    the moving average of torchvision's references."""
+    out = {}
+    arch, batch, side, lr, smoothing = "resnet20", 32, 16, 0.001, 0.1
+    decay, every = 0.8, 3
+    for name, mixing in (
+        ("mixup", lambda: RecordedMixUp(alpha=0.8, num_classes=10)),
+        ("cutmix", lambda: RecordedCutMix(alpha=1.0, num_classes=10)),
+        ("average", lambda: None),
+    ):
+        runs = {}
+        for dtype in (torch.float32, torch.float64):
+            torch.manual_seed(1)
+            mixer = mixing()
+            model = build(arch).to(dtype).train()
+            fill(model, arch)
+            # torchvision's utils.ExponentialMovingAverage.
+            average = AveragedModel(model, avg_fn=lambda a, value, _: decay * a + (1 - decay) * value, use_buffers=True)
+            sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+            losses, mixes, pixels = [], [], []
+            for step in range(20):
+                target = labels(f"{arch}.labels.{step}", batch, 10)
+                images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
+                images += values(f"{arch}.patterns", 10, side, side, 3)[target]
+                x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+                y = torch.from_numpy(target)
+                if mixer:
+                    x, y = mixer(x, y)
+                    mixes.append(mixer.mix)
+                    flat = x.permute(0, 2, 3, 1).flatten()
+                    pixels.append(flat[torch.arange(16) * (flat.numel() - 1) // 15].tolist())
+                y = y.to(dtype) if y.is_floating_point() else y
+                loss = F.cross_entropy(model(x.to(dtype)), y, label_smoothing=smoothing)
+                sgd.zero_grad()
+                loss.backward()
+                sgd.step()
+                losses.append(loss.item())
+                if (step + 1) % every == 0:
+                    average.update_parameters(model)
+            runs[dtype] = losses
+            if dtype == torch.float32:
+                entry = {"batch_size": batch, "image_size": side, "lr": lr, "losses": losses, "label_smoothing": smoothing}
+                if mixer:
+                    entry.update(mixes=mixes, pixels=pixels)
+                else:
+                    entry.update(decay=decay, every=every, tensors={})
+                    for key, value in average.module.state_dict().items():
+                        if key.endswith(("running_mean", "running_var", "conv1.weight", "fc.weight", "bn2.bias")):
+                            flat = value.flatten().double()
+                            places = torch.arange(16) * (flat.numel() - 1) // 15
+                            entry["tensors"][key] = {"norm": flat.norm().item(), "values": flat[places].tolist()}
+                out[name] = entry
+        apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
+        print(f"{name}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+    write("mixing.json", json.dumps(out).replace(', "', ',\n"') + "\n")
+
+
 def looking():
     """Probabilities, confusion matrix and loss of a made-up model on made-up grey pictures of one byte a pixel."""
     arch, count, side = "resnet20", 200, 16
@@ -469,6 +563,7 @@ PARTS = {
     "training": training,
     "step": step,
     "optimizers": optimizer_fixtures,
+    "mixing": mixing_and_average,
     "looking": looking,
 }
 

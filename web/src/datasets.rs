@@ -88,6 +88,8 @@ impl<'a> DatasetCard<'a> {
                 "cifar100" => "CIFAR-100 binary",
                 "idx" => "IDX",
                 "image_folder" => "image folders",
+                "webdataset" => "WebDataset shards",
+                "parquet" => "Parquet files",
                 _ => "unknown format",
             },
             pictures: match (info.width, info.height) {

@@ -142,15 +142,23 @@ impl JobTemplate<'_> {
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
                 accuracy: c.info.val_accuracy.map(percent).unwrap_or_default(),
+                averaged: self.is_averaged(),
+                averaged_from: self.job.spec.train.ema_steps,
+                step: c.info.step,
                 size: bytes(c.info.size_bytes),
                 size_bytes: c.info.size_bytes,
             })
             .collect()
     }
 
+    fn is_averaged(&self) -> bool {
+        self.job.spec.train.ema_decay > 0.0
+    }
+
     /// An empty row for the script to fill and insert.
     fn blank(&self) -> CheckpointRow {
-        CheckpointRow::default()
+        let averaged_from = self.job.spec.train.ema_steps;
+        CheckpointRow { averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
     }
 }
 
@@ -160,6 +168,11 @@ struct CheckpointRow {
     label: String,
     best: bool,
     accuracy: String,
+    /// Its job keeps a running average of the weights.
+    averaged: bool,
+    /// Checkpoints of earlier steps have no average.
+    averaged_from: u64,
+    step: u64,
     size: String,
     size_bytes: u64,
 }

@@ -6,9 +6,13 @@
 use crate::{layout::Nav, numbers::count};
 use askama::Template;
 use fields::{Field, GROUPS, Kind, fields};
-use form::DEFAULTS;
-use lockstep_protocol::{dataset::Dataset, spec::SpecError};
+use form::{DEFAULTS, recipe_values};
+use lockstep_protocol::{
+    dataset::Dataset,
+    spec::{Recipe, SpecError},
+};
 use presets::{PRESETS, Preset, preset_form};
+use std::collections::BTreeMap;
 
 mod fields;
 mod form;
@@ -160,6 +164,12 @@ impl SubmitTemplate<'_> {
         PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
     }
 
+    /// What each recipe puts into fields, as JSON for the script.
+    fn recipes(&self) -> String {
+        let all: BTreeMap<_, _> = Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect();
+        serde_json::to_string(&all).unwrap_or_default()
+    }
+
     /// Name, what it holds and whether it is chosen, of each dataset; also the one that stands in the
     /// form, known or not.
     fn datasets(&self) -> Vec<(String, String, bool)> {
@@ -194,7 +204,10 @@ impl SubmitTemplate<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::JobSpec;
+    use lockstep_protocol::{
+        JobSpec,
+        spec::{ImageSize, ScheduleKind, SizeFrom, from_json},
+    };
 
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
         SubmitPage {
@@ -206,9 +219,10 @@ mod tests {
     #[test]
     fn the_form_has_a_field_for_every_key_of_a_specification() {
         // With every optional key present.
-        let mut spec = JobSpec::default();
+        let mut spec = JobSpec { recipe: Some(Recipe::Imagenet), ..JobSpec::default() };
         spec.model.pretrained = Some("x".into());
-        spec.data.image_size = Some(1);
+        spec.data.image_size = Some(1.into());
+        spec.data.validation_size = Some(1);
         spec.data.mean = Some(vec![0.5]);
         spec.data.std = Some(vec![0.5]);
         spec.train.epochs = Some(1);
@@ -231,10 +245,14 @@ mod tests {
         spec.data.mean = Some(vec![0.4914, 0.4822, 0.4465]);
         spec.train.lr = 0.1;
         spec.train.milestones = vec![3, 6];
-        let document = Form::from_spec(&spec).document();
-        assert_eq!(document["train"]["lr"].to_string(), "0.1");
-        let back: JobSpec = serde_json::from_value(document).expect("of the right types");
-        assert_eq!(back, spec);
+        let sizes = [SizeFrom { epoch: 1, size: 128 }, SizeFrom { epoch: 4, size: 192 }].to_vec();
+        for size in [ImageSize::Fixed(64), ImageSize::Schedule(sizes)] {
+            spec.data.image_size = Some(size);
+            let document = Form::from_spec(&spec).document();
+            assert_eq!(document["train"]["lr"].to_string(), "0.1");
+            let back: JobSpec = serde_json::from_value(document).expect("of the right types");
+            assert_eq!(back, spec);
+        }
     }
 
     #[test]
@@ -246,6 +264,40 @@ mod tests {
         assert_eq!(document["data"]["horizontal_flip"], true);
         assert_eq!(document["data"]["drop_remainder"], false);
         assert!(document.get("evil").is_none());
+    }
+
+    #[test]
+    fn a_recipe_chosen_without_a_script_takes_the_place_of_what_nobody_touched() {
+        let mut form = DEFAULTS.clone();
+        form.set("data.dataset", "flowers");
+        form.set("train.gamma", "0.2");
+        form.set("recipe", "imagenet");
+        let spec = from_json(&form.document()).expect("a specification");
+        assert_eq!((spec.train.epochs, spec.train.gamma), (Some(90), 0.2));
+        assert_eq!((spec.train.lr, spec.data.random_resized_crop), (0.1 * 32.0 / 256.0, true));
+
+        // To another one: what the first put into the fields goes with it.
+        let mut form = Form::from_spec(&spec);
+        form.set("train.lr", "");
+        form.set("model.pretrained", "x.safetensors");
+        form.set("recipe", "finetune");
+        let other = from_json(&form.document()).expect("a specification");
+        assert_eq!((other.train.epochs, other.train.schedule), (Some(10), ScheduleKind::Cosine));
+        assert_eq!((other.train.gamma, other.train.lr), (0.2, 0.01 * 32.0 / 256.0));
+
+        // And where the fields show the recipe, what they show is what is sent.
+        let mut form = Form::from_spec(&spec);
+        form.set("train.weight_decay", "0");
+        let again = from_json(&form.document()).expect("a specification");
+        assert_eq!((again.train.weight_decay, again.recipe), (0.0, Some(Recipe::Imagenet)));
+
+        // But for what is in proportion to the epochs, unless somebody has changed it.
+        form.set("train.epochs", "30");
+        let shorter = from_json(&form.document()).expect("a specification");
+        assert_eq!((shorter.train.epochs, &shorter.train.milestones[..]), (Some(30), &[10, 20][..]));
+        form.set("train.milestones", "5");
+        let own = from_json(&form.document()).expect("a specification");
+        assert_eq!(own.train.milestones, [5]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 // Softmax cross-entropy with label smoothing over logits + bias; its gradient; totals that last over batches.
 //
+// A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
+//
 // A warp owns a row for the log-sum-exp; then the block's threads own four classes each and walk its rows, so that
 // the bias's gradient is summed on the way. Partial sums meet in the last block, in block order.
 
@@ -54,6 +56,12 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
+    const u32* others = labels + pictures;
+    // Without mixing the other label has nothing, and nothing is added anywhere.
+    bool mixed = control->mixed;
+    float lambda = mixed ? control->lambda : 1.0f;
+    float own_share = mixed ? (1.0f - smoothing) * lambda : 1.0f - smoothing;
+    float other_share = mixed ? (1.0f - smoothing) * (1.0f - lambda) : 0.0f;
     float even = smoothing / classes;
     float* column_partials = (float*)(partials + 2 * (u64)gridDim.x);
     if (row < valid) {
@@ -95,7 +103,14 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         if (lane == 0) {
             u32 label = min(labels[row], classes - 1);
-            float log_sum = logf(exps), own = to_float(logits[start + label]) + bias[label];
+            float log_sum = logf(exps);
+            double own = to_float(logits[start + label]) + bias[label];
+            if (mixed) {
+                u32 other = min(others[row], classes - 1);
+                float its = to_float(logits[start + other]) + bias[other];
+                own = (double)lambda * own + (1.0 - lambda) * its;
+                if (lambda < 0.5f) label = other;
+            }
             max_of_row[warp] = best;
             log_of_row[warp] = log_sum;
             loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) + (double)even * ((double)classes * log_sum + below);
@@ -118,13 +133,15 @@ extern "C" __global__ void __launch_bounds__(256)
                 if (first + i < valid) {
                     float v[4];
                     load_logits(logits, bias, at, c, classes, v);
-                    u32 label = labels[first + i];
+                    u32 label = labels[first + i], other = mixed ? others[first + i] : classes;
                     float spoilt = loss_of_row[i] - loss_of_row[i] == 0 ? 0.0f : __uint_as_float(0x7fc00000u);
 #pragma unroll
                     for (int k = 0; k < 4; k++)
                         if (c + k < classes) {
                             float p = expf(v[k] - max_of_row[i] - log_of_row[i]);
-                            d[k] = (p - even - (c + k == label ? 1.0f - smoothing : 0.0f)) * scale + spoilt;
+                            float target = c + k == label ? own_share : 0.0f;
+                            if (c + k == other) target += other_share;
+                            d[k] = (p - even - target) * scale + spoilt;
                             sum[k] += d[k];
                         }
                 }

@@ -91,12 +91,13 @@ __device__ __forceinline__ void store_channels(float* p, u64 group, const float 
 // What changes from step to step, in device memory: a captured graph reads it on every replay.
 struct Control {
     u32 valid; // real pictures of this rank's micro-batch; the rest is padding
-    u32 pad0;
+    u32 mixed; // whether pictures are mixed with others
     float stat_pictures; // pictures that batch norm's statistics are of
     float grad_scale;    // 1 / pictures of the step over all ranks
     float lr;
-    u32 pad[3];
-    // u32 index[pictures], draw[pictures], label[pictures] follow.
+    float lambda; // how much of a mixed picture is itself
+    u32 pad[2];
+    // u32 index[pictures], draw[pictures], label[pictures], label of the other picture[pictures] follow.
 };
 __device__ __forceinline__ const u32* indices(const Control* c) { return (const u32*)(c + 1); }
 

@@ -254,6 +254,15 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
     }
 }
 
+// average = decay average + rest values; rest: 1 - decay.
+extern "C" __global__ void __launch_bounds__(256)
+    average_values(float* average, const float* values, u64 length, float decay, float rest) {
+    enter();
+    u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+        average[i] = decay * average[i] + rest * values[i];
+}
+
 // *found = 1 if any of `length` values is not finite.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
     enter();

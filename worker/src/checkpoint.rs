@@ -35,6 +35,8 @@ pub const MODEL: &str = "model.safetensors";
 /// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`. In files of
 /// older versions, whose [`State`] has no `optimizer`, momentum under the parameters' bare names.
 pub const OPTIMIZER: &str = "optimizer.safetensors";
+/// The running average of what [`MODEL`] has, under the same names; in the checkpoints of jobs with `train.ema_decay`.
+pub const AVERAGE: &str = "ema.safetensors";
 /// A [`State`].
 pub const STATE: &str = "state.json";
 /// A [`Manifest`].
@@ -116,6 +118,8 @@ pub struct Snapshot {
     pub parameters: NamedTensors,
     /// As [`crate::engine::OptimizerState::slots`].
     pub optimizer: NamedTensors,
+    /// The running average of the parameters, if there is one.
+    pub average: Option<NamedTensors>,
     /// Batches that batch norm has seen.
     pub batches: u64,
     /// For `model.safetensors`: `classes`, `mean`, `std`, `spec`, `arch`, `image_size`, ...
@@ -125,9 +129,16 @@ pub struct Snapshot {
 impl Snapshot {
     /// The first value in it that no model can go on from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
-        first_not_finite(&self.parameters).or_else(|| {
-            first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
-        })
+        first_not_finite(&self.parameters)
+            .or_else(|| {
+                self.average
+                    .as_ref()
+                    .and_then(first_not_finite)
+                    .map(|found| format!("of the average {found}"))
+            })
+            .or_else(|| {
+                first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
+            })
     }
 }
 
@@ -262,6 +273,10 @@ fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resul
     };
     let (model, optimizer) = (folder.join(MODEL), folder.join(OPTIMIZER));
     note(MODEL, tensors::write(&model, &snapshot.parameters, Some(snapshot.batches), &snapshot.metadata))?;
+    if let Some(average) = &snapshot.average {
+        let path = folder.join(AVERAGE);
+        note(AVERAGE, tensors::write(&path, average, Some(snapshot.batches), &snapshot.metadata))?;
+    }
     note(OPTIMIZER, tensors::write(&optimizer, &snapshot.optimizer, None, &BTreeMap::new()))?;
     let state = State { best: best.cloned(), ..snapshot.state.clone() };
     note(STATE, write_json(&folder.join(STATE), &state))?;
@@ -304,21 +319,24 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     Ok(manifest)
 }
 
-/// The file with the weights of a checkpoint's folder, which is checked against its manifest where there is one, or of
-/// somebody's own.
+/// The file with the weights of a checkpoint's folder (or the file of averaged weights in it, if `path` names that), which
+/// is checked against its manifest where there is one, or of somebody's own.
 ///
 /// # Errors
 /// It is damaged.
 pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
-    if !path.is_dir() {
-        return Ok(path.into());
+    let (folder, file) = match path.parent() {
+        _ if path.is_dir() => (path, MODEL),
+        Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
+        _ => return Ok(path.into()),
+    };
+    if folder.join(MANIFEST).exists() {
+        let (name, manifest) = manifest(folder)?;
+        if let Some(wanted) = manifest.files.get(file) {
+            same(folder, file, wanted).map_err(|detail| CheckpointError::Damaged { name, detail })?;
+        }
     }
-    if path.join(MANIFEST).exists() {
-        let (name, manifest) = manifest(path)?;
-        same(path, MODEL, &manifest.files[MODEL])
-            .map_err(|detail| CheckpointError::Damaged { name, detail })?;
-    }
-    Ok(path.join(MODEL))
+    Ok(folder.join(file))
 }
 
 /// A checkpoint's name and manifest, which names all that a checkpoint has.
@@ -439,6 +457,25 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
         }
     }
     Ok((state, parameters, optimizer))
+}
+
+/// The running average of a checkpoint that was checked, if it has one.
+///
+/// # Errors
+/// It cannot be read, or holds values that are not finite.
+pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
+    let (name, manifest) = manifest(folder)?;
+    if !manifest.files.contains_key(AVERAGE) {
+        return Ok(None);
+    }
+    let average = match read_tensors(&folder.join(AVERAGE)) {
+        Ok(average) => average,
+        Err(detail) => return Err(CheckpointError::Damaged { name, detail }),
+    };
+    match first_not_finite(&average) {
+        Some(found) => Err(CheckpointError::NotFinite { name, detail: format!("{AVERAGE}: {found}") }),
+        None => Ok(Some(average)),
+    }
 }
 
 /// What there is to tell of a checkpoint, after checking it.

@@ -7,7 +7,7 @@ use rustix::{fs::OFlags, io::Errno};
 use std::{
     fs::{self, File, Metadata, OpenOptions},
     io::{self, Read},
-    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -26,16 +26,32 @@ pub(crate) enum Found {
 /// # Errors
 /// What is wrong with it, to stand after its name.
 pub(crate) fn look(path: &Path) -> Result<Found, String> {
+    look_with_time(path).map(|(found, _)| found)
+}
+
+/// As [`look`], and when it was last changed (see [`modified_ns`]): one call of the system tells both.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
+    let modified = modified_ns(&found);
     if found.is_dir() {
         return if leads_back(path) {
             Err("is a link to a folder that it lies in; remove it".into())
         } else {
-            Ok(Found::Folder)
+            Ok((Found::Folder, modified))
         };
     }
     regular(&found)?;
-    Ok(Found::File { size_bytes: found.len() })
+    Ok((Found::File { size_bytes: found.len() }, modified))
+}
+
+/// When a file was last written or its times or owner were set, in nanoseconds since 1970: `rsync -t` and `cp -p` write
+/// other content and set the old time of writing.
+pub(crate) fn modified_ns(found: &Metadata) -> i64 {
+    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
 }
 
 /// Opens a regular file and tells its size.

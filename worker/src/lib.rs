@@ -2,6 +2,7 @@
 //! what they are made of - networks, engines, data, communication, checkpoints.
 
 pub mod agent;
+mod cache;
 pub mod checkpoint;
 pub mod comm;
 pub mod data;

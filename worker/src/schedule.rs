@@ -41,6 +41,17 @@ impl Schedule {
         }
     }
 
+    /// How much of the moving average of the weights the update after step `step` (from 1) keeps; `None`: there is no
+    /// update. As in torchvision's training script, the average is a copy of the weights until the first update after the
+    /// warm-up.
+    pub fn average_decay(&self, spec: &TrainSpec, step: u64) -> Option<f64> {
+        if spec.ema_decay <= 0.0 || !step.is_multiple_of(spec.ema_steps) {
+            return None;
+        }
+        let copies = self.warmup > 0 && step.saturating_sub(spec.ema_steps) <= self.warmup;
+        Some(if copies { 0.0 } else { spec.ema_decay })
+    }
+
     /// The learning rate of a step, from 0.
     pub fn lr(&self, step: u64) -> f32 {
         if step < self.warmup {
@@ -95,6 +106,20 @@ mod tests {
     fn constant_after_a_warm_up() {
         let spec = TrainSpec { lr: 0.4, warmup_epochs: 0.5, ..TrainSpec::default() };
         assert_near(&lrs(spec, 8, 6), &[0.1, 0.2, 0.3, 0.4, 0.4, 0.4]);
+    }
+
+    #[test]
+    fn the_average_is_a_copy_until_the_first_update_after_the_warm_up() {
+        let spec = TrainSpec { ema_decay: 0.9, ema_steps: 4, ..TrainSpec::default() };
+        let updates = |warmup_epochs: f32| -> Vec<(u64, f64)> {
+            let schedule = Schedule::new(&TrainSpec { warmup_epochs, ..spec.clone() }, 10, 20);
+            (1..=20).filter_map(|step| Some((step, schedule.average_decay(&spec, step)?))).collect()
+        };
+        assert_eq!(updates(0.0), [(4, 0.9), (8, 0.9), (12, 0.9), (16, 0.9), (20, 0.9)]);
+        assert_eq!(updates(0.7), [(4, 0.0), (8, 0.0), (12, 0.9), (16, 0.9), (20, 0.9)]);
+        assert_eq!(updates(0.8), [(4, 0.0), (8, 0.0), (12, 0.0), (16, 0.9), (20, 0.9)]);
+        let off = TrainSpec::default();
+        assert_eq!(Schedule::new(&off, 10, 20).average_decay(&off, 32), None);
     }
 
     #[test]

@@ -17,9 +17,9 @@ use crate::{
     comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
         DataError,
-        loader::{Batch, DataSource, EpochPlan},
+        loader::{Batch, DataSource, EpochPlan, replaced},
     },
-    engine::{Engine, EngineError, StepResult},
+    engine::{Engine, EngineError, NamedTensors, StepResult},
     gpu::DeviceChoice,
     precision::SkippedSteps,
     rendezvous::Store,
@@ -315,6 +315,7 @@ impl Run<'_> {
         while self.step < total {
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
+            self.sees(epoch as u32)?;
             while self.step < end {
                 let mut batches = self.data.epoch(self.epoch_plan());
                 // Until float16 will not do: the rest of the epoch begins anew then.
@@ -337,6 +338,7 @@ impl Run<'_> {
                         return self.stopped();
                     }
                     self.go_on_in_bfloat16(&format!("the gradients of {steps}"))?;
+                    self.sees(epoch as u32)?;
                 }
             }
             if self.plan.evaluation_after_epoch(self.step) && !self.evaluated()? {
@@ -347,6 +349,11 @@ impl Run<'_> {
             }
         }
         self.finished()
+    }
+
+    /// Has the engine train on pictures of the size that an epoch (from 0) has.
+    fn sees(&mut self, epoch: u32) -> Result<(), TrainError> {
+        Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }
 
     /// What float16 could not hold, bfloat16 does: an engine of that format takes over. Steps that were not finite have
@@ -365,6 +372,7 @@ impl Run<'_> {
             training.observer.event(&AttemptEvent::PrecisionFallback { step, what: what.into() });
         }
         let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
+        let average = self.engine.averaged()?;
         // Ranks use each other's memory until all have come here.
         training.comm.barrier()?;
         drop(self.engine.0.take());
@@ -373,6 +381,9 @@ impl Run<'_> {
         self.data.set_form(form);
         engine.set_parameters(&parameters)?;
         engine.set_optimizer_state(&optimizer)?;
+        if let Some(average) = average {
+            engine.set_averaged(&average)?;
+        }
         self.pulse.device(engine.device_name());
         self.pulse.report("training");
         self.engine = Current(Some(engine));
@@ -391,11 +402,13 @@ impl Run<'_> {
             return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
         }
         let data_secs = began.elapsed().as_secs_f64();
+        setup::tell_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
         self.step += 1;
+        self.average()?;
         self.under_way.push_back(UnderWay { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
         self.look_at(result.as_ref());
@@ -405,6 +418,15 @@ impl Run<'_> {
         }
         self.announce_checkpoints();
         verdict
+    }
+
+    /// Takes the weights into their average when that is due. Rank 0 keeps it; the others get it to evaluate it.
+    fn average(&mut self) -> Result<(), TrainError> {
+        let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
+        if let Some(decay) = decay.filter(|_| self.is_first()) {
+            self.engine.average(decay)?;
+        }
+        Ok(())
     }
 
     /// Waits for the steps under way: the engine's state is then that of [`Run::step`].
@@ -498,16 +520,86 @@ impl Run<'_> {
         }
     }
 
-    /// Validation over the whole split, each rank its part; sums are added up, so every picture
-    /// counts once. False: all ranks have agreed to stop before its end, and nothing was measured.
+    /// Validation of the weights and, if there is one, of their average. False: all ranks have agreed to stop before its
+    /// end, and nothing was measured.
     fn evaluate(&mut self) -> Result<bool, TrainError> {
         self.pulse.report("evaluating");
-        let began = Instant::now();
-        let Training { comm, observer, spec, .. } = self.training;
+        let Training { observer, spec, .. } = self.training;
         if !spec.parallel.sync_batch_norm {
             // Running statistics differ by rank; those of the checkpoint are rank 0's.
             self.engine.broadcast_parameters()?;
         }
+        let Some(evaluation) = self.measure("the validation's loss")? else { return Ok(false) };
+        let averaged = match self.is_averaged()? {
+            true => match self.measure_average()? {
+                Some(averaged) => Some(averaged),
+                None => return Ok(false),
+            },
+            false => None,
+        };
+        if self.is_first() {
+            let say = |whose: &str, of: &Evaluation| {
+                observer.log(&format!(
+                    "epoch: {} validation accuracy {whose}is {:.2} %, loss is {:.4} ({} pictures in {:.1} s)",
+                    of.epoch,
+                    of.accuracy * 100.0,
+                    of.loss,
+                    of.samples,
+                    of.secs
+                ));
+            };
+            observer.metric("val_loss", self.step, evaluation.loss as f32);
+            observer.metric("val_accuracy", self.step, evaluation.accuracy as f32);
+            say("", &evaluation);
+            if let Some(averaged) = &averaged {
+                observer.metric("val_ema_loss", self.step, averaged.loss as f32);
+                observer.metric("val_ema_accuracy", self.step, averaged.accuracy as f32);
+                say("of the averaged weights ", averaged);
+            }
+            observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
+        }
+        self.evaluation = Some(evaluation);
+        self.pulse.report("training");
+        Ok(true)
+    }
+
+    /// Whether rank 0 has an average; every rank is told.
+    fn is_averaged(&self) -> Result<bool, TrainError> {
+        if self.training.spec.train.ema_decay <= 0.0 {
+            return Ok(false);
+        }
+        let mut has = [f64::from(u8::from(self.engine.has_average()))];
+        self.training.comm.all_reduce_f64(&mut has)?;
+        Ok(has != [0.0])
+    }
+
+    /// [`Run::measure`] with the averaged weights in the place of the weights, which come back whatever was measured.
+    fn measure_average(&mut self) -> Result<Option<Evaluation>, TrainError> {
+        let average = if self.is_first() { self.engine.averaged()? } else { None };
+        let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
+        self.put_everywhere(average.as_ref())?;
+        let measured = self.measure("the loss of the averaged weights in validation");
+        // After any other error nobody waits for this rank.
+        if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
+            self.put_everywhere(own.as_ref())?;
+        }
+        measured
+    }
+
+    /// Rank 0's `parameters` into every engine. All ranks have done with what was there before.
+    fn put_everywhere(&mut self, parameters: Option<&NamedTensors>) -> Result<(), TrainError> {
+        if let Some(parameters) = parameters {
+            self.engine.set_parameters(parameters)?;
+        }
+        Ok(self.engine.broadcast_parameters()?)
+    }
+
+    /// Validation over the whole split, each rank its part; sums are added up, so every picture counts once. `what`
+    /// is in words what must be finite. None: all ranks have agreed to stop before its end.
+    fn measure(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
+        let began = Instant::now();
+        let Training { comm, observer, .. } = self.training;
+        self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
         let (rank, world_size) = (comm.rank(), comm.world_size());
         let mut batches =
@@ -536,38 +628,27 @@ impl Run<'_> {
                         );
                         observer.log(&text);
                     }
-                    return Ok(false);
+                    return Ok(None);
                 }
             }
         }
+        setup::tell_broken(self.training, &self.data);
         comm.all_reduce_f64(&mut sums)?;
-        if !sums[0].is_finite() {
-            return Err(self.diverged("the validation's loss is not finite".into()));
+        let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
+        if replaced::too_many(all.saturating_sub(seen), all, all) {
+            return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());
         }
-        let evaluation = Evaluation {
+        if !sums[0].is_finite() {
+            return Err(self.diverged(format!("{what} is not finite")));
+        }
+        Ok(Some(Evaluation {
             epoch: self.plan.epoch_of(self.step),
             step: self.step,
             samples: sums[2] as u64,
             accuracy: sums[1] / sums[2],
             loss: sums[0] / sums[2],
             secs: began.elapsed().as_secs_f64(),
-        };
-        if rank == 0 {
-            observer.metric("val_loss", self.step, evaluation.loss as f32);
-            observer.metric("val_accuracy", self.step, evaluation.accuracy as f32);
-            observer.log(&format!(
-                "epoch: {} validation accuracy is {:.2} %, loss is {:.4} ({} pictures in {:.1} s)",
-                evaluation.epoch,
-                evaluation.accuracy * 100.0,
-                evaluation.loss,
-                evaluation.samples,
-                evaluation.secs
-            ));
-            observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
-        }
-        self.evaluation = Some(evaluation);
-        self.pulse.report("training");
-        Ok(true)
+        }))
     }
 
     /// Hands this moment to the keeper, which writes it while training goes on.
@@ -613,6 +694,7 @@ impl Run<'_> {
             state,
             parameters: self.engine.parameters()?,
             optimizer: optimizer.slots,
+            average: self.engine.averaged()?,
             batches: self.step * plan.accumulate as u64,
             metadata: self.metadata.clone(),
         });

@@ -1,10 +1,10 @@
 //! Datasets as people have them: the bundled pictures, CIFAR files, folders, and all of them broken.
 
 use flate2::{Compression, write::GzEncoder};
-use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     inspect,
-    loader::{Batch, DataSource, EpochPlan},
+    loader::{Batch, DataSource, EpochPlan, Form, Mixing},
 };
 use std::{
     collections::BTreeSet,
@@ -101,6 +101,109 @@ fn an_epoch_continued_in_its_middle_is_the_rest_of_it() {
     assert!(rest == whole[100..]);
 }
 
+/// The bundled pictures, mixed by both at once.
+fn mixed(spec: &DataSpec) -> DataSource {
+    let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
+    source.set_mixing(Mixing { mixup_alpha: 0.4, cutmix_alpha: 1.0 });
+    source
+}
+
+#[test]
+fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batches() {
+    let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
+    let source = mixed(&spec);
+    // 8000 = 133 * 60 + 20: the last step is a small one.
+    let whole = EpochPlan { batch_size: 60, drop_remainder: false, ..plan(0, 1) };
+    let alone = batches(&source, whole);
+    for (world_size, accumulate) in [(2, 1), (4, 1), (1, 3), (2, 2)] {
+        let plan = |rank| EpochPlan {
+            batch_size: 60 / (world_size as usize * accumulate),
+            accumulate,
+            rank,
+            world_size,
+            ..whole
+        };
+        let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
+        for (step, whole) in alone.iter().enumerate() {
+            let parts =
+                (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
+            let mut joined = Batch::default();
+            for part in parts {
+                assert_eq!(part.lambda, whole.lambda);
+                joined.images.extend(&part.images);
+                joined.labels.extend(&part.labels);
+                joined.mixed_labels.extend(&part.mixed_labels);
+                joined.indices.extend(&part.indices);
+            }
+            assert!(joined.images == whole.images, "step {step}, {world_size} ranks x {accumulate}");
+            assert_eq!(
+                (joined.labels, joined.mixed_labels, joined.indices),
+                (whole.labels.clone(), whole.mixed_labels.clone(), whole.indices.clone())
+            );
+        }
+    }
+    // It goes on in its middle, and in another epoch the same pictures would be mixed otherwise.
+    let rest = batches(&source, EpochPlan { first_step: 100, ..whole });
+    assert!(rest == alone[100..]);
+    let lambdas =
+        |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
+    assert_ne!(lambdas(0), lambdas(1));
+}
+
+#[test]
+fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the_last() {
+    let spec = DataSpec { crop_padding: 2, ..DataSpec::default() };
+    let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
+    let (plain, mixed) = (batches(&plain, plan(0, 1)), batches(&mixed(&spec), plan(0, 1)));
+    let size = 28 * 28;
+    let (mut blended, mut cut) = (0, 0);
+    for (plain, mixed) in plain.iter().zip(&mixed) {
+        assert_eq!((&plain.labels, &plain.indices), (&mixed.labels, &mixed.indices));
+        let others: Vec<u32> = (0..64).map(|i| plain.labels[(i + 63) % 64]).collect();
+        assert_eq!(mixed.mixed_labels, others);
+        let lambda = mixed.lambda;
+        assert!((0.0..=1.0).contains(&lambda), "{lambda}");
+        let picture = |i: usize| &plain.images[i % 64 * size..][..size];
+        let all = || {
+            (0..64)
+                .flat_map(|i| picture(i).iter().zip(picture(i + 63)).zip(&mixed.images[i * size..][..size]))
+        };
+        let is_blend =
+            all().all(|((own, other), v)| (own * lambda + other * (1.0 - lambda) - v).abs() < 1e-5);
+        let is_cut = all().all(|((own, other), v)| v == own || v == other);
+        assert!(is_blend || is_cut, "lambda {lambda}");
+        blended += usize::from(is_blend && !is_cut);
+        cut += usize::from(is_cut && !is_blend);
+    }
+    assert!(blended > 40 && cut > 40, "{blended} steps are blended and {cut} cut");
+}
+
+#[test]
+fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
+    let spec =
+        DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
+    let mut source = mixed(&spec);
+    assert!(source.resident().is_none(), "an engine does not mix by itself");
+    let normalised = batches(&source, plan(0, 1));
+    source.set_form(Form::Bytes);
+    for (bytes, normalised) in batches(&source, plan(0, 1)).iter().zip(&normalised) {
+        assert_eq!((bytes.lambda, bytes.bytes.len()), (normalised.lambda, 64 * 28 * 28));
+        for (byte, value) in bytes.bytes.iter().zip(&normalised.images) {
+            assert!((f32::from(*byte) - value * 255.0).abs() < 0.51, "{byte} instead of {}", value * 255.0);
+        }
+    }
+}
+
+#[test]
+fn validation_pictures_are_never_mixed() {
+    let source = mixed(&DataSpec::default());
+    let plain = DataSource::open(&bundled(), &DataSpec::default(), 5).expect("opens");
+    let all = |source: &DataSource| {
+        source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>()
+    };
+    assert!(all(&source) == all(&plain));
+}
+
 #[test]
 fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
@@ -162,7 +265,7 @@ fn a_fraction_is_held_out_and_never_trained_on() {
 
 #[test]
 fn pictures_are_scaled_to_the_size_that_the_job_wants() {
-    let spec = DataSpec { image_size: Some(56), ..DataSpec::default() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
     assert_eq!(batches(&source, plan(0, 1))[0].images.len(), 64 * 56 * 56);
 }
@@ -172,7 +275,7 @@ fn cifar(dir: &Path, pictures: usize) {
     let spec = DataSpec {
         mean: Some(vec![0.0]),
         std: Some(vec![1.0 / 255.0]),
-        image_size: Some(32),
+        image_size: Some(ImageSize::Fixed(32)),
         ..DataSpec::default()
     };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
@@ -269,7 +372,7 @@ fn folders_hold_pictures_of_any_size() {
     says(&error(dir.path(), &DataSpec::default()), &["no split \"test\"", "train, val", "a fraction"]);
     let spec = DataSpec { validation: Validation::Split("val".into()), ..DataSpec::default() };
     says(&error(dir.path(), &spec), &["differ in size", "data.image_size"]);
-    let spec = DataSpec { image_size: Some(24), ..spec };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), ..spec };
     let source = DataSource::open(dir.path(), &spec, 0).expect("opens");
     let batch = &batches(&source, EpochPlan { batch_size: 16, ..plan(0, 1) })[0];
     assert_eq!((batch.images.len(), batch.labels.iter().sum::<u32>()), (16 * 24 * 24 * 3, 8));
@@ -290,8 +393,11 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
     let info = inspect(dir.path()).expect("readable");
     assert_eq!(info.broken_count, 4, "{:?}", info.broken);
     assert_eq!(info.splits[0].per_class, [8, 8]);
-    let spec =
-        DataSpec { validation: Validation::Fraction(0.25), image_size: Some(32), ..DataSpec::default() };
+    let spec = DataSpec {
+        validation: Validation::Fraction(0.25),
+        image_size: Some(ImageSize::Fixed(32)),
+        ..DataSpec::default()
+    };
     says(
         &error(dir.path(), &spec),
         &[
@@ -424,7 +530,7 @@ fn pictures_larger_than_the_job_wants_are_scaled_by_their_centre_and_other_folde
     fs::create_dir_all(dir.path().join("notes/of mine")).expect("a folder");
     let spec = DataSpec {
         validation: Validation::Split("none".into()),
-        image_size: Some(16),
+        image_size: Some(ImageSize::Fixed(16)),
         crop_padding: 0,
         mean: Some(vec![0.0]),
         std: Some(vec![1.0 / 255.0]),

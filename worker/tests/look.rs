@@ -265,7 +265,7 @@ fn an_evaluation_sees_pictures_as_its_model_was_trained_on_and_only_its_own_clas
     let reference = evaluate(dir.path(), spec(&of)).unwrap();
     // The job was forked to another size, and its own normalisation is no longer the dataset's.
     let mut other = spec(&of);
-    other.data.image_size = Some(64);
+    other.data.image_size = Some(64.into());
     (other.data.mean, other.data.std) = (None, None);
     let found = evaluate(dir.path(), other).unwrap();
     assert_eq!((found.confusion, found.loss), (reference.confusion, reference.loss));
@@ -324,7 +324,7 @@ fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
         fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
     }
     let mut job = spec(&of);
-    job.data.image_size = Some(of.side as u32);
+    job.data.image_size = Some((of.side as u32).into());
     let evaluated = evaluate(dir.path(), job).unwrap();
     let files: Vec<_> = pictures
         .chunks(size)
@@ -381,7 +381,7 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
     // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
     write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
     let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
-    job.data.image_size = Some(of.side as u32);
+    job.data.image_size = Some((of.side as u32).into());
     job.data.random_resized_crop = true;
     assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
     assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);

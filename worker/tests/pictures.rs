@@ -2,7 +2,7 @@
 
 use lockstep_protocol::{
     dataset::DatasetInfo,
-    spec::{BrokenFiles, DataSpec, Validation},
+    spec::{BrokenFiles, DataSpec, ImageSize, Validation},
 };
 use lockstep_worker::data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -38,7 +38,7 @@ fn folder(dir: &Path, each: u32) {
 fn spec(broken_files: BrokenFiles) -> DataSpec {
     DataSpec {
         validation: Validation::Split("none".into()),
-        image_size: Some(32),
+        image_size: Some(ImageSize::Fixed(32)),
         broken_files,
         ..DataSpec::default()
     }

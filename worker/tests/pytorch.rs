@@ -3,7 +3,7 @@
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use lockstep_worker::{
     comm::Alone,
-    data::loader::Batch,
+    data::loader::{Batch, Mix},
     engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
     made_up::{labels, values},
     net::{Network, resnet},
@@ -102,7 +102,11 @@ fn engine_with(
     batch_size: usize,
     optimizer: Optimizer,
 ) -> Box<dyn Engine> {
-    let config = EngineConfig {
+    build_cpu(Arc::new(network), weights, config(batch_size, optimizer), Arc::new(Alone)).unwrap()
+}
+
+fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
+    EngineConfig {
         batch_size,
         optimizer,
         label_smoothing: 0.0,
@@ -110,8 +114,7 @@ fn engine_with(
         sync_batch_norm: true,
         gradients_mean: true,
         threads: 2,
-    };
-    build_cpu(Arc::new(network), weights, config, Arc::new(Alone)).unwrap()
+    }
 }
 
 #[test]
@@ -198,6 +201,101 @@ fn twenty_training_steps_of_adamw_and_lamb_follow_pytorch_s_losses() {
         let OptimizerRun { run, optimizer: kind, weight_decay, decay_norm_and_bias } = of;
         let optimizer = Optimizer { kind, weight_decay, decay_norm_and_bias, ..Optimizer::default() };
         follow("resnet20", &name, &run, optimizer, 1e-4);
+    }
+}
+
+/// A run of `mixing_and_average` in `make_fixtures.py`.
+#[derive(Deserialize)]
+struct SmoothedRun {
+    #[serde(flatten)]
+    run: Run,
+    label_smoothing: f32,
+    #[serde(default)]
+    mixes: Vec<Mixed>,
+    /// Of each step's mixed pictures, evenly spread from the first value to the last.
+    #[serde(default)]
+    pixels: Vec<Vec<f32>>,
+    decay: Option<f64>,
+    every: Option<usize>,
+    /// Of the average after the last step.
+    #[serde(default)]
+    tensors: BTreeMap<String, Momentum>,
+}
+
+/// What torchvision drew for a batch; with cutmix also the cut's centre and lambda before the borders cut it.
+#[derive(Deserialize)]
+struct Mixed {
+    lambda: f32,
+    rows: Option<[usize; 2]>,
+    columns: Option<[usize; 2]>,
+    drawn: Option<f64>,
+    centre: Option<[usize; 2]>,
+}
+
+impl SmoothedRun {
+    fn engine(&self) -> Box<dyn Engine> {
+        let network = network("resnet20", "cifar", self.run.image_size, 3, 10);
+        let config = EngineConfig { label_smoothing: self.label_smoothing, ..config(32, sgd(5e-4)) };
+        build_cpu(Arc::new(network.clone()), &weights(&network), config, Arc::new(Alone)).unwrap()
+    }
+}
+
+#[test]
+fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
+    let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
+    for name in ["mixup", "cutmix"] {
+        let of = &runs[name];
+        let (side, mut engine) = (of.run.image_size, of.engine());
+        assert_eq!((of.mixes.len(), of.pixels.len(), of.run.losses.len()), (20, 20, 20));
+        for (step, mixed) in of.mixes.iter().enumerate() {
+            let cut = mixed.rows.zip(mixed.columns).map(|both| <[_; 2]>::from(both).map(|[a, b]| a..b));
+            let mix = Mix { lambda: mixed.lambda, cut };
+            if let (Some(drawn), Some(centre)) = (mixed.drawn, mixed.centre) {
+                assert_eq!(Mix::cutmix(drawn, centre, side), mix, "step {step}: lambda {drawn}, {centre:?}");
+            }
+            assert_eq!(mix.cut.is_some(), name == "cutmix");
+            // The first picture is mixed with the last one.
+            let mut batch = batch("resnet20", of.run.batch_size, side, step);
+            let last = batch.images[batch.images.len() - side * side * 3..].to_vec();
+            batch.images.extend(last);
+            batch.labels.extend(batch.labels.last().copied());
+            batch.indices = vec![0; batch.labels.len()];
+            let batch = mix.apply(batch, side, 3);
+            for (i, theirs) in of.pixels[step].iter().enumerate() {
+                let ours = batch.images[i * (batch.images.len() - 1) / 15];
+                assert!((ours - theirs).abs() < 1e-6, "{name}, step {step}, value {i}: {ours}, not {theirs}");
+            }
+            let (loss, wanted) = (engine.train_step(&[batch], of.run.lr).unwrap().loss, of.run.losses[step]);
+            assert!(
+                (loss - wanted).abs() <= 1e-4 * wanted,
+                "{name}, step {step}: {loss} instead of {wanted}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_average_of_twenty_training_steps_is_pytorch_s() {
+    let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
+    let of = &runs["average"];
+    let (mut engine, every) = (of.engine(), of.every.unwrap());
+    for (step, wanted) in of.run.losses.iter().enumerate() {
+        let batch = batch("resnet20", of.run.batch_size, of.run.image_size, step);
+        let loss = engine.train_step(&[batch], of.run.lr).unwrap().loss;
+        assert!((loss - wanted).abs() <= 1e-4 * wanted, "step {step}: {loss} instead of {wanted}");
+        if (step + 1) % every == 0 {
+            engine.average(of.decay.unwrap()).unwrap();
+        }
+    }
+    let average = engine.averaged().unwrap().unwrap();
+    assert!(of.tensors.len() > 40, "{} tensors", of.tensors.len());
+    for (name, wanted) in &of.tensors {
+        let ours = &average[name].values;
+        for (i, value) in wanted.values.iter().enumerate() {
+            let found = f64::from(ours[i * (ours.len() - 1) / 15]);
+            let apart = (found - value).abs();
+            assert!(apart <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+        }
     }
 }
 

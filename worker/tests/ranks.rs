@@ -432,6 +432,35 @@ fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
 }
 
 #[test]
+fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_set() {
+    let mut engine = engine(config(8), Arc::new(Alone));
+    assert!(!engine.has_average() && engine.averaged().unwrap().is_none());
+    let mut wanted: Option<NamedTensors> = None;
+    for step in 0..4 {
+        engine.train_step(&[pictures(step, 0, 8)], 0.1).unwrap();
+        engine.average(0.75).unwrap();
+        let now = engine.parameters().unwrap();
+        let wanted = wanted.get_or_insert_with(|| now.clone());
+        for (name, average) in wanted.iter_mut() {
+            let values = average.values.iter_mut().zip(&now[name].values);
+            values.for_each(|(a, v)| *a = 0.75 * *a + 0.25 * v);
+        }
+        assert!(engine.averaged().unwrap().as_ref() == Some(wanted), "step {step}");
+    }
+    let wanted = wanted.unwrap();
+    let name = "layer3.2.bn2.running_var";
+    assert!(wanted[name] != engine.parameters().unwrap()[name], "statistics are averaged, too");
+    let mut other = self::engine(config(8), Arc::new(Alone));
+    other.set_averaged(&wanted).unwrap();
+    assert!(other.averaged().unwrap() == Some(wanted));
+    assert!(other.parameters().unwrap() != engine.parameters().unwrap());
+    for engine in [&mut other, &mut engine] {
+        engine.average(0.0).unwrap();
+        assert!(engine.averaged().unwrap() == Some(engine.parameters().unwrap()), "a decay of 0 is a copy");
+    }
+}
+
+#[test]
 fn evaluation_and_prediction_change_nothing() {
     let mut trained = engine(config(8), Arc::new(Alone));
     trained.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();

@@ -2,9 +2,9 @@
 //! [`KEYS`], then the combinations that cannot work.
 
 use super::{
-    JobSpec,
+    DataSpec, ImageSize, JobSpec, Recipe,
     document::{shortened, toml_document},
-    keys::{KEYS, Section, nearest, type_of},
+    keys::{KEYS, MAX_LR, Section, nearest, type_of},
 };
 use crate::limits::{KEY_BYTES, MISTAKES};
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,8 @@ pub struct SpecError {
     pub detail: String,
 }
 
-/// Reads a specification from JSON.
+/// Reads a specification from JSON; with a [`Recipe`], resolved: every key that the document does not give has the
+/// recipe's value. What comes out reads back the same.
 ///
 /// # Errors
 /// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
@@ -31,8 +32,18 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mut document = document.clone();
     check_shape(&mut document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
-    let spec = match serde_json::from_value::<JobSpec>(document.clone()) {
-        Ok(spec) => spec,
+    let recipe = document.get("recipe").and_then(|name| Recipe::deserialize(name).ok());
+    let has_lr = document.pointer("/train/lr").is_some();
+    if let (Some(recipe), Value::Object(document)) = (recipe, &mut document) {
+        recipe.fill(document);
+    }
+    let spec = match serde_json::from_value::<JobSpec>(document) {
+        Ok(mut spec) => {
+            if let (Some(recipe), false) = (recipe, has_lr) {
+                spec.train.lr = scaled_lr(recipe, &spec, &mut errors);
+            }
+            spec
+        }
         Err(e) => {
             if errors.is_empty() {
                 errors.push(SpecError { pointer: String::new(), detail: e.to_string() });
@@ -65,6 +76,20 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
             (JobSpec::default(), errors)
         }
     }
+}
+
+/// The recipe's learning rate for the job's batch size, unless that is out of the range of `train.lr`.
+fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
+    let lr = recipe.lr(spec) as f32;
+    if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
+        let detail = format!(
+            "recipe {:?} scales the learning rate with the pictures a step, to {lr} for {}; give lr, at most {MAX_LR}",
+            recipe.name(),
+            spec.global_batch_size()
+        );
+        errors.push(SpecError { pointer: "/train/lr".into(), detail });
+    }
+    lr
 }
 
 /// Takes every key with a mistake out of `document`.
@@ -162,6 +187,14 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
         );
     }
+    if spec.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
+        mistake(
+            "/model/pretrained",
+            "recipe \"finetune\" goes on from trained weights: give a safetensors file with torchvision's names, or a \
+             checkpoint's id"
+                .into(),
+        );
+    }
     if spec.train.epochs.is_some() && spec.train.steps.is_some() {
         mistake("/train/steps", "give either epochs or steps, not both".into());
     }
@@ -214,7 +247,21 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         );
     }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
-    if let (Some(size), false) = (spec.data.image_size, spec.model.arch.is_cifar_family())
+    check_sizes(spec, &mut mistake);
+    // The default keeps the best by val_accuracy, which is harmless without validation.
+    if no_validation && spec.checkpoint.keep_best == "val_loss" {
+        mistake(
+            "/checkpoint/keep_best",
+            "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
+        );
+    }
+}
+
+fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    let DataSpec { image_size, validation_size, resize, .. } = &spec.data;
+    let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
+    let smallest = sizes.first().map(|first| first.size).or(*validation_size);
+    if let (Some(size), false) = (smallest, spec.model.arch.is_cifar_family())
         && size < 16
     {
         mistake(
@@ -225,22 +272,44 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             ),
         );
     }
-    if let (Some(resize), Some(size)) = (spec.data.resize, spec.data.image_size)
-        && resize < size
-    {
+    let epochs = spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { 10 });
+    if let Some(late) = sizes.iter().find(|from| from.epoch > epochs) {
         mistake(
-            "/data/resize",
+            "/data/image_size",
             format!(
-                "{resize} pixels are less than the crop of image_size = {size} that is taken then; give {} or more",
-                size.saturating_mul(256) / 224
+                "{} pixels begin in epoch {}, but the run ends with epoch {epochs}",
+                late.size, late.epoch
             ),
         );
     }
-    // The default keeps the best by val_accuracy, which is harmless without validation.
-    if no_validation && spec.checkpoint.keep_best == "val_loss" {
+    if let (Some(last), Some(validation)) = (sizes.last(), *validation_size)
+        && validation < last.size
+    {
         mistake(
-            "/checkpoint/keep_best",
-            "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
+            "/data/validation_size",
+            format!("{validation} pixels are less than training ends with; give {} or more", last.size),
+        );
+    }
+    // The first convolution of large pictures reads two pixels as one on GPUs.
+    let all = sizes.iter().map(|from| from.size).chain(*validation_size);
+    let first = all.clone().next();
+    if all.clone().any(|size| Some(size) != first)
+        && let Some(odd) = all.clone().find(|size| !size.is_multiple_of(2))
+    {
+        let pointer =
+            if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
+        mistake(pointer, format!("{odd} is odd: where a run has several sizes, give even ones"));
+    }
+    if let (Some(resize), Some(size)) = (*resize, spec.data.evaluation_size())
+        && resize < size
+    {
+        let key = if validation_size.is_some() { "validation_size" } else { "image_size" };
+        mistake(
+            "/data/resize",
+            format!(
+                "{resize} pixels are less than the crop of {key} = {size} that is taken then; give {} or more",
+                size.saturating_mul(256) / 224
+            ),
         );
     }
 }

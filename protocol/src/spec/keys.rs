@@ -1,6 +1,6 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::{Arch, OptimizerKind, shortened};
+use super::{Arch, OptimizerKind, Recipe, image_size, shortened};
 use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
@@ -40,6 +40,8 @@ pub enum Kind {
     },
     /// Strengths of brightness, contrast, saturation and hue.
     ColorJitter,
+    /// A whole number of pixels, or several with the epochs that they begin in.
+    ImageSize,
     /// Ascending epochs.
     Epochs,
     /// A split's name, or a fraction of the training split.
@@ -58,8 +60,12 @@ pub struct Section {
 
 const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
+/// The highest learning rate.
+pub(super) const MAX_LR: f64 = 1e4;
 /// Brightness, contrast and saturation may become so many times more.
 const JITTER: f64 = 10.0;
+/// mixup and cutmix: beyond it lambda is a half.
+const MAX_ALPHA: f64 = 100.0;
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
@@ -73,7 +79,11 @@ const fn number(min: f64, max: f64) -> Kind {
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
-        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
+        keys: &[
+            ("name", Kind::Text { min: 1, max: 200 }),
+            ("priority", whole(-1000, 1000)),
+            ("recipe", Kind::Word(&Recipe::NAMES)),
+        ],
     },
     Section {
         name: "model",
@@ -89,7 +99,8 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("dataset", Kind::Text { min: 1, max: 4096 }),
             ("validation", Kind::Validation),
-            ("image_size", whole(8, 4096)),
+            ("image_size", Kind::ImageSize),
+            ("validation_size", whole(8, 4096)),
             ("crop_padding", whole(0, 512)),
             ("random_resized_crop", Kind::Bool),
             ("crop_scale", Kind::Range { min: 0.001, max: 1.0 }),
@@ -114,7 +125,7 @@ pub const KEYS: &[Section] = &[
             ("batch_size", whole(1, 65_536)),
             ("global_batch_size", whole(1, 1 << 24)),
             ("optimizer", Kind::Word(&OptimizerKind::NAMES)),
-            ("lr", Kind::Number { min: 0.0, max: 1e4, above: true, below: false }),
+            ("lr", Kind::Number { min: 0.0, max: MAX_LR, above: true, below: false }),
             ("momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("weight_decay", number(0.0, 1.0)),
             ("decay_norm_and_bias", Kind::Bool),
@@ -129,6 +140,10 @@ pub const KEYS: &[Section] = &[
             ("rise", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("final_lr_share", number(0.0, 1.0)),
             ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("mixup_alpha", number(0.0, MAX_ALPHA)),
+            ("cutmix_alpha", number(0.0, MAX_ALPHA)),
+            ("ema_decay", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("ema_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),
             ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
             ("loss_scale", Kind::LossScale),
@@ -246,6 +261,7 @@ impl Kind {
                     "how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers"
                 )),
             },
+            Kind::ImageSize => image_size::check(value),
             Kind::Epochs => {
                 let epochs: Option<Vec<u64>> =
                     value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
@@ -291,7 +307,8 @@ fn one_of(words: &[&str]) -> String {
     }
 }
 
-fn shown(value: &Value) -> String {
+/// A value in a message: short, and of what is nested only its type.
+pub(super) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match value {
         Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),

@@ -20,13 +20,53 @@ use axum::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::agent::CheckpointInfo;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tower_http::services::ServeFile;
 use utoipa::ToSchema;
 
 /// The files of a checkpoint; nothing else in its folder is served.
-const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
+const FILES: [&str; 5] =
+    ["model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
+
+/// Which weights of a checkpoint.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Weights {
+    /// Those that training goes on from.
+    #[default]
+    Model,
+    /// Their running average, of a job with `train.ema_decay`.
+    Ema,
+}
+
+impl Weights {
+    /// Of a checkpoint in `folder` the path by which an agent opens them.
+    ///
+    /// # Errors
+    /// The checkpoint is gone, is no folder of files, or has no average.
+    pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
+        if !folder.exists() {
+            return Err(removed());
+        }
+        check_regular(&folder.join(FILES[0]))?;
+        if self == Weights::Model {
+            return Ok(folder.into());
+        }
+        let path = folder.join(FILES[1]);
+        if !path.exists() {
+            return Err(no_average());
+        }
+        check_regular(&path)?;
+        Ok(path)
+    }
+}
+
+fn no_average() -> Error {
+    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
+                  were averaged; leave weights=ema out";
+    Error::NotFound(detail.into())
+}
 
 /// Whoever has a file may keep it, and asks whether it is still the same.
 const CACHING: &str = "private, no-cache";
@@ -89,7 +129,7 @@ pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Resu
 /// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
 /// manifest.
 #[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
-    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, optimizer.safetensors, state.json or MANIFEST.json")),
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
         (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem), (status = 416, description = "There is no such range"),
@@ -119,6 +159,9 @@ pub(crate) async fn file(
         if request.headers().contains_key(header::IF_NONE_MATCH) {
             request.headers_mut().remove(header::IF_MODIFIED_SINCE);
         }
+    }
+    if name == FILES[1] && checksum.is_none() {
+        return Err(no_average());
     }
     let path = folder(&app, &row).join(name);
     check_regular(&path)?;

@@ -1,10 +1,12 @@
 //! Datasets by name. The server opens none itself: an agent looks.
 
-use super::extract::{Body, Path};
+use super::{
+    extract::{Body, Path, Query},
+    looks::{self, LookProgress, Seen, WaitFor},
+};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
-    questions,
 };
 use axum::{
     Json,
@@ -13,7 +15,6 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
-    agent::{Answer, Question},
     dataset::{Dataset, DatasetInfo},
     spec::SpecError,
 };
@@ -22,8 +23,6 @@ use std::time::Duration;
 use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;
-/// A large folder of pictures on a slow disk takes its time to look at.
-const INSPECTION: Duration = Duration::from_secs(120);
 const MAX_NAME_BYTES: usize = 100;
 
 /// All registered datasets.
@@ -44,12 +43,20 @@ pub(crate) struct NewDataset {
 
 /// Register a dataset
 ///
-/// An agent looks at the files; their format is found, not declared.
-#[utoipa::path(post, path = "/datasets", tag = "datasets", request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+/// An agent looks at the files; their format is found, not declared. The first look at many pictures takes minutes: 202
+/// then says how far it is; send the same request again until it is done.
+#[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
+    responses((status = 201, body = Dataset), (status = 202, body = LookProgress, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to look at the files")))]
-pub(crate) async fn create(State(app): State<App>, Body(new, _): Body<NewDataset>) -> Result<Response> {
-    let dataset = register(&app, new).await?;
+pub(crate) async fn create(
+    State(app): State<App>,
+    Query(wait): Query<WaitFor>,
+    Body(new, _): Body<NewDataset>,
+) -> Result<Response> {
+    let dataset = match register(&app, new, wait.patience()?).await? {
+        Registered::Done(dataset) => dataset,
+        Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    };
     Ok((
         StatusCode::CREATED,
         [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
@@ -58,11 +65,19 @@ pub(crate) async fn create(State(app): State<App>, Body(new, _): Body<NewDataset
         .into_response())
 }
 
-/// Checks, has an agent look, stores.
+/// What came of a registration.
+#[derive(Debug)]
+pub(crate) enum Registered {
+    Done(Box<Dataset>),
+    /// To be asked again.
+    UnderWay(LookProgress),
+}
+
+/// Checks, has an agent look, stores. Waits for the look as long as `patience`.
 ///
 /// # Errors
 /// Every mistake, with its field.
-pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
+pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> Result<Registered> {
     let mut errors = Vec::new();
     let mut mistake = |pointer: &str, detail: &str| {
         errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
@@ -90,20 +105,18 @@ pub(crate) async fn register(app: &App, new: NewDataset) -> Result<Dataset> {
             None,
         ));
     }
-    let (path, info) = look(app, new.path).await?;
+    let (path, info) = match looks::look(app, new.path, patience).await? {
+        Seen::Done { path, info } => (path, checked(*info)?),
+        Seen::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
+    };
     let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
     app.store.add_dataset(&dataset).await?;
-    Ok(dataset)
+    Ok(Registered::Done(Box::new(dataset)))
 }
 
-async fn look(app: &App, path: String) -> Result<(String, DatasetInfo)> {
-    match questions::ask(app, Question::InspectDataset { path }, INSPECTION).await? {
-        Answer::Dataset { path, info } => {
-            let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
-            info_mistake(&info).map_or(Ok((path, info)), |detail| Err(mistake(detail)))
-        }
-        _ => Err(Error::Internal("an agent answered something else than a dataset".into())),
-    }
+fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+    info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
 /// What of an agent's answer nobody could train on, or could not be stored: JSON has no number for what is not finite.
@@ -138,15 +151,21 @@ pub(crate) struct Looked {
 }
 
 /// Look at a folder without registering it
-#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", request_body = Folder,
-    responses((status = 200, body = Looked), (status = 422, body = Problem), (status = 503, body = Problem)))]
-pub(crate) async fn inspect(State(app): State<App>, Body(folder, _): Body<Folder>) -> Result<Json<Looked>> {
+#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitFor), request_body = Folder,
+    responses((status = 200, body = Looked), (status = 202, body = LookProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn inspect(
+    State(app): State<App>,
+    Query(wait): Query<WaitFor>,
+    Body(folder, _): Body<Folder>,
+) -> Result<Response> {
     let mistake = path_mistake(&folder.path);
     if let Some(detail) = mistake {
         return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
     }
-    let (path, info) = look(&app, folder.path).await?;
-    Ok(Json(Looked { path, info }))
+    match looks::look(&app, folder.path, wait.patience()?).await? {
+        Seen::Done { path, info } => Ok(Json(Looked { path, info: checked(*info)? }).into_response()),
+        Seen::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
 }
 
 fn path_mistake(path: &str) -> Option<&'static str> {

@@ -2,7 +2,7 @@
 //! checkpoints and goes with the job.
 
 use super::{
-    checkpoints,
+    checkpoints::{self, Weights},
     extract::{Path, Query, job_id},
     jobs,
 };
@@ -39,9 +39,9 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 /// Done or failed, in words; none while it runs.
 type Outcome = Option<std::result::Result<(), String>>;
 
-/// Evaluations under way, by checkpoint.
+/// Evaluations under way, by the file that they are kept in.
 #[derive(Debug, Default)]
-pub(crate) struct Evaluations(Mutex<HashMap<String, Running>>);
+pub(crate) struct Evaluations(Mutex<HashMap<PathBuf, Running>>);
 
 /// One that is under way.
 #[derive(Debug, Clone)]
@@ -86,6 +86,10 @@ impl Running {
 pub(crate) struct Which {
     /// Its id, `best` or `latest`; the best when absent.
     checkpoint: Option<String>,
+    /// `model`, or `ema` for their running average.
+    #[serde(default)]
+    #[param(inline)]
+    weights: Weights,
 }
 
 /// Evaluate a checkpoint
@@ -103,12 +107,13 @@ pub(crate) async fn evaluation(
     jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
-    let file =
-        app.job_dir(&row.job).join("evaluations").join(format!("{}-{}.json", row.info.epoch, row.info.step));
+    let of = if which.weights == Weights::Ema { "-ema" } else { "" };
+    let name = format!("{}-{}{of}.json", row.info.epoch, row.info.step);
+    let file = app.job_dir(&row.job).join("evaluations").join(name);
     if let Ok(known) = regular::read(&file).await {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
-    let mut running = start(&app, &row, file.clone()).await?;
+    let mut running = start(&app, &row, which.weights, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {
         Err(_) => return Ok((StatusCode::ACCEPTED, Json(running.under_way(&app, &row))).into_response()),
@@ -122,12 +127,8 @@ pub(crate) async fn evaluation(
 }
 
 /// Joins an evaluation under way, or begins one.
-async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running> {
-    let model = checkpoints::folder(app, row);
-    if !model.exists() {
-        return Err(checkpoints::removed());
-    }
-    checkpoints::check_regular(&model.join("model.safetensors"))?;
+async fn start(app: &App, row: &CheckpointRow, weights: Weights, file: PathBuf) -> Result<Running> {
+    let model = weights.path(&checkpoints::folder(app, row))?;
     let job = jobs::find(app, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
     let spec = job.spec;
@@ -145,12 +146,12 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running>
     let told = Running { request: request.clone(), outcome };
     {
         let mut running = app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = running.get(&row.id) {
+        if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
-        running.insert(row.id.clone(), told.clone());
+        running.insert(file.clone(), told.clone());
     }
-    let (app, id) = (app.clone(), row.id.clone());
+    let app = app.clone();
     tokio::spawn(async move {
         let work = async {
             let answer = async {
@@ -169,7 +170,7 @@ async fn start(app: &App, row: &CheckpointRow, file: PathBuf) -> Result<Running>
             outcome = work => outcome,
             () = app.stopping.cancelled() => Err("the server is stopping; ask again".into()),
         };
-        app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
         let _ = tell.send(Some(outcome));
     });
     Ok(told)

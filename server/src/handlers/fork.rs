@@ -5,7 +5,7 @@ use super::{
     checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
-    jobs,
+    jobs, to_the_end,
 };
 use crate::{
     app::App,
@@ -23,7 +23,7 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{SpecError, key_parts, set_key},
+    spec::{JobSpec, Recipe, SpecError, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -44,7 +44,8 @@ pub(crate) struct ForkRequest {
     #[schema(value_type = Option<String>)]
     checkpoint: Value,
     /// Keys of the specification with their new values, nested (`{"train": {"lr": 0.1}}`) or by path
-    /// (`{"train.lr": 0.1}`); null takes a key back to its default.
+    /// (`{"train.lr": 0.1}`); null takes a key back to its default, or to that of
+    /// its recipe.
     #[schema(value_type = Object)]
     set: serde_json::Map<String, Value>,
 }
@@ -77,6 +78,7 @@ pub(crate) async fn fork(
     for (path, value) in request.set {
         merge(&mut document, &path, value)?;
     }
+    check_recipe(&source, &document)?;
     let (spec, dataset) = jobs::check(&app, &document).await?;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
@@ -92,6 +94,20 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
+    let (status, job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
+    let status =
+        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// The new job, with the checkpoint in its folder.
+async fn make(
+    app: &App,
+    source: &Job,
+    from: CheckpointRow,
+    spec: JobSpec,
+    key: Option<(String, String)>,
+) -> Result<(axum::http::StatusCode, Job)> {
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
     let folder = format!("{}-{}", from.info.epoch, from.info.step);
@@ -113,10 +129,19 @@ pub(crate) async fn fork(
     };
     let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    let (status, job) = jobs::store(&app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
-    let status =
-        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
-    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+    jobs::store(app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await
+}
+
+/// Another recipe would change nothing but the name: every key has its value already.
+fn check_recipe(source: &Job, document: &Value) -> Result<()> {
+    let wanted = document.get("recipe").and_then(Value::as_str);
+    if wanted.is_none() || wanted == source.spec.recipe.map(Recipe::name) {
+        return Ok(());
+    }
+    let detail =
+        "a fork goes on with its job's settings, all of which have a value: set the keys that should differ"
+            .into();
+    Err(Error::Invalid(vec![SpecError { pointer: "/recipe".into(), detail }]))
 }
 
 fn fork_name(name: &str) -> String {

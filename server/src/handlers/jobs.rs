@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Document, Path, Query, job_id, search_text},
-    fit,
+    fit, to_the_end,
 };
 use crate::{
     app::App,
@@ -111,7 +111,7 @@ pub(crate) async fn create(
     Document(document, bytes): Document,
 ) -> Result<Response> {
     let key = idempotency_key(&headers, &uri, &bytes)?;
-    let (status, job) = submit(&app, &document, key).await?;
+    let (status, job) = to_the_end(async move { submit(&app, &document, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -304,6 +304,13 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
         );
     }
+    if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)
+        && validation < info.height
+    {
+        let detail =
+            format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
+        mistake("/data/validation_size", detail);
+    }
     for (pointer, values) in [("/data/mean", &spec.data.mean), ("/data/std", &spec.data.std)] {
         if let Some(values) = values
             && values.len() != 1
@@ -440,12 +447,12 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
     let id = job_id(&id)?;
-    // Whether or not its client waits for the end. The files go with the rows (`purge.rs`).
-    let work = tokio::spawn(async move {
+    // The files go with the rows (`purge.rs`).
+    to_the_end(async move {
         app.store.delete_job(&id).await?;
         app.deleted.notify_one();
         app.hub.deleted(&id);
         Ok(StatusCode::NO_CONTENT)
-    });
-    work.await.map_err(|e| Error::Internal(format!("a deletion: {e}")))?
+    })
+    .await
 }

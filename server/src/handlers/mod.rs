@@ -16,11 +16,20 @@ pub(crate) mod fork;
 pub(crate) mod health;
 pub(crate) mod jobs;
 pub(crate) mod logs;
+pub(crate) mod looks;
 pub(crate) mod metrics;
 pub(crate) mod pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
 pub(crate) mod stream;
+
+use crate::error::{Error, Result};
+
+/// Does work that must not be left half done, whether or not its client waits for the end: a request that is hung up on is
+/// dropped where it stands.
+async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+    tokio::spawn(work).await.map_err(|e| Error::Internal(format!("a request's work: {e}")))?
+}
 
 /// The close code for what is wrong with a websocket's frames: too large, or not as the protocol has them.
 fn close_code_of(error: &axum::Error) -> u16 {

@@ -2,9 +2,10 @@
 
 use super::{
     agents,
-    datasets::{self, NewDataset},
+    datasets::{self, NewDataset, Registered},
     extract::{Path, Query, job_id},
     jobs::{self, ListQuery},
+    looks::LONGEST_WAIT,
 };
 use crate::{
     app::App,
@@ -219,8 +220,12 @@ pub(crate) async fn add_dataset(
 ) -> Page {
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = dataset_views::DatasetForm { name, path, ..Default::default() };
-    let status = match datasets::register(&app, new).await {
-        Ok(_) => return Ok(Redirect::to("/datasets").into_response()),
+    let status = match datasets::register(&app, new, LONGEST_WAIT).await {
+        Ok(Registered::Done(_)) => return Ok(Redirect::to("/datasets").into_response()),
+        Ok(Registered::UnderWay(under_way)) => {
+            form.path_error = Some(format!("{}: send this form again, it goes on", under_way.detail));
+            StatusCode::ACCEPTED
+        }
         Err(Error::Invalid(mistakes)) => {
             for mistake in mistakes {
                 let field =

@@ -1,6 +1,9 @@
 //! What a checkpoint says of pictures that somebody brings. An agent computes it.
 
-use super::{checkpoints, extract::Path};
+use super::{
+    checkpoints::{self, Weights},
+    extract::{Path, Query},
+};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
@@ -17,10 +20,10 @@ use lockstep_protocol::{
     agent::{Answer, Question},
     look::{NamedPicture, Prediction},
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use tokio::sync::Semaphore;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 
 /// Pictures of one request, and their bytes together.
 const PICTURES: usize = 100;
@@ -39,32 +42,39 @@ pub(crate) struct Predictions {
     predictions: Vec<Prediction>,
 }
 
+/// What answers.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct By {
+    /// `model`, or `ema` for their running average.
+    #[serde(default)]
+    #[param(inline)]
+    weights: Weights,
+}
+
 /// Classify pictures
 ///
 /// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer.
-#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path)),
+#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), By),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem), (status = 413, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
     State(app): State<App>,
     Path(id): Path<String>,
+    Query(by): Query<By>,
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&app, &id).await?;
-    let folder = checkpoints::folder(&app, &row);
-    if !folder.exists() {
-        return Err(checkpoints::removed());
-    }
-    checkpoints::check_regular(&folder.join("model.safetensors"))?;
+    let model = by.weights.path(&checkpoints::folder(&app, &row))?;
     let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
         let detail =
             format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
-    let question = Question::Predict { model: folder.to_string_lossy().into_owned(), pictures };
+    let question = Question::Predict { model: model.to_string_lossy().into_owned(), pictures };
     match questions::ask(&app, question, PATIENCE).await {
         Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),

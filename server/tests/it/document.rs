@@ -66,6 +66,8 @@ async fn answer_all(mut agent: Agent) {
         let answer = match question {
             Question::HasFiles { paths } => Answer::Files { there: vec![true; paths.len()] },
             Question::InspectDataset { path } => Answer::Dataset { path, info: info() },
+            Question::InspectProgress { .. } => Answer::Progress { looked: None },
+            Question::Fingerprint { .. } => Answer::Fingerprint { found: None },
             Question::Samples { .. } => {
                 Answer::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
             }

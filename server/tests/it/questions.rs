@@ -163,3 +163,62 @@ async fn a_waiting_evaluation_says_where_it_waits() {
     }
     house.stop().await;
 }
+
+#[tokio::test]
+async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it_is() {
+    let house = House::new().await;
+    let mut agent = join(&house, "a").await;
+    let new = json!({"name": "large", "path": "/large"});
+    let ask = async |wait: &str| house.post(&format!("/datasets?wait_secs={wait}"), &new).await;
+    let (status, body) = ask("0").await;
+    assert_eq!((status, &body["looked"]), (202, &Value::Null), "{body}");
+    let (request, looked_at) = question(&mut agent, true).await;
+    assert_eq!(looked_at, Question::InspectDataset { path: "/large".into() });
+    // Asked again, it is not looked at again: the agent only says how far it is.
+    let progress = async {
+        let (request, asked) = question(&mut agent, true).await;
+        assert_eq!(asked, Question::InspectProgress { path: "/large".into() });
+        let answer = Ok(Answer::Progress { looked: Some((300_000, 1_300_000)) });
+        agent.send(FromAgent::Answer { request, answer }).await;
+    };
+    let ((status, body), ()) = tokio::join!(ask("0"), progress);
+    assert_eq!(
+        (status, &body["looked"], &body["total"]),
+        (202, &json!(300_000), &json!(1_300_000)),
+        "{body}"
+    );
+    assert_eq!(body["detail"], "a is looking at /large: 300000 of 1300000 so far; ask again");
+    // An agent looks at two at a time; the third waits.
+    for path in ["/second", "/third"] {
+        let new = json!({"name": &path[1..], "path": path});
+        assert_eq!(house.post("/datasets?wait_secs=0", &new).await.0, 202);
+        let (_, asked) = question(&mut agent, true).await;
+        assert_eq!(asked, Question::InspectDataset { path: path.into() });
+    }
+    let progress = async {
+        let (request, _) = question(&mut agent, true).await;
+        agent.send(FromAgent::Answer { request, answer: Ok(Answer::Progress { looked: None }) }).await;
+    };
+    let third = json!({"name": "third", "path": "/third"});
+    let ((_, body), ()) = tokio::join!(house.post("/datasets?wait_secs=0", &third), progress);
+    assert_eq!(body["detail"], "the look at /third waits on a, behind 2 others; ask again");
+    // It ends while somebody waits, and for one who comes a moment later.
+    let done = Ok(Answer::Dataset { path: "/large".into(), info: info() });
+    let answered = agent.send(FromAgent::Answer { request, answer: done });
+    let ((status, body), ()) = tokio::join!(ask("120"), answered);
+    assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
+    assert_eq!(ask("0").await.0, 409, "the name is taken");
+    let (status, body) = house.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
+    assert!(status == 400 && body["detail"].as_str().unwrap().contains("it may be 0 to 120"), "{body}");
+    // What is wrong with the files is told to whoever asks next, and then they are looked at anew.
+    let wrong = json!({"name": "wrong", "path": "/wrong"});
+    for detail in ["holds nothing", "holds nothing yet"] {
+        let asked = async {
+            let (request, _) = question(&mut agent, true).await;
+            agent.send(FromAgent::Answer { request, answer: Err(detail.into()) }).await;
+        };
+        let ((status, body), ()) = tokio::join!(house.post("/datasets", &wrong), asked);
+        assert_eq!((status, &body["errors"][0]["detail"]), (422, &json!(detail)), "{body}");
+    }
+    house.stop().await;
+}

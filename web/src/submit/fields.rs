@@ -1,7 +1,7 @@
 //! The fields of the form: every key of a specification, grouped as shown.
 
-use lockstep_protocol::spec::{Arch, OptimizerKind};
-use serde_json::Value;
+use lockstep_protocol::spec::{Arch, OptimizerKind, Recipe};
+use serde_json::{Value, json};
 
 /// What a field holds, and so how its text becomes JSON.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,6 +14,8 @@ pub(super) enum Kind {
     NumberOrText,
     /// Numbers with commas between them.
     Numbers,
+    /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
+    Sizes,
     Switch,
     Choice(&'static [&'static str]),
     Dataset,
@@ -38,6 +40,17 @@ const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static
     Field { key, label, kind, hint, more: true }
 }
 
+/// No recipe, and every one there is.
+const RECIPES: [&str; Recipe::NAMES.len() + 1] = {
+    let mut names = [""; Recipe::NAMES.len() + 1];
+    let mut i = 0;
+    while i < Recipe::NAMES.len() {
+        names[i + 1] = Recipe::NAMES[i];
+        i += 1;
+    }
+    names
+};
+
 /// Every key of a specification, grouped as shown.
 pub(super) const GROUPS: [(&str, &[Field]); 4] = [
     (
@@ -45,9 +58,16 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
+            field("recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
-            field("data.image_size", "Image size", Kind::Integer, "pixels; empty: the dataset's own"),
+            field(
+                "data.image_size",
+                "Image size",
+                Kind::Sizes,
+                "pixels, or by epoch such as 1: 128, 14: 192; empty: the dataset's own",
+            ),
+            more("data.validation_size", "Validation size", Kind::Integer, "pixels; empty: the image size"),
             more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),
             more("model.zero_init_residual", "Residual blocks start as identity", Kind::Switch, ""),
             more("model.pretrained", "Start from", Kind::Text, "safetensors path or checkpoint id"),
@@ -125,6 +145,8 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "",
             ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
+            more("train.mixup_alpha", "Mixup alpha", Kind::Number, "such as 0.2; 0: off"),
+            more("train.cutmix_alpha", "Cutmix alpha", Kind::Number, "such as 1; 0: off"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
             more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),
             more("train.gamma", "Gamma", Kind::Number, "step: factor at a milestone"),
@@ -135,6 +157,8 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Number,
                 "cosine, one_cycle: of the learning rate",
             ),
+            more("train.ema_decay", "EMA of the weights", Kind::Number, "decay, such as 0.999; 0: none"),
+            more("train.ema_steps", "EMA updated every", Kind::Integer, "steps"),
             more("train.accumulate", "Accumulate", Kind::Integer, "micro-batches a step"),
             more("train.precision", "Precision", Kind::Choice(&["auto", "fp32", "bf16", "fp16"]), ""),
             more("train.loss_scale", "Loss scale", Kind::NumberOrText, "fp16: dynamic or a number"),
@@ -193,6 +217,13 @@ impl Kind {
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),
             Kind::Number | Kind::NumberOrText => or_text(number(text)),
             Kind::Switch => or_text(text.parse::<bool>().ok().map(Value::from)),
+            Kind::Sizes => or_text(integer(text).or_else(|| number(text)).or_else(|| {
+                let entry = |entry: &str| {
+                    let (epoch, size) = entry.split_once(':')?;
+                    Some(json!({"epoch": integer(epoch.trim())?, "size": integer(size.trim())?}))
+                };
+                text.split(',').map(entry).collect::<Option<Vec<_>>>().map(Value::from)
+            })),
             Kind::Numbers => or_text(
                 text.split([',', ' '])
                     .filter(|t| !t.is_empty())
@@ -211,6 +242,7 @@ impl Kind {
             Kind::Number => "number",
             Kind::NumberOrText => "number-or-text",
             Kind::Numbers => "numbers",
+            Kind::Sizes => "sizes",
             Kind::Switch => "switch",
         }
     }

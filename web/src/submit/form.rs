@@ -1,7 +1,7 @@
 //! What stands in the form, to a specification and back.
 
 use super::fields::{Kind, fields};
-use lockstep_protocol::JobSpec;
+use lockstep_protocol::{JobSpec, spec::Recipe};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -13,15 +13,28 @@ pub(super) static DEFAULTS: LazyLock<Form> =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
+    /// The recipe that the fields were filled from, empty for none. Where another one is chosen without a script, the
+    /// fields still hold this one's values.
+    pub(super) filled: String,
 }
+
+/// The hidden field that holds [`Form::filled`].
+const FILLED: &str = "filled";
 
 impl Form {
     /// The fields of a posted form. Names that are no field are left out.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut values: BTreeMap<_, _> =
             fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
-        values.extend(pairs.into_iter().filter(|(key, _)| fields().any(|f| f.key == key)));
-        Self { values }
+        let mut filled = String::new();
+        for (key, value) in pairs {
+            if key == FILLED {
+                filled = value;
+            } else if fields().any(|f| f.key == key) {
+                values.insert(key, value);
+            }
+        }
+        Self { values, filled }
     }
 
     /// The form that would make `spec`: to submit a job again with changes.
@@ -30,6 +43,17 @@ impl Form {
         let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
         let mut form = Self::default();
         form.flatten("", &document.unwrap_or(Value::Null));
+        form.filled = form.text("recipe").to_owned();
+        form
+    }
+
+    /// What the fields hold that a person who chose `recipe` (a name, or empty) has not touched: the learning rate follows
+    /// from the batch size, so its field is empty.
+    fn untouched(recipe: &str) -> Self {
+        let mut form = DEFAULTS.clone();
+        for (key, value) in recipe_values(recipe) {
+            form.set(&key, value);
+        }
         form
     }
 
@@ -43,7 +67,7 @@ impl Form {
         }
         let text = match value {
             Value::String(text) => text.clone(),
-            Value::Array(items) => items.iter().map(Value::to_string).collect::<Vec<_>>().join(", "),
+            Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
             other => other.to_string(),
         };
@@ -54,9 +78,14 @@ impl Form {
     /// what its field asks for stays text, so that the check names it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
+        let of_recipe = recipe_values(if self.text("recipe") == self.filled { &self.filled } else { "" });
+        let untouched = (self.text("recipe") != self.filled).then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
-            if text.is_empty() {
+            let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
+            let is_scaled = IN_PROPORTION.contains(&field.key)
+                && of_recipe.get(field.key).is_some_and(|value| value == text);
+            if text.is_empty() || is_scaled || (is_untouched && field.key != "recipe") {
                 continue;
             }
             let value = field.kind.json(text);
@@ -73,6 +102,11 @@ impl Form {
         Value::Object(document)
     }
 
+    /// See [`Form::filled`].
+    pub(super) fn filled(&self) -> &str {
+        &self.filled
+    }
+
     pub(super) fn text(&self, key: &str) -> &str {
         self.values.get(key).map_or("", String::as_str)
     }
@@ -80,4 +114,26 @@ impl Form {
     pub(super) fn set(&mut self, key: &str, value: impl Into<String>) {
         self.values.insert(key.to_owned(), value.into());
     }
+}
+
+/// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
+
+/// One of a list: a number, or an epoch and the size that begins in it.
+fn item(value: &Value) -> String {
+    match (value.get("epoch"), value.get("size")) {
+        (Some(epoch), Some(size)) => format!("{epoch}: {size}"),
+        _ => value.to_string(),
+    }
+}
+
+/// What `recipe`, a name, puts into fields.
+pub(super) fn recipe_values(recipe: &str) -> BTreeMap<String, String> {
+    let Some((recipe, _)) = Recipe::ALL.into_iter().find(|(_, name)| *name == recipe) else {
+        return BTreeMap::new();
+    };
+    let mut form = Form::default();
+    form.flatten("", &recipe.keys());
+    form.set("train.lr", "");
+    form.values
 }

@@ -49,6 +49,9 @@ pub(super) struct Attempt {
     over: Arc<AtomicBool>,
 }
 
+/// See [`Surroundings::check`].
+pub(super) type Check = fn(&Held, &Path, &AtomicBool) -> Result<(), Refusal>;
+
 /// What attempts share.
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
@@ -56,8 +59,8 @@ pub(super) struct Surroundings {
     pub(super) lease: Arc<Lease>,
     /// Where ranks find until when they may go on without an agent.
     pub(super) fence: PathBuf,
-    /// What must be so before ranks are started; it may give up when it is cancelled.
-    pub(super) check: fn(&Held, &AtomicBool) -> Result<(), Refusal>,
+    /// What must be so before ranks of this program are started; it may give up when it is cancelled.
+    pub(super) check: Check,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
     /// The UUIDs of this machine's GPUs, by slot.
@@ -84,7 +87,7 @@ impl Attempt {
             let over = over.clone();
             let held = held.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &held, around.check, &mut received).await;
+                let beginning = checked(beginning, &held, &around, &mut received).await;
                 Supervisor::new(held, &around, beginning).run(received, &around).await;
                 over.store(true, Ordering::Release);
                 around.bell.notify_one();
@@ -122,7 +125,7 @@ impl Attempt {
 async fn checked(
     beginning: Beginning,
     held: &Held,
-    check: fn(&Held, &AtomicBool) -> Result<(), Refusal>,
+    around: &Surroundings,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
@@ -130,8 +133,9 @@ async fn checked(
     let (tell, told) = oneshot::channel();
     let look = {
         let (held, cancelled) = (held.clone(), cancelled.clone());
+        let (check, program) = (around.check, around.program.clone());
         // When nobody listens any more, nobody needs to know.
-        move || drop(tell.send(check(&held, &cancelled)))
+        move || drop(tell.send(check(&held, &program, &cancelled)))
     };
     // Not one of the runtime's threads, for which it would wait at its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);

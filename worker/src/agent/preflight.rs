@@ -2,12 +2,21 @@
 //! fails an hour later.
 
 use super::home::Held;
-use crate::{data::fingerprint::Fingerprint, engine::slots, launch::write_whole, net};
+use crate::{
+    data::fingerprint::{self, Fingerprint},
+    engine::slots,
+    launch::write_whole,
+    look, net,
+};
 use lockstep_protocol::{
+    agent::{Answer, Question},
+    dataset::PicturesFingerprint,
     reason::ReasonCode,
     spec::{Device, JobSpec},
 };
+use serde::{Deserialize, Serialize};
 use std::{
+    fmt::Display,
     fs,
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
@@ -33,15 +42,16 @@ impl Refusal {
     }
 }
 
-/// Looks at the dataset, the disk and shared memory. Files that cannot be read are left to the ranks, which know
+/// Looks at the dataset (in a process of `program`), the disk and shared memory. Files that cannot be read are left to the ranks, which know
 /// whether the job can do without (`data.broken_files`).
 ///
 /// # Errors
 /// What is wrong, and what to change.
-pub(super) fn check(held: &Held, cancelled: &AtomicBool) -> Result<(), Refusal> {
+pub(super) fn check(held: &Held, program: &Path, cancelled: &AtomicBool) -> Result<(), Refusal> {
     let start = &held.start;
     let refusal = |code: ReasonCode| move |detail: String| Refusal { code, detail };
-    dataset(held, Path::new(&start.dataset_path), cancelled).map_err(refusal(ReasonCode::DatasetUnusable))?;
+    dataset(held, program, Path::new(&start.dataset_path), cancelled)
+        .map_err(refusal(ReasonCode::DatasetUnusable))?;
     disk(held, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
     if start.spec.parallel.device == Device::Cuda && start.ranks.len() > 1 {
         let needed = SHARED_MEMORY * start.ranks.len() as u64;
@@ -58,20 +68,66 @@ pub(super) fn check(held: &Held, cancelled: &AtomicBool) -> Result<(), Refusal> 
     Ok(())
 }
 
+/// What a job's dataset was when it began (`dataset.json`), however that was told then.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Note {
+    /// Of all files, by reading them.
+    Files(Fingerprint),
+    /// Of pictures, by their index.
+    Pictures(PicturesFingerprint),
+}
+
+impl Note {
+    fn files_and_bytes(&self) -> (u64, u64) {
+        match self {
+            Note::Files(found) => (found.files, found.bytes),
+            Note::Pictures(found) => (found.pictures, found.picture_bytes),
+        }
+    }
+}
+
 /// The dataset can be read, and is the one that the job began with.
-fn dataset(held: &Held, path: &Path, cancelled: &AtomicBool) -> Result<(), String> {
-    let found = Fingerprint::of(path, cancelled)
-        .map_err(|e| format!("the dataset {e}; bring it back and retry the job"))?;
+fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> Result<(), String> {
+    let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
+    let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
+    // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
+    let not_looked =
+        |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
+    let by_pictures = || {
+        let question = Question::Fingerprint { path: path.display().to_string() };
+        match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {
+            Ok(Answer::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
+            Ok(_) => Err(not_looked("the process that looks at files answered something else".into())),
+            Err(detail) => Ok(Err(detail)),
+        }
+    };
     let note = held.job_dir.join("dataset.json");
-    match fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Fingerprint>(&text).ok()) {
+    let before = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok());
+    let found = match &before {
+        Some(Note::Files(_)) => by_files()?,
+        Some(Note::Pictures(_)) => match by_pictures()? {
+            Ok(found) => found.map_or_else(by_files, Ok)?,
+            Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
+        },
+        // What is no dataset is left to the ranks, who say why.
+        None if fingerprint::has_pictures(path) => match by_pictures()? {
+            Ok(Some(found)) => found,
+            Ok(None) => by_files()?,
+            // A pattern of shards is no file.
+            Err(detail) => by_files().map_err(|_| wrong(&format!("{}: {detail}", path.display())))?,
+        },
+        None => by_files()?,
+    };
+    match before {
         Some(before) if before != found => Err(format!(
             "the dataset {} is not what the job began with: {} files of {} now, {} of {} then, or other content; \
              bring the old one back and retry the job, or submit a new one",
             path.display(),
-            found.files,
-            megabytes(found.bytes),
-            before.files,
-            megabytes(before.bytes)
+            found.files_and_bytes().0,
+            megabytes(found.files_and_bytes().1),
+            before.files_and_bytes().0,
+            megabytes(before.files_and_bytes().1)
         )),
         Some(_) => Ok(()),
         // Nobody waits for this look any more, and another may have begun.
@@ -85,12 +141,13 @@ fn dataset(held: &Held, path: &Path, cancelled: &AtomicBool) -> Result<(), Strin
 
 /// There is room for the checkpoints that will be kept.
 fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
-    let side = spec.data.image_size.unwrap_or(32) as usize;
+    let side = spec.data.evaluation_size().unwrap_or(32) as usize;
     // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
     let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights and what the optimizer keeps, float32.
-    let each = values as u64 * 4 * (1 + slots(spec.train.optimizer).len() as u64);
+    // Weights, what the optimizer keeps, and perhaps an average, float32.
+    let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
+    let each = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&held.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The kept ones, the best one, and the one that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);

@@ -34,7 +34,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
     };
     let metadata =
         ["arch", "classes", "image_size", "mean", "spec", "std"].map(|k| (k.into(), format!("[{k}]")));
-    Snapshot { state, parameters, optimizer, batches: step, metadata: metadata.into() }
+    Snapshot { state, parameters, optimizer, average: None, batches: step, metadata: metadata.into() }
 }
 
 #[test]
@@ -89,6 +89,43 @@ fn momentum_of_an_older_version_is_read() {
     let (state, _, slots) = load(&folder).unwrap();
     assert_eq!(state.optimizer, None);
     assert_eq!(slots, NamedTensors::from([("conv1.weight.momentum".into(), momentum)]));
+}
+
+#[test]
+fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut saved = snapshot(1, 3, None);
+    write(dir.path(), &saved, None).unwrap();
+    assert!(load_average(&dir.path().join("1-3")).unwrap().is_none());
+    saved.state.step = 4;
+    let mut average = saved.parameters.clone();
+    average.get_mut("fc.weight").unwrap().values[0] = 0.25;
+    saved.average = Some(average.clone());
+    write(dir.path(), &saved, None).unwrap();
+    let folder = dir.path().join("1-4");
+    assert_eq!(load_average(&folder).unwrap(), Some(average));
+    let (_, parameters, _) = load(&folder).unwrap();
+    assert_eq!(parameters, saved.parameters);
+    // Whoever loads it finds what the weights' file has.
+    let file = folder.join(AVERAGE);
+    assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
+    assert_eq!(model_file(&file).unwrap(), file);
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    for error in [model_file(&file).unwrap_err(), validate(&folder).unwrap_err()] {
+        let words = "checkpoint 1-4 is damaged: ema.safetensors: its checksum does not match";
+        assert_eq!(error.to_string(), words);
+    }
+    let mut saved = snapshot(1, 5, None);
+    let mut average = saved.parameters.clone();
+    average.get_mut("fc.weight").unwrap().values[1] = f32::NAN;
+    saved.average = Some(average);
+    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight holds NaN"));
+    write(dir.path(), &saved, None).unwrap();
+    let error = load_average(&dir.path().join("1-5")).unwrap_err();
+    assert!(matches!(&error, CheckpointError::NotFinite { .. }), "{error}");
 }
 
 #[test]

@@ -1,6 +1,11 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
+//!
+//! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
+//! change is another. A copy of a dataset is the same one, and so is one whose files were only touched.
 
+use super::{Catalog, DataError, Format, Samples};
 use crate::files::{self, Found};
+use lockstep_protocol::dataset::PicturesFingerprint;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -64,6 +69,62 @@ impl Fingerprint {
         }
         let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self { files: entries.len() as u64, bytes, sha256 })
+    }
+}
+
+/// Which pictures the dataset at `path` holds; `None` of a format whose files are few: see [`Fingerprint`].
+///
+/// # Errors
+/// It is no dataset any more.
+pub fn of_pictures(path: &Path) -> Result<Option<PicturesFingerprint>, DataError> {
+    Catalog::open(path).map(|catalog| catalog.fingerprint(path))
+}
+
+/// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
+pub(crate) fn has_pictures(path: &Path) -> bool {
+    super::shards::fixed_part(path).is_some()
+        || path.join("train").is_dir()
+        || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
+}
+
+impl Catalog {
+    pub(super) fn fingerprint(&self, path: &Path) -> Option<PicturesFingerprint> {
+        if !matches!(self.format, Format::ImageFolder | Format::Shards | Format::Parquet) {
+            return None;
+        }
+        let (mut names, mut contents) = (Sha256::new(), Sha256::new());
+        let mut add = |name: &[u8]| {
+            names.update((name.len() as u64).to_le_bytes());
+            names.update(name);
+        };
+        self.classes.iter().for_each(|class| add(class.as_bytes()));
+        let (mut pictures, mut picture_bytes) = (0, 0);
+        for split in &self.splits {
+            let Samples::Listed(listing) = &split.samples else { continue };
+            add(split.name.as_bytes());
+            for (number, label) in split.labels.iter().enumerate() {
+                let (name, size, hash) = listing.identity(number);
+                add(name.as_os_str().as_encoded_bytes());
+                add(&label.to_le_bytes());
+                add(&size.to_le_bytes());
+                contents.update(hash.to_le_bytes());
+                pictures += 1;
+                picture_bytes += size;
+            }
+        }
+        // Whatever is wrong with them, they are not trained on.
+        for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
+            let name = Path::new(&broken.file);
+            add(name.strip_prefix(path).unwrap_or(name).as_os_str().as_encoded_bytes());
+        }
+        let hexadecimal =
+            |hash: Sha256| hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        Some(PicturesFingerprint {
+            pictures,
+            picture_bytes,
+            names_sha256: hexadecimal(names),
+            contents_sha256: hexadecimal(contents),
+        })
     }
 }
 

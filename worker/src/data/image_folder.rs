@@ -2,17 +2,21 @@
 //! Of any size; told by their first bytes, not by their names.
 //!
 //! What cannot be read, or lies where no class is, is named: nothing that looks like a picture is left out in silence.
+//! Folders are listed at every look; files are read of which the index says nothing.
 
 use super::{
     Catalog, DataError, Format, Samples, Split,
-    picture::{self, HEAD_BYTES, is_named_like_one},
+    index::{self, Folder, FoundFile, IndexStore},
+    listing::{Listing, Place},
+    picture::{self, is_named_like_one},
 };
 use crate::files::{self, Found};
 use lockstep_protocol::dataset::BrokenFile;
+use rayon::prelude::*;
 use std::{
     collections::BTreeMap,
     fs,
-    io::Read,
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
 };
 
@@ -20,12 +24,12 @@ use std::{
 const SPLITS: [&str; 5] = ["train", "val", "valid", "validation", "test"];
 
 /// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
-pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
+pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = dir.join("train");
     match files::look(&train) {
         Ok(Found::Folder) => {
             let holds_folders = entries(&train).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
-            holds_folders.then(|| read(dir))
+            holds_folders.then(|| read(dir, store))
         }
         Ok(Found::File { .. }) => None,
         // A link that leads nowhere, and the like.
@@ -36,13 +40,13 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     }
 }
 
-fn read(dir: &Path) -> Result<Catalog, DataError> {
+fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
-    let mut splits = Vec::new();
+    let mut splits: Vec<Listed> = Vec::new();
     let train = classes(&dir.join("train"))?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
-        let why: Vec<_> = train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
         return Err(DataError::Invalid(format!(
             "{} holds no class folder that can be used: {}",
             dir.join("train").display(),
@@ -70,19 +74,75 @@ fn read(dir: &Path) -> Result<Catalog, DataError> {
         if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
-        let split = read_split(dir, split, found, &names)?;
-        if !split.labels.is_empty() || !split.broken.is_empty() {
-            splits.push(split);
-        }
+        splits.push(list_split(dir, split, found, &names)?);
     }
     // `train` first, as everywhere.
     splits.sort_by_key(|s| s.name != "train");
+    let splits = look(dir, splits, store)?;
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken })
 }
 
-fn read_split(dir: &Path, split: &str, found: Classes, names: &[String]) -> Result<Split, DataError> {
+/// A split whose folders are listed.
+struct Listed {
+    name: String,
+    /// With the class of each.
+    folders: Vec<(u32, Folder)>,
+    broken: Vec<BrokenFile>,
+}
+
+/// Describes all pictures, by the index where it knows them.
+fn look(dir: &Path, splits: Vec<Listed>, store: &IndexStore) -> Result<Vec<Split>, DataError> {
+    let (mut labels, mut folders, mut counts) = (Vec::new(), Vec::new(), Vec::new());
+    let mut named = Vec::new();
+    for Listed { name, folders: own, broken } in splits {
+        counts.push(own.len());
+        named.push((name, broken));
+        for (label, folder) in own {
+            labels.push(label);
+            folders.push(folder);
+        }
+    }
+    let entries = index::of_files(dir, &folders, store);
+    let mut all = labels.into_iter().zip(folders).zip(entries);
+    let mut found = Vec::new();
+    for ((name, mut broken), count) in named.into_iter().zip(counts) {
+        let (mut listing, mut labels) = (Listing::new(dir), Vec::new());
+        for ((label, folder), entries) in all.by_ref().take(count) {
+            if entries.is_empty() && !folder.has_broken {
+                return Err(empty(&dir.join(&folder.path)));
+            }
+            listing.add_container(&folder.path, Place::Folder);
+            for entry in entries {
+                match entry.broken {
+                    Some(detail) => {
+                        let name = std::ffi::OsStr::from_bytes(&entry.name);
+                        broken.push(self::named(&dir.join(&folder.path).join(name), detail));
+                    }
+                    None => {
+                        listing.push(&entry);
+                        labels.push(label);
+                    }
+                }
+            }
+        }
+        if !labels.is_empty() || !broken.is_empty() {
+            found.push(Split { name, labels, samples: Samples::Listed(listing), broken });
+        }
+    }
+    Ok(found)
+}
+
+fn empty(folder: &Path) -> DataError {
+    DataError::Invalid(format!(
+        "class folder {} is empty: put pictures ({}) into it, or remove it",
+        folder.display(),
+        picture::FORMATS
+    ))
+}
+
+fn list_split(dir: &Path, split: &str, found: Classes, names: &[String]) -> Result<Listed, DataError> {
     let Classes { folders, mut broken } = found;
-    let (mut pictures, mut labels) = (Vec::new(), Vec::new());
+    let mut labelled = Vec::new();
     for (class, folder) in folders {
         let Some(label) = names.iter().position(|c| *c == class) else {
             return Err(DataError::Invalid(format!(
@@ -91,18 +151,19 @@ fn read_split(dir: &Path, split: &str, found: Classes, names: &[String]) -> Resu
                 dir.join("train").join(&class).display()
             )));
         };
-        let before = (pictures.len(), broken.len());
-        read_class(&folder, &mut pictures, &mut broken);
-        if (pictures.len(), broken.len()) == before {
-            return Err(DataError::Invalid(format!(
-                "class folder {} is empty: put pictures ({}) into it, or remove it",
-                folder.display(),
-                picture::FORMATS
-            )));
-        }
-        labels.resize(pictures.len(), label as u32);
+        labelled.push((label as u32, folder));
     }
-    Ok(Split { name: split.into(), labels, samples: Samples::Files(pictures), broken })
+    let listed: Vec<_> = labelled.par_iter().map(|(_, folder)| list_class(folder)).collect();
+    let mut folders = Vec::new();
+    for ((label, folder), (files, odd)) in labelled.into_iter().zip(listed) {
+        if files.is_empty() && odd.is_empty() {
+            return Err(empty(&folder));
+        }
+        let path = folder.strip_prefix(dir).unwrap_or(&folder).to_owned();
+        folders.push((label, Folder { path, files, has_broken: !odd.is_empty() }));
+        broken.extend(odd);
+    }
+    Ok(Listed { name: split.into(), folders, broken })
 }
 
 /// What lies in a split's folder.
@@ -139,28 +200,35 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     Ok(found)
 }
 
-/// The picture files of a class: those named like one (broken or not), and others that are one.
-fn read_class(folder: &Path, pictures: &mut Vec<PathBuf>, broken: &mut Vec<BrokenFile>) {
+/// The files of a class that may be pictures, and what is none and should not be there.
+fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     let all = match entries(folder) {
         Ok(all) => all,
-        Err(detail) => return broken.push(named(folder, detail)),
+        Err(detail) => return (Vec::new(), vec![named(folder, detail)]),
     };
-    for path in all {
-        let taken = files::look(&path).and_then(|found| match found {
-            Found::File { .. } => is_picture(&path),
-            Found::Folder => match entries(&path)?.len() {
-                0 => Ok(false),
-                inside => Err(format!(
-                    "is a folder inside a class folder ({inside} files in it); move its pictures up, or remove it"
-                )),
-            },
-        });
-        match taken {
-            Ok(true) => pictures.push(path),
-            Ok(false) => {}
-            Err(detail) => broken.push(named(&path, detail)),
+    let look = |path: &PathBuf| match files::look_with_time(path)? {
+        (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
+            name: name.to_owned(),
+            size: size_bytes,
+            modified_ns,
+            unsure: !is_named_like_one(path),
+        })),
+        (Found::Folder, _) => match entries(path)?.len() {
+            0 => Ok(None),
+            inside => Err(format!(
+                "is a folder inside a class folder ({inside} files in it); move its pictures up, or remove it"
+            )),
+        },
+    };
+    let looked: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
+    let (mut files, mut broken) = (Vec::new(), Vec::new());
+    for (path, found) in all.iter().zip(looked) {
+        match found {
+            Ok(file) => files.extend(file),
+            Err(detail) => broken.push(named(path, detail)),
         }
     }
+    (files, broken)
 }
 
 /// Whether a file is named like a picture, or is one.
@@ -168,10 +236,7 @@ fn is_picture(path: &Path) -> Result<bool, String> {
     if is_named_like_one(path) {
         return Ok(true);
     }
-    let mut head = Vec::new();
-    let (file, _) = files::open(path)?;
-    file.take(HEAD_BYTES).read_to_end(&mut head).map_err(files::cannot_be_read)?;
-    Ok(picture::format_of(&head).is_some())
+    Ok(picture::format_of(&picture::head(path)?).is_some())
 }
 
 /// What lies in a folder, sorted, hidden files left out.

@@ -9,8 +9,11 @@ use std::path::Path;
 const NAMED: usize = 100;
 /// Mean and standard deviation come from at most this many pictures, evenly spread.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
+/// Splits of so many pictures are decoded whole. Of larger ones, those that statistics come from: all were read once, and
+/// look whole; a picture whose data is damaged all the same is found when a job comes to it.
+const DECODED: usize = 20_000;
 
-/// Looks at the files under `path`, opens every picture, and says what they are.
+/// Looks at the files under `path`, decodes the pictures unless they are many, and says what they are.
 ///
 /// # Errors
 /// When nothing there is a known format; the sentence says which formats were looked for.
@@ -30,22 +33,23 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     (mean, std) = Statistics::of_packed(pixels, size, channels).mean_std();
                 }
             }
-            Samples::Files(files) => {
-                let every = files.len().div_ceil(STATISTICS_SAMPLES).max(1);
-                let looked: Vec<_> = files
-                    .par_iter()
-                    .enumerate()
-                    .map(|(i, file)| {
-                        Picture::read(file).map(|picture| {
-                            let size = (picture.height, picture.width, picture.channels);
-                            let counted = train && i % every == 0;
-                            // What a job sees of it; the job's size is not known, and changes little.
-                            let side = picture.width.min(picture.height);
-                            (size, counted.then(|| Moments::of(&picture.centre_square(side).pixels, 3)))
-                        })
-                    })
-                    .collect();
-                let mut kept = Vec::with_capacity(files.len());
+            Samples::Listed(listing) => {
+                let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
+                let all = listing.len() <= DECODED;
+                let look = |i: usize| -> Result<((u32, u32, u32), Option<Moments>), DataError> {
+                    let (width, height) = listing.dimensions(i);
+                    let counted = train && i % every == 0;
+                    if !all && !counted {
+                        return Ok(((height, width, 3), None));
+                    }
+                    let picture = listing.picture(i)?;
+                    // What a job sees of it; the job's size is not known, and changes little.
+                    let side = width.min(height);
+                    let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
+                    Ok(((height, width, 3), counted.then(|| seen(picture))))
+                };
+                let looked: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
+                let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
                 for (i, result) in looked.into_iter().enumerate() {
                     match result {

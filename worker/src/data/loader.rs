@@ -3,24 +3,30 @@
 use super::{
     Catalog, DataError, Picture,
     device::{Decoded, DeviceDecoder, OnDevice},
-    picture::{self, Decoder, PictureRef, Resize},
+    listing::Listing,
+    picture::{Decoder, PictureRef, Resize},
     shard,
     transform::{Crop, Transform, evaluation_resize},
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
 };
 
+pub use mixing::{Mix, Mixing};
+
 use ahead::prepare_ahead;
 use batch::Maker;
+use replaced::Replaced;
 use splits::{Opened, normalisation, open_splits, sizes};
 use workers::Workers;
 
 mod ahead;
 mod batch;
+mod mixing;
 mod on_device;
+pub(crate) mod replaced;
 mod splits;
 mod workers;
 
@@ -47,6 +53,10 @@ pub struct Batch {
     pub draws: Vec<u32>,
     /// Class of each picture.
     pub labels: Vec<u32>,
+    /// With mixup or cutmix: class of the picture that each one is mixed with. Empty: they are as they are.
+    pub mixed_labels: Vec<u32>,
+    /// How much of a mixed picture is itself; its target is `lambda` on its label and `1 - lambda` on the other's.
+    pub lambda: f32,
     /// Place of each picture in its split, for tests and for naming mistakes.
     pub indices: Vec<u64>,
     /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
@@ -57,8 +67,11 @@ pub struct Batch {
 /// What a dataset looks like to a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
-    /// Side of the network's input in pixels.
+    /// Side of the network's input in pixels where it is measured and asked.
     pub image_size: usize,
+    /// Sides of training's inputs, each with the epoch (from 0) that it begins in; the first in epoch 0. None is larger
+    /// than `image_size`.
+    pub training_sizes: Vec<(u32, usize)>,
     /// 1 or 3.
     pub channels: usize,
     /// Names, in the order of the labels.
@@ -86,11 +99,14 @@ pub struct Shape {
 pub struct DataSource {
     /// What was found.
     pub shape: Shape,
-    transform: Arc<Transform>,
+    /// Of training, by the entries of [`Shape::training_sizes`].
+    training: Vec<Arc<Transform>>,
+    evaluation: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
     seed: u64,
     form: Form,
+    mixing: Mixing,
     device: Option<Arc<OnDevice>>,
     /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
     workers: Mutex<Option<(usize, Arc<Workers>)>>,
@@ -137,7 +153,7 @@ pub struct EpochPlan {
 enum Pixels {
     Memory(Arc<Vec<u8>>),
     Files {
-        files: Arc<Vec<PathBuf>>,
+        files: Arc<Listing>,
         /** A square of this side is made of each; `None` when all have the size. */
         square: Option<u32>,
     },
@@ -147,6 +163,8 @@ enum Pixels {
 #[derive(Debug)]
 struct Part {
     pixels: Pixels,
+    /// See [`Opened::files_digest`].
+    files_digest: Option<u32>,
     labels: Arc<Vec<u32>>,
     /// Places in the split, ascending.
     chosen: Vec<u32>,
@@ -154,6 +172,8 @@ struct Part {
     size: [usize; 3],
     /// Files are seen whole, whatever their size.
     whole: bool,
+    /// Pictures that cannot be read any more.
+    replaced: Replaced,
 }
 
 /// What a thread needs to open pictures.
@@ -165,8 +185,22 @@ struct Opener {
 }
 
 impl Part {
+    fn add_to(&self, hash: &mut crc32fast::Hasher) {
+        match (&self.pixels, self.files_digest) {
+            (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
+            (Pixels::Memory(bytes), None) => hash.update(bytes),
+            (Pixels::Files { .. }, None) => {}
+        }
+        for place in &self.chosen {
+            hash.update(&self.labels[*place as usize].to_le_bytes());
+            if let Pixels::Files { files, .. } = &self.pixels {
+                files.add_to(hash, *place as usize);
+            }
+        }
+    }
+
     fn is_decoded_each_step(&self) -> bool {
-        matches!(self.pixels, Pixels::Files { .. })
+        self.files().is_some()
     }
 
     /// The picture at `place` of the split, as the transform begins with it.
@@ -181,29 +215,22 @@ impl Part {
         };
         match &self.pixels {
             Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
-            Pixels::Files { .. } => self.decoded(place, &self.read(place)?, opener),
+            Pixels::Files { files, .. } => self.decoded(place, &files.read(place)?, opener),
         }
     }
 
-    /// The bytes of a file.
-    fn read(&self, place: usize) -> Result<Vec<u8>, DataError> {
-        match &self.pixels {
-            Pixels::Memory(_) => Ok(Vec::new()),
-            Pixels::Files { files, .. } => {
-                picture::bytes_of(&files[place]).map_err(|detail| self.wrong(place, detail))
-            }
-        }
-    }
-
-    /// As [`Part::picture`], of a file that was read.
+    /// As [`Part::picture`], of a file or a shard's member that was read.
     fn decoded<'a>(
         &self,
         place: usize,
         bytes: &[u8],
         opener: &'a mut Opener,
     ) -> Result<PictureRef<'a>, DataError> {
-        let wrong = |detail: String| self.wrong(place, detail);
-        let whole = opener.decoder.decode(bytes).map_err(wrong)?;
+        let broken = |detail: String| match self.files() {
+            Some(files) => files.broken(place, detail),
+            None => DataError::Invalid(detail),
+        };
+        let whole = opener.decoder.decode(bytes).map_err(broken)?;
         let size = self.size.iter().product();
         let square = self.square().filter(|_| !self.whole);
         match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
@@ -213,7 +240,15 @@ impl Part {
                 Ok(PictureRef { width: side, height: side, channels: whole.channels, pixels: &opener.square })
             }
             None if self.whole || whole.pixels.len() == size => Ok(whole),
-            None => Err(wrong("has changed its size since the job began".into())),
+            None => Err(broken("has changed its size since the job began".into())),
+        }
+    }
+
+    /// What is read for each step; `None` when the pictures are in memory.
+    fn files(&self) -> Option<&Listing> {
+        match &self.pixels {
+            Pixels::Files { files, .. } => Some(files),
+            Pixels::Memory(_) => None,
         }
     }
 
@@ -224,18 +259,31 @@ impl Part {
             Pixels::Memory(_) => None,
         }
     }
-
-    fn wrong(&self, place: usize, detail: String) -> DataError {
-        match &self.pixels {
-            Pixels::Files { files, .. } => {
-                DataError::File { path: files[place].display().to_string(), detail }
-            }
-            Pixels::Memory(_) => DataError::Invalid(detail),
-        }
-    }
 }
 
 impl Batch {
+    /// The other picture's class of each, and lambda, where pictures are mixed.
+    pub fn mixed(&self) -> Option<(&[u32], f32)> {
+        (!self.mixed_labels.is_empty()).then_some((&self.mixed_labels[..], self.lambda))
+    }
+
+    /// The first label that is none of `classes`, or that there is not one of each picture's.
+    ///
+    /// # Errors
+    /// In words, what is wrong.
+    pub(crate) fn check_labels(&self, classes: usize) -> Result<(), String> {
+        let (own, others) = (self.labels.len(), self.mixed_labels.len());
+        if others != 0 && others != own {
+            return Err(format!("a batch of {own} labels has {others} of the pictures they are mixed with"));
+        }
+        match self.labels.iter().chain(&self.mixed_labels).find(|label| **label as usize >= classes) {
+            Some(label) => Err(format!(
+                "label {label} does not exist: the network has {classes} classes, numbered from 0"
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// How many pictures all ranks together have in this micro-batch.
     ///
     /// # Errors
@@ -252,17 +300,34 @@ impl Batch {
     }
 }
 
+impl Shape {
+    /// Side of training's inputs in an epoch, from 0.
+    pub fn training_size(&self, epoch: u32) -> usize {
+        self.training_sizes.get(self.entry_of(epoch)).map_or(self.image_size, |(_, side)| *side)
+    }
+
+    /// The entry of [`Shape::training_sizes`] that an epoch belongs to.
+    fn entry_of(&self, epoch: u32) -> usize {
+        self.training_sizes.partition_point(|(from, _)| *from <= epoch).saturating_sub(1)
+    }
+}
+
 impl DataSource {
     /// Reads the dataset's index and, when they are few, its pictures.
     ///
-    /// Padded crops: CIFAR and IDX pictures, and square files of one size no larger than `image_size`, are cropped
-    /// at their own size and then scaled to `image_size`. Of other files the largest centred square
-    /// is scaled to `image_size` first, and cropped then. Random resized crops, and validation pictures that are resized
+    /// Padded crops: CIFAR and IDX pictures, and square files of one size no larger than the network's largest input, are
+    /// cropped at their own size and then scaled to the epoch's `image_size`. Of other files the largest centred square
+    /// is scaled to that largest input first, and cropped then. Random resized crops, and validation pictures that are resized
     /// and cropped at their centre, are taken from the whole picture; files are decoded for each step then.
     ///
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
+        Self::open_with_room(path, spec, seed, splits::CACHE_BYTES)
+    }
+
+    /// As [`DataSource::open`], with other room for decoded pictures, in bytes a split.
+    fn open_with_room(path: &Path, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let mut catalog = Catalog::open(path)?;
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
@@ -282,9 +347,9 @@ impl DataSource {
         let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
-        let sizes = sizes(&mut catalog, &mut skipped)?;
+        let sizes = sizes(&catalog, &skipped)?;
         let whole = spec.random_resized_crop || spec.resize.is_some();
-        let opened = open_splits(&mut catalog, sizes, spec, whole, &mut skipped)?;
+        let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
@@ -296,6 +361,26 @@ impl DataSource {
             )));
         }
         Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
+    }
+
+    /// Tells datasets apart whose classes or samples differ, in content, label, name or order: all ranks must have the same.
+    pub fn digest(&self) -> u32 {
+        let mut hash = crc32fast::Hasher::new();
+        for class in &self.shape.classes {
+            hash.update(class.as_bytes());
+            hash.update(&[0]);
+        }
+        self.train.add_to(&mut hash);
+        self.validation.add_to(&mut hash);
+        hash.finalize()
+    }
+
+    /// Normalises with these, by channel, in place of what was found: a run that goes on does as it began.
+    pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
+        for transform in self.training.iter_mut().chain([&mut self.evaluation]) {
+            Arc::make_mut(transform).set_normalisation(&mean, &std);
+        }
+        (self.shape.mean, self.shape.std) = (mean, std);
     }
 
     fn assemble(
@@ -311,15 +396,24 @@ impl DataSource {
             return Err(DataError::Invalid("the dataset has no training split".into()));
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
-        let side = match spec.image_size {
-            Some(side) => side as usize,
-            None if height == width => height,
+        let training_sizes: Vec<(u32, usize)> = match &spec.image_size {
+            Some(sizes) => {
+                sizes.sizes().iter().map(|from| (from.epoch.saturating_sub(1), from.size as usize)).collect()
+            }
+            None if height == width => vec![(0, height)],
             None => {
                 return Err(DataError::Invalid(format!(
                     "pictures are {width} x {height}: set data.image_size, the side of the square that the network sees"
                 )));
             }
         };
+        let largest = training_sizes.last().map_or(height, |(_, side)| *side);
+        let side = spec.evaluation_size().map_or(largest, |side| side as usize);
+        if side < largest {
+            return Err(DataError::Invalid(format!(
+                "data.validation_size: {side} pixels are less than training's {largest}; give {largest} or more"
+            )));
+        }
         if let Some(resize) = spec.resize.filter(|resize| (*resize as usize) < side) {
             return Err(DataError::Invalid(format!(
                 "data.resize: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
@@ -342,10 +436,12 @@ impl DataSource {
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
+        let replaced = || Replaced::new(spec.broken_files == BrokenFiles::Skip);
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
-                let chosen = all(split.labels.len());
-                Part { pixels: split.pixels, labels: split.labels, chosen, size, whole: resize.is_some() }
+                let (chosen, whole) = (all(split.labels.len()), resize.is_some());
+                let Opened { pixels, files_digest, labels, .. } = split;
+                Part { pixels, files_digest, labels, chosen, size, whole, replaced: replaced() }
             }
             None => {
                 let pixels = match &train.pixels {
@@ -354,22 +450,29 @@ impl DataSource {
                         Pixels::Files { files: files.clone(), square: *square }
                     }
                 };
-                Part { pixels, labels: train.labels.clone(), chosen: held_out, size, whole: resize.is_some() }
+                let (labels, whole) = (train.labels.clone(), resize.is_some());
+                let files_digest = train.files_digest;
+                Part { pixels, files_digest, labels, chosen: held_out, size, whole, replaced: replaced() }
             }
         };
         let train = Part {
             pixels: train.pixels,
+            files_digest: train.files_digest,
             labels: train.labels,
             chosen: train_chosen,
             size,
             whole: spec.random_resized_crop,
+            replaced: replaced(),
         };
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
         }
-        let transform = Transform::new(spec, size, side, seed, (&mean, &std));
+        let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
+        let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
+        let evaluation = transform(side);
         let shape = Shape {
             image_size: side,
+            training_sizes,
             channels,
             classes: catalog.classes,
             train_samples: train.chosen.len() as u64,
@@ -380,17 +483,25 @@ impl DataSource {
             whole_pictures: height != width,
             resize,
         };
-        Ok(Self::of(shape, transform, train, validation))
+        Ok(Self::of(shape, training, evaluation, train, validation))
     }
 
-    fn of(shape: Shape, transform: Transform, train: Part, validation: Part) -> Self {
+    fn of(
+        shape: Shape,
+        training: Vec<Arc<Transform>>,
+        evaluation: Arc<Transform>,
+        train: Part,
+        validation: Part,
+    ) -> Self {
         Self {
             shape,
-            seed: transform.seed,
-            transform: Arc::new(transform),
+            seed: evaluation.seed,
+            training,
+            evaluation,
             train: Arc::new(train),
             validation: Arc::new(validation),
             form: Form::default(),
+            mixing: Mixing::default(),
             device: None,
             workers: Mutex::default(),
         }
@@ -408,16 +519,19 @@ impl DataSource {
         let bytes = Arc::new(bytes);
         let part = |chosen| Part {
             pixels: Pixels::Memory(bytes.clone()),
+            files_digest: None,
             labels: labels.clone(),
             chosen,
             size,
             whole: false,
+            replaced: Replaced::new(false),
         };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
-        let transform = Transform::new(&spec, size, side, seed, (&mean, &std));
+        let transform = Arc::new(Transform::new(&spec, size, side, seed, (&mean, &std)));
         let shape = Shape {
             image_size: side,
+            training_sizes: vec![(0, side)],
             channels: size[2],
             classes: (0..10).map(|c| c.to_string()).collect(),
             train_samples: count as u64,
@@ -428,13 +542,29 @@ impl DataSource {
             whole_pictures: false,
             resize: None,
         };
-        Self::of(shape, transform, part((0..count as u32).collect()), part(Vec::new()))
+        Self::of(
+            shape,
+            vec![transform.clone()],
+            transform,
+            part((0..count as u32).collect()),
+            part(Vec::new()),
+        )
+    }
+
+    /// Training's of an epoch (from 0), or evaluation's.
+    fn transform(&self, epoch: Option<u32>) -> &Arc<Transform> {
+        epoch.and_then(|epoch| self.training.get(self.shape.entry_of(epoch))).unwrap_or(&self.evaluation)
     }
 
     /// Has batches made in another form. Erased rectangles are 0 after normalisation, which no byte is: where there are
     /// some, [`Form::Bytes`] gives normalised batches.
     pub fn set_form(&mut self, form: Form) {
-        self.form = if form == Form::Bytes && self.transform.erases() { Form::Normalised } else { form };
+        self.form = if form == Form::Bytes && self.evaluation.erases() { Form::Normalised } else { form };
+    }
+
+    /// Has the training pictures of each step mixed.
+    pub fn set_mixing(&mut self, mixing: Mixing) {
+        self.mixing = mixing;
     }
 
     /// Has JPEG files decoded by `decoder`, from the next batch that is begun; by cores alone without one. Batches that
@@ -461,36 +591,32 @@ impl DataSource {
         }
     }
 
-    /// Whether there are JPEG files to decode for each step, as far as a look at some of them tells.
+    /// Whether there are JPEG files to decode for each step.
     pub fn decodes_jpeg(&self) -> bool {
-        const LOOKED_AT: usize = 16;
-        [&self.train, &self.validation].into_iter().any(|part| match &part.pixels {
-            Pixels::Memory(_) => false,
-            Pixels::Files { files, .. } => {
-                let every = files.len().div_ceil(LOOKED_AT).max(1);
-                files.iter().step_by(every).any(|file| picture::is_jpeg(file))
-            }
+        [&self.train, &self.validation].into_iter().any(|part| {
+            part.files().is_some_and(|files| part.chosen.iter().any(|place| files.is_jpeg(*place as usize)))
         })
     }
 
-    /// Whether pictures are decoded for each step, or transformed with more than a crop, a flip and scaling: work for
-    /// more than one thread.
+    /// Whether pictures are decoded for each step, mixed, or transformed with more than a crop, a flip and scaling: work
+    /// for more than one thread.
     pub fn is_prepared_each_step(&self) -> bool {
         self.train.is_decoded_each_step()
             || self.validation.is_decoded_each_step()
-            || !self.transform.is_padded_crop_and_flip()
+            || !self.evaluation.is_padded_crop_and_flip()
+            || self.mixing.is_on()
     }
 
     /// The pictures, when all of them are in memory and an engine can augment them itself: a padded crop, a flip and
-    /// scaling.
+    /// scaling, and not mixed with others.
     pub fn resident(&self) -> Option<Resident> {
         let memory = |part: &Part| match &part.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
             Pixels::Files { .. } => None,
         };
-        let Crop::Padded(crop_padding) = self.transform.crop else { return None };
-        let Transform { height, width, .. } = *self.transform;
-        if !self.transform.is_padded_crop_and_flip() {
+        let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
+        let Transform { height, width, .. } = *self.evaluation;
+        if !self.evaluation.is_padded_crop_and_flip() || self.mixing.is_on() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);
@@ -502,10 +628,11 @@ impl DataSource {
     /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
     /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
     /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
-    /// Augmentation is seeded by (seed, epoch, place of the picture in its split).
+    /// Augmentation is seeded by (seed, epoch, place of the picture in its split), mixing by (seed, epoch, step).
     pub fn epoch(&self, plan: EpochPlan) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, transform) = (self.train.clone(), self.transform.clone());
+        let (part, transform) = (self.train.clone(), self.transform(Some(plan.epoch)).clone());
         let (samples, form, device) = (part.chosen.len(), self.form, self.device.clone());
+        let (mixing, seed) = (self.mixing, self.seed);
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = Arc::new(shard::epoch_order(samples, self.seed, plan.epoch));
         let (lanes, ahead, workers) = match self.workers(plan.threads) {
@@ -516,6 +643,11 @@ impl DataSource {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
+            let all = shard::of_step(samples, &plan, step);
+            let mix = mixing.draw(seed, plan.epoch, all.start, transform.side);
+            // The picture that the first one is mixed with comes last, and leaves the batch again.
+            let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
+            let places = places.chain(mix.as_ref().map(|_| before));
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let maker = Maker {
                 part: &part,
@@ -524,12 +656,16 @@ impl DataSource {
                 workers: &workers,
                 device: device.as_deref(),
             };
-            let batch = maker.make(&chosen, Some(plan.epoch))?;
+            let make = |chosen: &[u32]| maker.make(chosen, Some(plan.epoch));
+            let mut batch = part.replaced.with_others(&part, &chosen, make)?;
+            if let Some(mix) = mix {
+                batch = mix.apply(batch, transform.side, transform.channels);
+            }
             Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
         })
     }
 
-    /// One picture as this job sees it, at the network's size: augmented as in `epoch` (from 0), or not at all. The
+    /// One picture as this job sees it, at the network's size there: augmented as in `epoch` (from 0), or not at all. The
     /// way to the network is taken and its normalisation undone, so what is shown is what is trained on.
     ///
     /// # Errors
@@ -548,17 +684,16 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let workers = Workers::alone(1);
-        let (transform, form) = (&self.transform, Form::Normalised);
-        let batch =
-            Maker { part, transform, form, workers: &workers, device: None }.make(&[chosen], epoch)?;
+        let (transform, workers) = (self.transform(epoch), Workers::alone(1));
+        let maker = Maker { part, transform, form: Form::Normalised, workers: &workers, device: None };
+        let batch = maker.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;
             ((v * self.shape.std[channel] + self.shape.mean[channel]) * 255.0).round().clamp(0.0, 255.0) as u8
         };
         let pixels = batch.images.iter().enumerate().map(byte).collect();
-        let side = self.shape.image_size as u32;
+        let side = transform.side as u32;
         Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
     }
 
@@ -570,14 +705,14 @@ impl DataSource {
         batch_size: usize,
         threads: usize,
     ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
-        let (part, transform) = (self.validation.clone(), self.transform.clone());
+        let (part, transform) = (self.validation.clone(), self.evaluation.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
         let (batch_size, form, device) = (batch_size.max(1), self.form, self.device.clone());
         let (lanes, ahead, workers) = match self.workers(threads) {
             Ok(workers) => workers,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
-        prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
+        let batches = prepare_ahead(share.len().div_ceil(batch_size), lanes, ahead, move |number| {
             let first = share.start + number * batch_size;
             let chosen = &part.chosen[first..(first + batch_size).min(share.end)];
             let maker = Maker {
@@ -587,8 +722,17 @@ impl DataSource {
                 workers: &workers,
                 device: device.as_deref(),
             };
-            maker.make(chosen, None)
-        })
+            part.replaced.without(&part, chosen, |chosen| maker.make(chosen, None))
+        });
+        Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
+    }
+
+    /// Pictures that could not be read since this was last asked, in words, and how many there are by now.
+    pub fn newly_broken(&self) -> (Vec<String>, usize) {
+        let (mut news, training) = self.train.replaced.news();
+        let (more, validation) = self.validation.replaced.news();
+        news.extend(more);
+        (news, training + validation)
     }
 
     /// Threads that put batches together, how many batches wait for each, and what they have their pictures made by.

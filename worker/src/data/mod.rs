@@ -5,23 +5,32 @@ pub mod device;
 pub mod fingerprint;
 mod idx;
 mod image_folder;
+mod index;
 mod inspect;
+mod listing;
 pub mod loader;
+mod parquet;
 mod picture;
+mod prepare;
 mod random;
 mod shard;
+mod shards;
 mod stored;
 mod transform;
 
+pub use index::Progress;
 pub use inspect::inspect;
 pub use picture::Picture;
+pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
 pub use stored::{Stored, stored};
 
 use crate::files;
+use index::IndexStore;
+use listing::Listing;
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -48,6 +57,8 @@ pub(crate) enum Format {
     Cifar100,
     Idx,
     ImageFolder,
+    Shards,
+    Parquet,
 }
 
 impl Format {
@@ -57,6 +68,8 @@ impl Format {
             Format::Cifar100 => "cifar100",
             Format::Idx => "idx",
             Format::ImageFolder => "image_folder",
+            Format::Shards => "webdataset",
+            Format::Parquet => "parquet",
         }
     }
 }
@@ -87,13 +100,25 @@ pub(crate) struct Split {
 pub(crate) enum Samples {
     /// One after another: height, width, channels.
     Memory { pixels: Vec<u8>, height: u32, width: u32, channels: u32 },
-    /// A file each; read as RGB.
-    Files(Vec<PathBuf>),
+    /// Encoded, in files or shards; read as RGB.
+    Listed(Listing),
 }
 
 impl Catalog {
-    /// Looks at `path`. CIFAR files are read, pictures in folders are not opened yet.
+    /// Looks at `path`. CIFAR and IDX files are read; of other pictures those that the user's index does not know.
     fn open(path: &Path) -> Result<Self, DataError> {
+        Self::open_with(path, &IndexStore::of_user())
+    }
+
+    /// As [`Catalog::open`], with an index of its own.
+    fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
+        let usable = |catalog: Catalog| match catalog.splits.iter().any(|s| s.name == "train") {
+            true => Ok(catalog),
+            false => Err(DataError::Invalid(format!("{} has no training split", path.display()))),
+        };
+        if let Some(found) = shards::named(path, store) {
+            return found.and_then(usable);
+        }
         if !path.is_dir() {
             let what =
                 if path.exists() { "is a file; give the folder that it lies in" } else { "does not exist" };
@@ -102,17 +127,22 @@ impl Catalog {
         // Archives unpack into a folder of their own; people give either.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
             if let Some(found) =
-                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir))
+                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir, store))
             {
-                let catalog = found?;
-                if !catalog.splits.iter().any(|s| s.name == "train") {
-                    return Err(DataError::Invalid(format!("{} has no training split", path.display())));
-                }
-                return Ok(catalog);
+                return found.and_then(usable);
+            }
+        }
+        // Last: what lies beside these may be the archive that they came in.
+        // A repository of the Hugging Face hub has them in `data`.
+        for dir in [path.to_owned(), path.join("data")] {
+            if let Some(found) = shards::find(path, &dir, store) {
+                return found.and_then(usable);
             }
         }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which holds pickles: get the binary version"
+        } else if shards::only_compressed(path) {
+            "; its shards are compressed, and pictures are read from the middle of them: unpack them (gunzip) to *.tar"
         } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
             "; the folder is empty"
         } else {
@@ -120,7 +150,8 @@ impl Catalog {
         };
         Err(DataError::Invalid(format!(
             "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
-             train-images-idx3-ubyte (IDX, .gz or not) and train/<class>/ (pictures){hint}",
+             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
+             *.parquet{hint}",
             path.display()
         )))
     }
@@ -128,6 +159,30 @@ impl Catalog {
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
+}
+
+/// A dataset's path without links, also where it is a pattern of shards (`train-{000..127}.tar`).
+///
+/// # Errors
+/// There is nothing there.
+pub fn canonical(path: &Path) -> io::Result<PathBuf> {
+    match shards::fixed_part(path) {
+        Some((folder, rest)) if folder.as_os_str().is_empty() => {
+            Ok(Path::new(".").canonicalize()?.join(rest))
+        }
+        Some((folder, rest)) => Ok(folder.canonicalize()?.join(rest)),
+        None => path.canonicalize(),
+    }
+}
+
+/// Whether a dataset's path, or some shard of its pattern, is there.
+pub(crate) fn exists(path: &Path) -> bool {
+    shards::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| shards::exists(&folder, &rest))
+}
+
+/// How far the making of a dataset's index is; none when nobody makes one, or it is small.
+pub fn index_progress(path: &Path) -> Option<Progress> {
+    IndexStore::of_user().progress(path)
 }
 
 /// Class names are a few kilobytes.

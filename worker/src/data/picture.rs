@@ -1,12 +1,11 @@
 //! A decoded picture and the ways to make one.
 
-use super::DataError;
 use crate::files;
 use decode::Header;
 use image::ImageFormat;
 use std::{io::Read, path::Path};
 
-pub(super) use decode::Decoder;
+pub(super) use decode::{Decoder, is_plain_jpeg};
 pub(super) use resize::{Area, Region, Resize};
 pub(crate) use weights::ScaleTable;
 
@@ -19,11 +18,11 @@ mod whole;
 /// The formats that are read, for sentences.
 pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
 /// So many of a file's first bytes tell its format.
-pub(super) const HEAD_BYTES: u64 = 32;
+const HEAD_BYTES: u64 = 32;
 /// Larger pictures are refused before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
 /// Decoded, and in the file: eight bytes a pixel are 16 bits in each of four channels.
-const MAX_BYTES: u64 = MAX_PIXELS * 8;
+pub(super) const MAX_BYTES: u64 = MAX_PIXELS * 8;
 
 /// What pictures are called, those that are read first. A camera's raw format is often a TIFF whose first picture is
 /// a thumbnail.
@@ -97,54 +96,54 @@ fn too_large(width: u32, height: u32) -> Option<String> {
     (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
 }
 
-/// A picture file's content.
-///
-/// # Errors
-/// What is wrong with it, to stand after its name.
-pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>, String> {
-    let bytes = files::read(path, MAX_BYTES)?;
+/// Refuses what nothing here decodes, by its name where its first bytes do not tell.
+fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
     // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
-    let told = matches!(image::guess_format(&bytes), Ok(format) if format != image::ImageFormat::Tiff);
+    let told = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
     if !told && NOT_READ.contains(&extension.as_str()) {
         return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
     }
-    Ok(bytes)
+    Ok(())
 }
 
-/// Whether a file begins as JPEG files do.
-pub(super) fn is_jpeg(path: &Path) -> bool {
+/// The first bytes of a file, enough to tell its format.
+pub(super) fn head(path: &Path) -> Result<Vec<u8>, String> {
     let mut head = Vec::new();
-    files::open(path).is_ok_and(|(file, _)| file.take(HEAD_BYTES).read_to_end(&mut head).is_ok())
-        && format_of(&head) == Some(ImageFormat::Jpeg)
+    let (file, _) = files::open(path)?;
+    file.take(HEAD_BYTES).read_to_end(&mut head).map_err(files::cannot_be_read)?;
+    Ok(head)
 }
 
-/// Width and height of a picture file that looks whole, once it is upright. It is decoded only where its format does not
-/// tell where it ends.
-pub(super) fn dimensions(path: &Path) -> Result<(u32, u32), DataError> {
-    let look = || {
-        let bytes = bytes_of(path)?;
-        let header = Header::read(&bytes)?;
-        let size = header.dimensions();
-        if !whole::is_told(header.format) {
-            Decoder::default().pixels_of(header)?;
-        }
-        Ok(size)
-    };
-    look().map_err(|detail| DataError::File { path: path.display().to_string(), detail })
+/// JPEG's [`format_number`].
+pub(super) const JPEG: u8 = 1;
+
+/// A format's number in an index; see [`super::index::Entry::format`].
+pub(super) fn format_number(bytes: &[u8]) -> u8 {
+    match format_of(bytes) {
+        Some(ImageFormat::Jpeg) => JPEG,
+        Some(ImageFormat::Png) => 2,
+        Some(ImageFormat::WebP) => 3,
+        Some(ImageFormat::Gif) => 4,
+        Some(ImageFormat::Bmp) => 5,
+        Some(ImageFormat::Tiff) => 6,
+        _ => 0,
+    }
+}
+
+/// Width and height of a picture that looks whole, once it is upright. It is decoded only where its format does not tell
+/// where it ends. `path` names it: kinds that are not read are told by name.
+pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String> {
+    readable(path, bytes)?;
+    let header = Header::read(bytes)?;
+    let size = header.dimensions();
+    if !whole::is_told(header.format) {
+        Decoder::default().pixels_of(header)?;
+    }
+    Ok(size)
 }
 
 impl Picture {
-    /// Reads a picture file of any size and colour type as RGB; of a film, its first picture.
-    ///
-    /// # Errors
-    /// [`DataError::File`] with what is wrong with it.
-    pub fn read(path: &Path) -> Result<Self, DataError> {
-        bytes_of(path)
-            .and_then(|bytes| Self::decode(&bytes))
-            .map_err(|detail| DataError::File { path: path.display().to_string(), detail })
-    }
-
     /// Decodes a picture of any size and colour type as RGB, upright, with Pillow's meaning.
     ///
     /// # Errors

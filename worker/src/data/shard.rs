@@ -47,6 +47,11 @@ pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: u
     run(samples, plan, step, micro * ranks..(micro + 1) * ranks).len()
 }
 
+/// Places of step `step` on all ranks together.
+pub(super) fn of_step(samples: usize, plan: &EpochPlan, step: u64) -> Range<usize> {
+    run(samples, plan, step, 0..plan.world_size as usize * plan.accumulate)
+}
+
 /// Places of some of the parts that a step is cut into, which follow each other.
 fn run(samples: usize, plan: &EpochPlan, step: u64, of: Range<usize>) -> Range<usize> {
     let parts = plan.world_size as usize * plan.accumulate;

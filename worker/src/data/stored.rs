@@ -56,9 +56,7 @@ pub fn stored(
                     let pixels = pixels.get(i * size..(i + 1) * size)?.to_vec();
                     (None, Picture { width: *width, height: *height, channels: *channels, pixels })
                 }
-                Samples::Files(files) => {
-                    (Some(files[i].display().to_string()), Picture::read(&files[i]).ok()?)
-                }
+                Samples::Listed(listing) => (Some(listing.name(i)), listing.picture(i).ok()?),
             };
             Some((i as u64, found.labels[i], file, picture))
         })

@@ -1,7 +1,7 @@
 //! Values that no model can be answered from or go on from: NaN, infinities, and means of squares (running variances,
 //! Adam's second moments) below zero.
 
-use super::NamedTensors;
+use super::{Engine, EngineError, NamedTensors};
 
 /// Exponent bits of a float32: all set in NaN and the infinities.
 const EXPONENT: u32 = 0x7f80_0000;
@@ -15,6 +15,18 @@ const BLOCK: usize = 1 << 14;
 /// Reads every value once, at about the speed of memory.
 pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
     tensors.iter().find_map(|(name, tensor)| wrong_value(name, &tensor.values))
+}
+
+/// As [`Engine::first_not_finite`], by reading all that the engine has.
+pub(super) fn first_of_engine(engine: &dyn Engine) -> Result<Option<String>, EngineError> {
+    if let Some(found) = first_not_finite(&engine.parameters()?) {
+        return Ok(Some(found));
+    }
+    if let Some(found) = first_not_finite(&engine.optimizer_state()?.slots) {
+        return Ok(Some(found));
+    }
+    let of_average = engine.averaged()?.as_ref().and_then(first_not_finite);
+    Ok(of_average.map(|found| format!("of the average {found}")))
 }
 
 /// Whether no value is NaN or infinite.

@@ -118,6 +118,12 @@ pub trait Engine: Send {
     fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
         Ok(Form::Normalised)
     }
+    /// Makes ready for pictures of other sizes than the network was built for: some to train on, others only for
+    /// [`Engine::eval_step`] and [`Engine::predict`]. Before [`Engine::take_data`].
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
+    /// From the next batch on pictures have this side: the network's own, or one of [`Engine::take_sizes`]. Weights, running
+    /// statistics and optimizer state stay as they are. No step may be under way.
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError>;
     /// Starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
@@ -151,6 +157,16 @@ pub trait Engine: Send {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
     /// Replaces it: slots are shared as weights are, updates are counted by every rank.
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
+    /// Takes weights, biases and running statistics as the steps so far leave them into their running average: `average =
+    /// decay average + (1 - decay) value` (torchvision's `ExponentialMovingAverage`, whose buffers are averaged, too). The
+    /// first time they are the average.
+    fn average(&mut self, decay: f64) -> Result<(), EngineError>;
+    /// Whether there is one.
+    fn has_average(&self) -> bool;
+    /// That average, if there is one: names as in [`Engine::parameters`].
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError>;
+    /// Replaces it.
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Loss scaling as the next step will use it; `None` where nothing is scaled (all but float16).
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
         Ok(None)
@@ -163,7 +179,7 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// As [`first_not_finite`] of this rank's weights, biases, running statistics and optimizer state.
+    /// As [`first_not_finite`] of this rank's weights, biases, running statistics, optimizer state and average.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
     /// Rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
@@ -180,6 +196,11 @@ pub trait Engine: Send {
     }
     /// `CPU, 2 threads`, `NVIDIA H200, fp16`.
     fn device_name(&self) -> String;
+}
+
+/// What is said of a size that an engine was not made ready for.
+fn unknown_size(image_size: usize) -> EngineError {
+    EngineError::Parameters(format!("this engine is not ready for pictures of {image_size} pixels"))
 }
 
 /// Builds the CPU engine for `network` with `parameters` already set from `crate::net::init`.

@@ -5,7 +5,7 @@ use crate::data::loader::DataSource;
 use lockstep_protocol::{
     dataset::classes_differ,
     look::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
-    spec::DataSpec,
+    spec::{DataSpec, ImageSize},
 };
 use std::{path::Path, time::Instant};
 
@@ -20,7 +20,8 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
     let mut model = Model::open(Path::new(&question.model))?;
     // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
     let seen = DataSpec {
-        image_size: Some(model.image_size as u32),
+        image_size: Some(ImageSize::Fixed(model.image_size as u32)),
+        validation_size: None,
         mean: Some(model.mean.clone()),
         std: Some(model.std.clone()),
         resize: model.resize,

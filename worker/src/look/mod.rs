@@ -18,26 +18,47 @@ use std::{
     io::{Read, Write},
     path::Path,
     process::Stdio,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
 };
-use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
+use tokio::{
+    io::AsyncWriteExt,
+    process::Command,
+    sync::{Semaphore, SemaphorePermit},
+};
 
 /// Long questions and short ones wait for their own kind alone.
 static LONG: Semaphore = Semaphore::const_new(AT_ONCE);
 static SHORT: Semaphore = Semaphore::const_new(AT_ONCE);
+/// A dataset of a million pictures takes all cores for minutes.
+static DATASETS: Semaphore = Semaphore::const_new(AT_ONCE);
 /// Looks at paths; a file system that hangs holds one up for ever.
 static PATHS: Semaphore = Semaphore::const_new(8);
+/// How far a look is, is asked again and again, of the very paths whose file system may hang.
+static PROGRESS: Semaphore = Semaphore::const_new(1);
 /// Training comes first: what people look at waits for idle cores.
 const NICENESS: i32 = 10;
+/// How often it is looked whether a process has answered.
+const ASK_EVERY: Duration = Duration::from_millis(5);
 
 /// Has a process of its own answer. It ends when this is dropped.
 ///
 /// # Errors
 /// A sentence: what is wrong with the question, or with the process.
 pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
-    if let Question::HasFiles { paths } = question {
-        return has_files(paths.clone()).await;
-    }
-    let room = if question.is_long() { &LONG } else { &SHORT };
+    let room = match question {
+        Question::HasFiles { .. } => {
+            let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
+            return at_once(question.clone(), turn).await;
+        }
+        Question::InspectProgress { .. } => {
+            let Ok(turn) = PROGRESS.try_acquire() else { return Ok(Answer::Progress { looked: None }) };
+            return at_once(question.clone(), turn).await;
+        }
+        Question::InspectDataset { .. } => &DATASETS,
+        _ if question.is_long() => &LONG,
+        _ => &SHORT,
+    };
     let _turn = room.acquire().await.map_err(|e| e.to_string())?;
     let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the process that looks at files {what}: {e}");
@@ -64,13 +85,58 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
     }
 }
 
-async fn has_files(paths: Vec<String>) -> Result<Answer, String> {
-    let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
+/// Without a process of its own: nothing is read of what somebody brings.
+async fn at_once(question: Question, turn: SemaphorePermit<'static>) -> Result<Answer, String> {
     let looked = tokio::task::spawn_blocking(move || {
         let _turn = turn;
-        paths.iter().map(|path| Path::new(path).exists()).collect()
+        answer(question)
     });
-    Ok(Answer::Files { there: looked.await.map_err(|e| e.to_string())? })
+    looked.await.map_err(|e| e.to_string())?
+}
+
+/// Has a process of its own answer while the caller waits, until `cancelled`. The answer itself may be what is wrong with
+/// the question or the files.
+///
+/// # Errors
+/// A sentence: what is wrong with the process.
+pub(crate) fn ask_and_wait(
+    program: &Path,
+    question: &Question,
+    cancelled: &AtomicBool,
+) -> Result<Result<Answer, String>, String> {
+    let failed = |e: std::io::Error| format!("the process that looks at files failed: {e}");
+    let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
+    let mut child = std::process::Command::new(program)
+        .arg("look")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(failed)?;
+    if let Some(mut to) = child.stdin.take() {
+        // One that ended before it read everything is told of below.
+        let _ = to.write_all(&words);
+    }
+    // An answer may be longer than what a pipe holds.
+    let mut from = child.stdout.take();
+    let reading = std::thread::spawn(move || {
+        let mut said = Vec::new();
+        from.as_mut().map_or(Ok(0), |from| from.read_to_end(&mut said)).map(|_| said)
+    });
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(failed)? {
+            break status;
+        }
+        if cancelled.load(Ordering::Relaxed) {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err("cancelled".into());
+        }
+        std::thread::sleep(ASK_EVERY);
+    };
+    let ended = || format!("the process that looks at files ended with {status}");
+    let said = reading.join().map_err(|_| ended())?.map_err(failed)?;
+    serde_json::from_slice(&said).map_err(|_| ended())
 }
 
 /// The process itself: a question on standard input, the answer on standard output, both JSON.
@@ -78,12 +144,15 @@ async fn has_files(paths: Vec<String>) -> Result<Answer, String> {
 /// # Errors
 /// Those pipes.
 pub fn run() -> std::io::Result<()> {
-    // Without the right to, it is as urgent as the rest.
-    let _ = rustix::process::nice(NICENESS);
     let mut words = Vec::new();
     std::io::stdin().read_to_end(&mut words)?;
-    let answer =
-        serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}")).and_then(answer);
+    let question = serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}"));
+    // A job waits for this one.
+    if !matches!(question, Ok(Question::Fingerprint { .. })) {
+        // Without the right to, it is as urgent as the rest.
+        let _ = rustix::process::nice(NICENESS);
+    }
+    let answer = question.and_then(answer);
     let words = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
     std::io::stdout().write_all(&words)
 }
@@ -95,10 +164,19 @@ pub fn run() -> std::io::Result<()> {
 pub fn answer(question: Question) -> Result<Answer, String> {
     match question {
         Question::HasFiles { paths } => {
-            Ok(Answer::Files { there: paths.iter().map(|path| Path::new(path).exists()).collect() })
+            Ok(Answer::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
+        }
+        Question::InspectProgress { path } => {
+            let path = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            let looked = data::index_progress(&path).map(|progress| (progress.done, progress.total));
+            Ok(Answer::Progress { looked })
+        }
+        Question::Fingerprint { path } => {
+            let found = data::fingerprint::of_pictures(Path::new(&path)).map_err(|e| e.to_string())?;
+            Ok(Answer::Fingerprint { found })
         }
         Question::InspectDataset { path } => {
-            let resolved = Path::new(&path).canonicalize().map_err(|e| format!("{path}: {e}"))?;
+            let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
@@ -122,7 +200,6 @@ pub fn answer(question: Question) -> Result<Answer, String> {
 mod tests {
     use super::*;
     use lockstep_protocol::look::Pick;
-    use std::time::Duration;
 
     #[tokio::test]
     async fn short_questions_do_not_wait_for_long_ones() {
@@ -136,5 +213,39 @@ mod tests {
         let answering = ask(Path::new("/bin/false"), &question);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
+    }
+
+    #[tokio::test]
+    async fn who_asks_how_far_a_look_is_never_waits_for_another() {
+        let _hanging = PROGRESS.acquire().await.unwrap();
+        let question = Question::InspectProgress { path: "/nothing there".into() };
+        let answering = ask(Path::new("/bin/false"), &question);
+        let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
+        assert_eq!(answer, Ok(Answer::Progress { looked: None }));
+    }
+
+    #[test]
+    fn an_answer_may_be_longer_than_a_pipe_holds_and_a_process_that_dies_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let answering = |body: &str| {
+            let program = dir.path().join("program");
+            // Written by another process: nobody here holds it open for writing when it is started.
+            let text = format!("#!/bin/sh\n{body}\n");
+            let made = std::process::Command::new("sh")
+                .args(["-c", "rm -f \"$1\"; printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &text])
+                .arg(&program)
+                .status();
+            assert!(made.unwrap().success());
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                let question = Question::Fingerprint { path: "/data".into() };
+                let _ = tell.send(ask_and_wait(&program, &question, &AtomicBool::new(false)));
+            });
+            told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
+        };
+        let long = answering("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
+        assert_eq!(long.unwrap_err().len(), 200_000);
+        let died = answering("kill -9 $$").unwrap_err();
+        assert!(died.contains("ended with signal: 9"), "{died}");
     }
 }

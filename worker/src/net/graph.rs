@@ -205,6 +205,26 @@ impl Network {
         self.parameters().iter().filter(|p| p.role.is_trained()).map(Parameter::len).sum()
     }
 
+    /// The same network for pictures of another size: its parameters are the same, its activations are not.
+    #[must_use]
+    pub fn resized(&self, image_size: usize) -> Self {
+        let mut tensors = self.tensors.clone();
+        tensors[self.input()] =
+            TensorShape { height: image_size, width: image_size, channels: self.channels };
+        for op in &self.ops {
+            let (from, to) = (tensors[op.inputs()[0]], &mut tensors[op.output()]);
+            (to.height, to.width) = match *op {
+                Op::Conv { kernel, stride, padding, .. } | Op::MaxPool { kernel, stride, padding, .. } => {
+                    let side = |side| Self::window(side, kernel, stride, padding);
+                    (side(from.height), side(from.width))
+                }
+                Op::BatchNorm { .. } | Op::Relu { .. } | Op::Add { .. } => (from.height, from.width),
+                Op::GlobalAveragePool { .. } | Op::Linear { .. } => (1, 1),
+            };
+        }
+        Self { image_size, tensors, ..self.clone() }
+    }
+
     fn push(&mut self, shape: TensorShape, op: impl FnOnce(TensorId) -> Op) -> TensorId {
         let output = self.tensors.len();
         self.tensors.push(shape);

@@ -2,13 +2,14 @@
 
 use super::{TrainError, Training};
 use crate::{
+    checkpoint,
     comm::Communicator,
-    data::loader::{DataSource, Shape},
+    data::loader::{DataSource, Mixing, Shape},
     engine::{self, Engine, EngineConfig, Optimizer},
     gpu::{DeviceChoice, GpuConfig},
     net,
 };
-use lockstep_protocol::spec::{Device, JobSpec, Precision};
+use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision, ScheduleKind};
 use std::{collections::BTreeMap, ffi::OsStr, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -97,14 +98,38 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    let mut data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.comm.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;
         observer.log(&format!("{} broken files are left out:", skipped.len()));
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
     }
+    same_everywhere(training, &data)?;
+    normalise_alike(training, &mut data)?;
     Ok(data)
+}
+
+/// Has all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: what is found depends on which
+/// pictures could be read, and on how this version reads them.
+fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
+    let (asked, channels) = (&training.spec.data, data.shape.channels);
+    let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
+        let about = checkpoint::metadata(&training.resume?.join(checkpoint::MODEL)).ok()?;
+        let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
+        (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
+    };
+    let first = training.comm.rank() == 0;
+    let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
+        .map(|(key, asked, found)| {
+            let kept = if first && asked.is_none() { of_checkpoint(key) } else { None };
+            kept.unwrap_or_else(|| found.clone())
+        });
+    training.comm.broadcast(&mut mean, 0)?;
+    training.comm.broadcast(&mut std, 0)?;
+    data.set_normalisation(mean, std);
+    Ok(())
 }
 
 /// Of a CPU rank's threads, one in so many prepares pictures: decoding one takes a small part of what training on it does.
@@ -196,6 +221,42 @@ pub(super) fn choose_decoder(
     Ok(())
 }
 
+/// Ranks that had other pictures, or the same in another order, would train on some twice and on others never.
+fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
+    let comm = &training.comm;
+    if comm.world_size() == 1 {
+        return Ok(());
+    }
+    let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
+    // In pieces that float32 holds exactly.
+    let piece = |bits: u64| (bits & 0xffff) as f32;
+    let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
+    let all = comm.all_gather(&own)?;
+    let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
+    other.map_or(Ok(()), |rank| {
+        let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
+        Err(TrainError::Impossible(format!(
+            "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
+             dataset to all machines, and change none of it while a job starts",
+            count(rank),
+            count(0)
+        )))
+    })
+}
+
+/// Tells of pictures that could not be read since this was last called.
+pub(super) fn tell_broken(training: &Training<'_>, data: &DataSource) {
+    let (news, count) = data.newly_broken();
+    let before = count - news.len();
+    for file in news.iter().take(NAMED.saturating_sub(before)) {
+        training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
+    }
+    // The rest is counted: each time that it has doubled.
+    if count > NAMED && count.ilog2() != before.max(1).ilog2() {
+        training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
+    }
+}
+
 /// The engine, with initial weights. `precision` in place of the job's; `generation`: how many there were before.
 pub(super) fn build_engine(
     training: &Training<'_>,
@@ -214,8 +275,18 @@ pub(super) fn build_engine(
         let text = "train.precision: CPU ranks compute in fp32; use fp32 or auto";
         return Err(TrainError::Impossible(text.into()));
     }
-    let network = net::resnet::build(&spec.model, shape.image_size, shape.channels, shape.classes.len())
-        .map_err(TrainError::Impossible)?;
+    // The stem is that of the size it is measured at, whatever size it trains on meanwhile.
+    let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
+    let of_size = |side: usize| {
+        net::resnet::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+    };
+    let mut training_sizes: Vec<usize> = shape.training_sizes.iter().map(|(_, side)| *side).collect();
+    if let Some(smallest) = training_sizes.first() {
+        of_size(*smallest)?;
+    }
+    let network = of_size(training_sizes.pop().unwrap_or(shape.image_size))?;
+    let mut evaluation_sizes = vec![shape.image_size];
+    evaluation_sizes.retain(|side| *side != network.image_size);
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
@@ -227,7 +298,7 @@ pub(super) fn build_engine(
         threads: training.threads.max(1),
     };
     let (network, comm) = (Arc::new(network), training.comm.clone());
-    Ok(match training.device {
+    let mut engine = match training.device {
         DeviceChoice::Cpu => engine::build_cpu(network, &initial, config, comm)?,
         DeviceChoice::Cuda { ordinal } => {
             let gpu = GpuConfig {
@@ -241,7 +312,11 @@ pub(super) fn build_engine(
             };
             engine::build_cuda(network, &initial, config, comm, gpu)?
         }
-    })
+    };
+    if !training_sizes.is_empty() || !evaluation_sizes.is_empty() {
+        engine.take_sizes(&training_sizes, &evaluation_sizes)?;
+    }
+    Ok(engine)
 }
 
 /// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.
@@ -286,6 +361,29 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         shape.train_samples,
         shape.validation_samples,
     ));
+    if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
+        let sizes: Vec<_> = shape
+            .training_sizes
+            .iter()
+            .map(|(epoch, side)| format!("{side}x{side} from epoch {}", epoch + 1))
+            .collect();
+        observer.log(&format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
+    }
+    // Where a job says `train.steps`, nobody knew before how many epochs these are.
+    let epochs = plan.total_steps.div_ceil(plan.steps_per_epoch);
+    for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
+        observer.log(&format!(
+            "{side}x{side} would begin in epoch {}: the run ends in epoch {epochs}",
+            epoch + 1
+        ));
+    }
+    if spec.train.schedule == ScheduleKind::Step {
+        for milestone in spec.train.milestones.iter().filter(|epoch| u64::from(**epoch) >= epochs) {
+            observer.log(&format!(
+                "the learning rate would fall after epoch {milestone}: the run ends in epoch {epochs}"
+            ));
+        }
+    }
     observer.log(&format!(
         "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
         comm.world_size(),

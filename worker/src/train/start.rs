@@ -93,6 +93,12 @@ fn resume(
     let (state, parameters, optimizer) = match loaded {
         Some((place, (state, parameters, optimizer))) => {
             fits(training, &place, classes, &parameters, &engine.parameters()?)?;
+            // Rank 0 alone keeps it.
+            if training.spec.train.ema_decay > 0.0
+                && let Some(average) = checkpoint::load_average(&place)?
+            {
+                engine.set_averaged(&average)?;
+            }
             (Some(state), Some(parameters), Some(optimizer))
         }
         None => (None, None, None),

@@ -47,7 +47,7 @@ fn place(ranks: u32, script: &str) -> Place {
         program,
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
-        check: |_, _| Ok(()),
+        check: |_, _, _| Ok(()),
         bell: Arc::new(Notify::new()),
         gpus: Arc::default(),
     };
@@ -245,12 +245,32 @@ async fn what_is_missing_is_said_before_anything_starts() {
     assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
 }
 
+#[test]
+fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
+    use super::super::preflight::check;
+    let looked = |script: &str| {
+        let mut place = place(1, script);
+        let data = place.dir.path().join("data/train/cat");
+        fs::create_dir_all(&data).unwrap();
+        fs::write(data.join("a.png"), "no picture").unwrap();
+        place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
+        let said = check(&place.held, &place.around.program, &std::sync::atomic::AtomicBool::new(false));
+        (said, fs::read_to_string(place.held.job_dir.join("dataset.json")).ok())
+    };
+    let (said, note) = looked("kill -9 $$");
+    let refusal = said.unwrap_err();
+    assert!(refusal.detail.contains("was not looked at") && note.is_none(), "{refusal:?} {note:?}");
+    // What is no dataset is left to the ranks.
+    let (said, note) = looked("echo '{\"Err\":\"holds nothing\"}'");
+    assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
+}
+
 #[tokio::test]
 async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // As a look at a file on a dead server: it never comes back, cancelled or not.
-        place.around.check = |_, _| loop {
+        place.around.check = |_, _, _| loop {
             std::thread::park();
         };
         let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
@@ -263,7 +283,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.around.check = |held, cancelled| {
+    place.around.check = |held, _, cancelled| {
         let begun = held.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {

@@ -35,6 +35,7 @@ impl Maker<'_> {
             labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
             global_samples: chosen.len(),
+            ..Batch::default()
         };
         if form == Form::Draws {
             let packed =
@@ -42,7 +43,7 @@ impl Maker<'_> {
             batch.draws = chosen.iter().map(packed).collect();
             return Ok(batch);
         }
-        let device = self.device.filter(|device| part.is_decoded_each_step() && device.is_in_use());
+        let device = self.device.filter(|device| device.is_in_use());
         let fill = |begun: &[Begun<'_>]| self.fill(&mut batch, chosen, epoch, begun);
         match device {
             Some(device) => on_device::begin(device, part, transform, chosen, epoch, workers, fill)?,

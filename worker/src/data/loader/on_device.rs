@@ -39,8 +39,11 @@ struct Wanted {
     flip: bool,
 }
 
-/// Calls `then` with how far each of the pictures at `chosen` is; `epoch` is `None` for evaluation. What the device
-/// fails at, cores have to do.
+/// Calls `then` with how far each of the pictures at `chosen` is, or with nothing if they are in memory; `epoch` is `None`
+/// for evaluation. What the device fails at, cores have to do.
+///
+/// # Errors
+/// [`DataError::File`], by the name of its place: a picture that cannot be read. What cannot be decoded is for `then` to find.
 pub(super) fn begin<T>(
     device: &OnDevice,
     part: &Part,
@@ -50,12 +53,13 @@ pub(super) fn begin<T>(
     workers: &Workers,
     then: impl FnOnce(&[Begun<'_>]) -> Result<T, DataError>,
 ) -> Result<T, DataError> {
+    let Some(listing) = part.files() else { return then(&[]) };
     let goal = Goal::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
     let held = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
         let place = chosen[number];
-        let bytes = part.read(place as usize)?;
+        let bytes = listing.read(place as usize)?;
         if held.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
             device.for_cores(ForCores::LongBatch, 1);
             return Ok(File::Passed);

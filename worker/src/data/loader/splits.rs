@@ -2,20 +2,22 @@
 
 use super::Pixels;
 use crate::data::{
-    Catalog, DataError, Picture, Samples,
+    Catalog, DataError, Samples,
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},
-    picture,
+    listing::Listing,
 };
 use lockstep_protocol::spec::DataSpec;
 use rayon::prelude::*;
-use std::{path::PathBuf, sync::Arc};
+use std::sync::Arc;
 
 /// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
-const CACHE_BYTES: usize = 1 << 30;
+pub(super) const CACHE_BYTES: usize = 1 << 30;
 
 /// A split after its broken files were found.
 pub(super) struct Opened {
     pub(super) pixels: Pixels,
+    /// Of pictures that were decoded: tells their files apart, which other machines may decode to other bits.
+    pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
     pub(super) height: usize,
     pub(super) width: usize,
@@ -36,15 +38,16 @@ pub(super) fn normalisation(
             Pixels::Files { files, square } => {
                 // Enough for three digits; decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
-                let look = |file: &PathBuf| {
-                    let picture = Picture::read(file).ok()?;
+                let look = |i: usize| {
+                    let picture = files.picture(i).ok()?;
                     let picture = match square {
                         Some(side) => picture.centre_square(*side),
                         None => picture,
                     };
                     Some(Moments::of(&picture.pixels, channels))
                 };
-                let counted: Vec<_> = files.par_iter().step_by(every).filter_map(look).collect();
+                let counted: Vec<_> =
+                    (0..files.len()).into_par_iter().step_by(every).filter_map(look).collect();
                 let mut all = Moments::default();
                 counted.iter().for_each(|one| all.add(one));
                 all.mean_std()
@@ -55,7 +58,7 @@ pub(super) fn normalisation(
         Some(values) if values.len() == channels => Ok(values.clone()),
         Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
         Some(values) => Err(DataError::Invalid(format!(
-            "data.{name} has {} values, but the pictures have {channels} channel{}",
+            "data.{name} has {} values (a recipe's, unless the job gives its own), but the pictures have {channels} channel{}",
             values.len(),
             if channels == 1 { "" } else { "s" }
         ))),
@@ -64,66 +67,66 @@ pub(super) fn normalisation(
     Ok((fit("mean", &spec.mean, found_mean)?, fit("std", &spec.std, found_std)?))
 }
 
-/// The one size that all pictures have, if they do; files with a broken header are taken out of the
-/// catalog and named.
-pub(super) fn sizes(
-    catalog: &mut Catalog,
-    skipped: &mut Vec<String>,
-) -> Result<Option<(u32, u32)>, DataError> {
-    let mut all = Vec::new();
-    for split in &mut catalog.splits {
-        match &mut split.samples {
-            Samples::Memory { width, height, .. } => all.push((*width, *height)),
-            Samples::Files(files) => {
-                let looked: Vec<_> = files.par_iter().map(|f| picture::dimensions(f)).collect();
-                all.extend(looked.iter().flatten().copied());
-                leave_out(files, &mut split.labels, &looked, skipped);
-            }
+/// The one size that all pictures have, if they do.
+pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
+    let (mut first, mut same) = (None, true);
+    for split in &catalog.splits {
+        let mut add = |size: (u32, u32)| same &= *first.get_or_insert(size) == size;
+        match &split.samples {
+            Samples::Memory { width, height, .. } => add((*width, *height)),
+            Samples::Listed(listing) => (0..listing.len()).for_each(|i| add(listing.dimensions(i))),
         }
         if split.labels.is_empty() {
-            return Err(DataError::Invalid(format!(
-                "no readable picture in split {:?}: {}",
-                split.name,
-                skipped.join("; ")
-            )));
+            return Err(none_left(&split.name, skipped));
         }
     }
-    Ok(all.first().copied().filter(|first| all.iter().all(|s| s == first)))
+    Ok(first.filter(|_| same))
+}
+
+fn none_left(split: &str, skipped: &[String]) -> DataError {
+    DataError::Invalid(format!(
+        "no readable picture in split {split:?}: {}{}",
+        skipped.iter().take(20).cloned().collect::<Vec<_>>().join("; "),
+        if skipped.len() > 20 { "; ..." } else { "" }
+    ))
 }
 
 fn leave_out<T>(
-    files: &mut Vec<PathBuf>,
+    listing: &mut Listing,
     labels: &mut Vec<u32>,
     looked: &[Result<T, DataError>],
     skipped: &mut Vec<String>,
 ) {
     skipped.extend(looked.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
-    let mut good = looked.iter().map(Result::is_ok);
-    files.retain(|_| good.next().unwrap_or(false));
-    let mut good = looked.iter().map(Result::is_ok);
+    let good: Vec<bool> = looked.iter().map(Result::is_ok).collect();
+    listing.retain(&good);
+    let mut good = good.into_iter();
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Decodes splits that fit into memory, unless each step needs the `whole` pictures.
+/// Decodes splits that fit into `room` bytes, unless each step needs the `whole` pictures.
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common: Option<(u32, u32)>,
     spec: &DataSpec,
     whole: bool,
+    room: usize,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Opened>, DataError> {
     let mut opened = Vec::new();
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
+        let mut files_digest = None;
         let (pixels, width, height, channels) = match std::mem::replace(
             &mut split.samples,
-            Samples::Files(Vec::new()),
+            Samples::Listed(Listing::default()),
         ) {
             Samples::Memory { pixels, height, width, channels } => {
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
-            Samples::Files(mut files) => {
-                let (square, width, height) = match (common, spec.image_size) {
+            Samples::Listed(mut files) => {
+                let largest = spec.image_size.as_ref().and(spec.evaluation_size());
+                let (square, width, height) = match (common, largest) {
                     (Some((width, height)), None) => (None, width, height),
                     (Some((width, height)), Some(side)) if width == height && width <= side => {
                         (None, width, height)
@@ -136,17 +139,20 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let pixels = if !whole && files.len().saturating_mul(size) <= CACHE_BYTES {
-                    let decoded: Vec<_> = files
-                        .par_iter()
-                        .map(|f| {
-                            Picture::read(f).map(|p| match square {
+                let pixels = if !whole && files.len().saturating_mul(size) <= room {
+                    let decoded: Vec<_> = (0..files.len())
+                        .into_par_iter()
+                        .map(|i| {
+                            files.picture(i).map(|p| match square {
                                 Some(side) => p.centre_square(side).pixels,
                                 None => p.pixels,
                             })
                         })
                         .collect();
                     leave_out(&mut files, &mut labels, &decoded, skipped);
+                    let mut hash = crc32fast::Hasher::new();
+                    (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
+                    files_digest = Some(hash.finalize());
                     Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                 } else {
                     Pixels::Files { files: Arc::new(files), square }
@@ -155,14 +161,11 @@ pub(super) fn open_splits(
             }
         };
         if labels.is_empty() {
-            return Err(DataError::Invalid(format!(
-                "no readable picture in split {:?}: {}",
-                split.name,
-                skipped.join("; ")
-            )));
+            return Err(none_left(&split.name, skipped));
         }
         opened.push(Opened {
             pixels,
+            files_digest,
             labels: Arc::new(labels),
             height: height as usize,
             width: width as usize,

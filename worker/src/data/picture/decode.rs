@@ -108,6 +108,18 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     Ok(Header { format, width, height, orientation, body: Body::Other(Box::new(decoder)) })
 }
 
+/// Whether these are a JPEG picture that nothing turns, of three channels: whoever decodes it has it upright and in RGB.
+pub(in crate::data) fn is_plain_jpeg(bytes: &[u8]) -> bool {
+    let plain = |header: Header<'_>| match &header.body {
+        Body::Jpeg(decoder) => {
+            let channels = decoder.info().map(|info| info.components);
+            header.orientation == Orientation::NoTransforms && channels == Some(3)
+        }
+        Body::Other(_) => false,
+    };
+    format_of(bytes) == Some(ImageFormat::Jpeg) && jpeg(bytes).is_ok_and(plain)
+}
+
 /// From an EXIF block, which some writers begin as JPEG files do.
 fn orientation(exif: Option<&[u8]>) -> Orientation {
     exif.map(|exif| exif.strip_prefix(b"Exif\0\0").unwrap_or(exif))

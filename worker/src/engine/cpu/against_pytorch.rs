@@ -225,6 +225,7 @@ fn cross_entropy() {
         let found = loss::cross_entropy(
             &logits,
             &labels,
+            None,
             classes,
             smoothing as f32 / 100.0,
             Some((&mut gradient, 1.0 / batch as f64)),

@@ -12,10 +12,12 @@ pub(super) struct Loss {
 /// Loss of `logits` `[labels, classes]`; with `gradient`, that of the logits times `scale` is written.
 ///
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere,
-/// as PyTorch's. Labels are below `classes`.
+/// as PyTorch's. `mixed`: of those `1 - smoothing`, lambda on the label and the rest on another one, and a prediction is
+/// right that is the label with more. Labels are below `classes`.
 pub(super) fn cross_entropy(
     logits: &[f32],
     labels: &[u32],
+    mixed: Option<(&[u32], f32)>,
     classes: usize,
     smoothing: f32,
     gradient: Option<(&mut [f32], f64)>,
@@ -27,8 +29,8 @@ pub(super) fn cross_entropy(
         Some((values, scale)) => (Some(values.chunks_exact_mut(classes)), scale),
         None => (None, 0.0),
     };
-    for (row, &label) in logits.chunks_exact(classes).zip(labels) {
-        let label = label as usize;
+    for (number, (row, &label)) in logits.chunks_exact(classes).zip(labels).enumerate() {
+        let mut label = label as usize;
         let mut best = 0;
         for (c, v) in row.iter().enumerate() {
             if *v > row[best] {
@@ -39,12 +41,30 @@ pub(super) fn cross_entropy(
         let total: f64 = row.iter().map(|&v| (f64::from(v) - max).exp()).sum();
         let log_sum = max + total.ln();
         let sum_of_logits: f64 = row.iter().map(|&v| f64::from(v)).sum();
-        loss.sum += (1.0 - smoothing) * (log_sum - f64::from(row[label]))
-            + even * (classes as f64 * log_sum - sum_of_logits);
+        let mut wanted_logit = f64::from(row[label]);
+        // The label with less of the target, and how much of it.
+        let mut second = None;
+        if let Some((labels, lambda)) = mixed {
+            let (mut other, mut share) = (labels[number] as usize, 1.0 - f64::from(lambda));
+            if share > 0.5 {
+                std::mem::swap(&mut label, &mut other);
+                share = f64::from(lambda);
+            }
+            wanted_logit = (1.0 - share) * f64::from(row[label]) + share * f64::from(row[other]);
+            second = Some((other, share));
+        }
+        let own_share = 1.0 - second.map_or(0.0, |(_, share)| share);
+        loss.sum +=
+            (1.0 - smoothing) * (log_sum - wanted_logit) + even * (classes as f64 * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
             for (c, (d, &v)) in d.iter_mut().zip(row).enumerate() {
-                let target = even + if c == label { 1.0 - smoothing } else { 0.0 };
+                let mut target = even + if c == label { (1.0 - smoothing) * own_share } else { 0.0 };
+                if let Some((other, share)) = second
+                    && c == other
+                {
+                    target += (1.0 - smoothing) * share;
+                }
                 *d = (scale * ((f64::from(v) - log_sum).exp() - target)) as f32;
             }
         }

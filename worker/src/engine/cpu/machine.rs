@@ -114,6 +114,14 @@ impl Machine {
         Ok(machine)
     }
 
+    /// Goes on with the same network at another size of its input: what is trained stays, buffers grow.
+    pub(super) fn set_network(&mut self, network: Arc<Network>) -> Result<(), EngineError> {
+        self.steps = plan::compile(&network)?;
+        self.network = network;
+        self.reserve(self.config.batch_size);
+        Ok(())
+    }
+
     /// Makes room for activations of `batch` pictures; never shrinks.
     pub(super) fn reserve(&mut self, batch: usize) {
         let outputs = self.steps.iter().map(Step::output);
@@ -162,7 +170,7 @@ impl Machine {
             // Whose pictures a batch norm's statistics are of.
             let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() } as f64;
             self.forward(&batch.images, batch.labels.len(), Some(of))?;
-            let part = self.loss_and_gradient(&batch.labels, scale);
+            let part = self.loss_and_gradient(batch, scale);
             measured.sum += part.sum;
             measured.correct += part.correct;
             let turn = gradient::Turn { first: std::mem::take(&mut first), last: slot == last };
@@ -182,13 +190,14 @@ impl Machine {
     }
 
     /// Loss of the logits; leaves their gradient times `scale` for backward.
-    fn loss_and_gradient(&mut self, labels: &[u32], scale: f64) -> loss::Loss {
+    fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
         let (tensor, classes) = (self.network.logits(), self.network.classes);
-        let len = labels.len() * classes;
+        let len = batch.labels.len() * classes;
         let mut gradient = self.spare.take(len);
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
-        let loss = loss::cross_entropy(logits, labels, classes, smoothing, Some((&mut gradient, scale)));
+        let gradient_of = Some((&mut gradient[..], scale));
+        let loss = loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
         self.gradient_parts[tensor].push(gradient);
         loss
     }
@@ -211,7 +220,7 @@ impl Machine {
     /// See [`crate::engine::Engine::eval_step`].
     pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         let logits = self.infer(batch)?;
-        let loss = loss::cross_entropy(&logits, &batch.labels, self.network.classes, 0.0, None);
+        let loss = loss::cross_entropy(&logits, &batch.labels, None, self.network.classes, 0.0, None);
         Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
     }
 

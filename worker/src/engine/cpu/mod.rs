@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 mod against_pytorch;
+mod average;
 mod backward;
 mod batch_norm;
 pub mod conv;
@@ -25,9 +26,10 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    first_not_finite,
+    finite, unknown_size,
 };
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
+use average::Average;
 use machine::Machine;
 use std::sync::Arc;
 
@@ -43,7 +45,8 @@ pub(super) fn build(
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
     let machine = Machine::new(network.clone(), config, comm.clone())?;
-    let mut engine = CpuEngine { threads, machine, network, comm };
+    let mut engine =
+        CpuEngine { threads, machine, sizes: vec![network.clone()], network, comm, average: None };
     engine.set_parameters(initial)?;
     if engine.machine.state.memory().is_some() {
         engine.comm.barrier()?;
@@ -54,11 +57,30 @@ pub(super) fn build(
 struct CpuEngine {
     threads: rayon::ThreadPool,
     machine: Machine,
+    /// For pictures of the current size.
     network: Arc<Network>,
+    /// For each size that it is ready for.
+    sizes: Vec<Arc<Network>>,
     comm: Arc<dyn Communicator>,
+    average: Option<Average>,
 }
 
 impl Engine for CpuEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        let sizes = training.iter().chain(evaluation);
+        self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
+        Ok(())
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            let network = self.sizes.iter().find(|network| network.image_size == image_size);
+            self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
+            self.machine.set_network(self.network.clone())?;
+        }
+        Ok(())
+    }
+
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         for batch in micro_batches {
             check_batch(&self.network, batch)?;
@@ -80,16 +102,8 @@ impl Engine for CpuEngine {
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        let mut all = NamedTensors::new();
-        self.machine.layout.export(None, &self.machine.state.weights, &mut all);
-        for norm in &self.machine.norms {
-            for (suffix, values) in [("running_mean", &norm.running_mean), ("running_var", &norm.running_var)]
-            {
-                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
-            }
-        }
-        Ok(all)
+        let running = self.machine.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        Ok(self.export(&self.machine.state.weights, running))
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -105,6 +119,38 @@ impl Engine for CpuEngine {
                 norm.running_var.copy_from_slice(&var.values);
             }
         }
+        Ok(())
+    }
+
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        let Machine { state, norms, .. } = &self.machine;
+        match &mut self.average {
+            Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
+            none => *none = Some(Average::new(&state.weights, norms)),
+        }
+        Ok(())
+    }
+
+    fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let export = |a: &Average| self.export(&a.weights, a.running.iter().map(|[mean, var]| [mean, var]));
+        Ok(self.average.as_ref().map(export))
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        layout::check(&self.network, values)?;
+        let Machine { layout, state, norms, .. } = &self.machine;
+        let mut average = Average::new(&state.weights, norms);
+        layout.import(None, values, &mut average.weights);
+        for (own, norm) in average.running.iter_mut().zip(norms) {
+            for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
+                own.clone_from(&values[&format!("{}.{suffix}", norm.name)].values);
+            }
+        }
+        self.average = Some(average);
         Ok(())
     }
 
@@ -132,8 +178,7 @@ impl Engine for CpuEngine {
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        let found = first_not_finite(&self.parameters()?);
-        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
+        finite::first_of_engine(self)
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
@@ -175,6 +220,19 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
+    /// Weights in the engine's order, and each batch norm's running mean and variance.
+    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
+        let mut all = NamedTensors::new();
+        self.machine.layout.export(None, weights, &mut all);
+        for (norm, of_norm) in self.machine.norms.iter().zip(running) {
+            for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
+                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
+            }
+        }
+        all
+    }
+
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
     fn writes(&self) -> bool {
         self.machine.state.memory().is_none() || self.comm.rank() == 0
@@ -191,11 +249,5 @@ fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
             batch.images.len()
         )));
     }
-    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
-        Some(label) => Err(EngineError::Parameters(format!(
-            "label {label} does not exist: the network has {} classes, numbered from 0",
-            network.classes
-        ))),
-        None => Ok(()),
-    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

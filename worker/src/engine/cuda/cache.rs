@@ -1,15 +1,8 @@
 //! Files that save work at the next start: compiled kernels and the choice of convolution plans.
 //! Losing them costs seconds, so trouble with them is only told.
 
-use std::{fs, path::PathBuf};
-
-/// `$LOCKSTEP_CACHE`, else `lockstep` in the user's cache directory.
-pub(super) fn dir() -> Option<PathBuf> {
-    let from = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    from("LOCKSTEP_CACHE")
-        .or_else(|| from("XDG_CACHE_HOME").map(|d| d.join("lockstep")))
-        .or_else(|| from("HOME").map(|d| d.join(".cache").join("lockstep")))
-}
+use crate::cache::dir;
+use std::fs;
 
 /// The content of `name`, if it is there.
 pub(super) fn read(name: &str) -> Option<Vec<u8>> {

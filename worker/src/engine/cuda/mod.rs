@@ -31,7 +31,7 @@ pub use kernels::DType;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    first_not_finite,
+    finite, unknown_size,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -127,6 +127,8 @@ fn dtype_of(precision: Precision) -> DType {
 /// A way through the step that is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Route {
+    /// Of the network's input.
+    image_size: usize,
     phase: Phase,
     input: Input,
 }
@@ -164,6 +166,7 @@ struct CudaEngine {
     /// Started and done, for the watchdog.
     steps: (u64, u64),
     config: EngineConfig,
+    /// For pictures of the current size.
     network: Arc<Network>,
     comm: Arc<dyn Communicator>,
     device: Device,
@@ -179,7 +182,7 @@ impl CudaEngine {
             *calls = self.program.profile(phase, input)?;
             return Ok(());
         }
-        let route = Route { phase, input };
+        let route = Route { image_size: self.network.image_size, phase, input };
         let main = self.program.main.0;
         match self.graphs.get(&route) {
             Some(Recorded::Graph(graph)) => graph.launch(main)?,
@@ -211,7 +214,7 @@ impl CudaEngine {
         }
         let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {
-            let values = self.config.batch_size * self.network.tensors[self.network.input()].len();
+            let values = self.config.batch_size * self.program.most_values();
             self.device.synchronize()?;
             self.graphs.clear();
             self.staging = Some(Staging::new(&self.device, form, values)?);
@@ -282,6 +285,20 @@ impl CudaEngine {
 }
 
 impl Engine for CudaEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.graphs.clear();
+        self.program.take_sizes(&self.device, training, evaluation)
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            self.network = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+        }
+        Ok(())
+    }
+
     fn take_data(&mut self, data: &DataSource) -> Result<Form, EngineError> {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
@@ -321,6 +338,8 @@ impl Engine for CudaEngine {
                 stat_pictures: of as f32,
                 grad_scale: (sum_of / total) as f32,
                 lr,
+                mixed: batch.mixed().is_some().into(),
+                lambda: batch.lambda,
                 ..Control::default()
             };
             let whole = batch.labels.len() == self.config.batch_size;
@@ -388,6 +407,27 @@ impl Engine for CudaEngine {
         Ok(())
     }
 
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        self.device.bind()?;
+        let Program { state, ops, main, .. } = &mut self.program;
+        Ok(state.average(&self.device, ops, main.0, decay)?)
+    }
+
+    fn has_average(&self) -> bool {
+        self.program.state.has_average()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        self.read(State::averaged)
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        super::cpu::layout::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_averaged(&self.device, values)
+    }
+
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         self.read(State::optimizer_state)
     }
@@ -432,8 +472,7 @@ impl Engine for CudaEngine {
         if self.program.is_finite()? {
             return Ok(None);
         }
-        let found = first_not_finite(&self.parameters()?);
-        Ok(found.or(first_not_finite(&self.optimizer_state()?.slots)))
+        finite::first_of_engine(self)
     }
 
     fn exchange(&self) -> String {
@@ -505,6 +544,7 @@ fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
             labels: batch.labels[from..to].to_vec(),
             indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
             global_samples: to - from,
+            ..Batch::default()
         }
     };
     (0..batch.labels.len()).step_by(room).map(part).collect()
@@ -524,11 +564,5 @@ fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), Engi
             "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
         )));
     }
-    match batch.labels.iter().find(|&&label| label as usize >= network.classes) {
-        Some(label) => Err(EngineError::Parameters(format!(
-            "label {label} does not exist: the network has {} classes, numbered from 0",
-            network.classes
-        ))),
-        None => Ok(()),
-    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

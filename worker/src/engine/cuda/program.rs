@@ -24,7 +24,7 @@ use crate::{
     gpu::GpuConfig,
     net::{Network, TensorId},
 };
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 use walk::Walk;
 
 mod walk;
@@ -98,7 +98,10 @@ struct Scaled {
 }
 
 pub(super) struct Program {
+    /// For pictures of the current size; what else follows from the size is looked up by it.
     network: Arc<Network>,
+    /// For each size that there is memory and a plan for.
+    sizes: Vec<Arc<Network>>,
     nodes: Vec<Node>,
     norms: Vec<NormSite>,
     config: EngineConfig,
@@ -135,8 +138,8 @@ pub(super) struct Program {
     channel_sums: Buffer,
     /// What each byte of each channel becomes, float32.
     normalisation: Buffer,
-    /// Tables that scale pictures of other sizes to the network's.
-    scalings: Vec<Scaled>,
+    /// By the size of the network's input, tables that scale pictures of other sizes to it.
+    scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a look for numbers that are not finite found one.
     found: Buffer,
     /// Loss and right answers of the step.
@@ -276,7 +279,7 @@ impl Program {
             inputs: Inputs::new(device, config.batch_size)?,
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
-            scalings: Vec::new(),
+            scalings: HashMap::new(),
             found: device.zeros(256)?,
             totals: device.zeros(256)?,
             stamps: device.zeros(256)?,
@@ -305,40 +308,106 @@ impl Program {
             channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
             nodes,
             norms,
+            sizes: vec![network.clone()],
             network,
         };
         program.reserve(device)?;
         Ok(program)
     }
 
+    /// Prepares for more sizes of pictures, some of which are never trained on. Nothing may be recorded yet, as memory
+    /// moves.
+    pub(super) fn take_sizes(
+        &mut self,
+        device: &Device,
+        training: &[usize],
+        evaluation: &[usize],
+    ) -> Result<(), EngineError> {
+        let own = self.network.clone();
+        if let Some(odd) =
+            training.iter().chain(evaluation).find(|size| self.folded && !size.is_multiple_of(2))
+        {
+            let text = format!(
+                "pictures of {odd} pixels beside those of {}: sizes of one run are even",
+                own.image_size
+            );
+            return Err(CudaError::Unsupported(text).into());
+        }
+        // The memory is that of the largest.
+        let mut bytes = self.arena.bytes;
+        for (sizes, trains) in [(training, true), (evaluation, false)] {
+            for size in sizes {
+                self.network = Arc::new(own.resized(*size));
+                self.sizes.push(self.network.clone());
+                self.prepare_plans(device, trains)?;
+                bytes = bytes.max(self.arena_bytes(trains)?);
+            }
+        }
+        self.network = own;
+        self.allocate(device, bytes)
+    }
+
+    /// Goes on with pictures of another size; gives its network.
+    pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
+        self.network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
+        Some(self.network.clone())
+    }
+
+    /// Values of a picture of the largest size.
+    pub(super) fn most_values(&self) -> usize {
+        self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
+    }
+
     /// Prepares plans and memory: goes through the steps once without starting anything.
     fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
+        self.prepare_plans(device, true)?;
+        let bytes = self.arena_bytes(true)?;
+        self.allocate(device, bytes)
+    }
+
+    /// Finds a plan for each convolution of the current size; of all passes where it `trains`.
+    fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let mut wanted = Vec::new();
         for node in &self.nodes {
             let Some((convolution, first)) = self.convolution(node) else { continue };
+            wanted.push(Convolution { direction: Direction::Forward, ..convolution });
+            if !trains {
+                continue;
+            }
             if matches!(node, Node::Conv { .. }) && self.takes_sums(&convolution) {
                 wanted.push(Convolution { sums: true, ..convolution });
             }
-            wanted.push(Convolution { direction: Direction::Forward, ..convolution });
             wanted.push(Convolution { direction: Direction::Weight, ..convolution });
             if !first {
                 wanted.push(Convolution { direction: Direction::Input, ..convolution });
             }
         }
-        self.tuner.prepare(device, &wanted)?;
-        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
-        self.workspace = device.alloc(own)?;
-        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
+        Ok(self.tuner.prepare(device, &wanted)?)
+    }
 
+    /// What activations of the current size take at most.
+    fn arena_bytes(&self, trains: bool) -> Result<usize, EngineError> {
         let both = Accumulation { first: true, last: true, whole: true };
         let peak = |phase: Phase, beside: bool| -> Result<usize, EngineError> {
             let mut walk = Walk::new(self, None, beside);
             walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
             Ok(walk.arena.peak)
         };
+        let evaluated = peak(Phase::Evaluate, true)?;
+        if !trains {
+            return Ok(evaluated);
+        }
         // Without any beside is how a step is timed call by call.
-        let trained = peak(Phase::Train(both), true)?.max(peak(Phase::Train(both), false)?);
-        let bytes = trained.max(peak(Phase::Evaluate, true)?);
+        Ok(evaluated.max(peak(Phase::Train(both), true)?).max(peak(Phase::Train(both), false)?))
+    }
+
+    /// Room for activations and for all plans.
+    fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
+        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
+        self.workspace = device.alloc(own)?;
+        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
+        // The old one first: both may not fit.
+        self.arena = device.alloc(256)?;
         self.arena = device.zeros(bytes)?;
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
         tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
@@ -362,13 +431,16 @@ impl Program {
 
     /// Prepares for pictures of `height` x `width` pixels on the GPU.
     pub(super) fn set_size(&mut self, device: &Device, height: usize, width: usize) -> Result<(), CudaError> {
-        let side = self.network.image_size;
         self.scalings.clear();
-        if (height, width) != (side, side) {
-            for from in [height, width] {
-                let table = ScaleTable::new(from as u32, side as u32);
-                self.scalings.push(Scaled { at: device.upload(&table.entries)?, table });
+        for side in self.sizes.iter().map(|network| network.image_size) {
+            if (height, width) == (side, side) {
+                continue;
             }
+            let scaled = |from: usize| -> Result<Scaled, CudaError> {
+                let table = ScaleTable::new(from as u32, side as u32);
+                Ok(Scaled { at: device.upload(&table.entries)?, table })
+            };
+            self.scalings.insert(side, [scaled(height)?, scaled(width)?]);
         }
         Ok(())
     }

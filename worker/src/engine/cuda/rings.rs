@@ -19,19 +19,22 @@ const RESULTS: usize = 64;
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
 /// What changes from one micro-batch to the next; `Control` of the kernels. Followed by the place in the
-/// dataset, the augmentation and the label of each picture.
+/// dataset, the augmentation, the label and the label of the picture that it is mixed with, of each picture.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Control {
     /// Real pictures among those that the step has room for.
     pub(super) valid: u32,
-    pub(super) pad: u32,
+    /// Whether pictures are mixed with others.
+    pub(super) mixed: u32,
     /// Pictures that batch norm's statistics are of.
     pub(super) stat_pictures: f32,
     /// Factor of each picture's loss gradient.
     pub(super) grad_scale: f32,
     pub(super) lr: f32,
-    pub(super) pads: [u32; 3],
+    /// How much of a mixed picture is itself.
+    pub(super) lambda: f32,
+    pub(super) pads: [u32; 2],
 }
 
 // SAFETY: numbers without a gap between them.
@@ -93,7 +96,7 @@ impl Inputs {
     }
 
     fn words_for(batch: usize) -> usize {
-        (CONTROL_WORDS + 3 * batch).next_multiple_of(64)
+        (CONTROL_WORDS + 4 * batch).next_multiple_of(64)
     }
 
     /// Words of a slot.
@@ -123,6 +126,7 @@ impl Inputs {
         next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
         next().zip(&batch.draws).for_each(|(w, v)| *w = *v);
         next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
+        next().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
         self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);
         self.sent = self.sent.wrapping_add(1);
         Ok(())

@@ -59,6 +59,8 @@ pub(super) struct State {
     running_values: Buffer,
     running: Vec<Running>,
     pub(super) scaling: Buffer,
+    /// Running averages of the weights and of the running statistics.
+    average: Option<[Buffer; 2]>,
 }
 
 impl State {
@@ -99,6 +101,7 @@ impl State {
             running_values: device.zeros(4 * at.max(1))?,
             running: running.into_iter().map(|(_, r)| r).collect(),
             scaling: device.upload(&[scaling])?,
+            average: None,
             layout,
             dtype,
         })
@@ -129,9 +132,13 @@ impl State {
 
     /// Weights, biases and running statistics.
     pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        self.read_tensors(&self.weights, &self.running_values)
+    }
+
+    fn read_tensors(&self, weights: &Buffer, running: &Buffer) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.layout.export(None, &read(&self.weights)?, &mut all);
-        let values = read(&self.running_values)?;
+        self.layout.export(None, &read(weights)?, &mut all);
+        let values = read(running)?;
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
                 let values = values[at..at + r.channels].to_vec();
@@ -148,6 +155,12 @@ impl State {
         stream: Stream,
         values: &NamedTensors,
     ) -> Result<(), EngineError> {
+        let flat = self.flat_of(values)?;
+        self.write_flat(ops, stream, &flat)
+    }
+
+    /// Weights and running statistics of `values`, one after another.
+    fn flat_of(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
         let mut flat = self.layout.import(None, values)?;
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
         for r in &self.running {
@@ -158,7 +171,56 @@ impl State {
             }
         }
         flat.extend(statistics);
-        self.write_flat(ops, stream, &flat)
+        Ok(flat)
+    }
+
+    /// After the steps that were started: see [`crate::engine::Engine::average`].
+    pub(super) fn average(
+        &mut self,
+        device: &Device,
+        ops: &Ops,
+        stream: Stream,
+        decay: f64,
+    ) -> Result<(), CudaError> {
+        let first = self.average.is_none();
+        if first {
+            self.make_room_for_average(device)?;
+        }
+        let decay = if first { 0.0 } else { decay };
+        for (average, values) in self.average.iter().flatten().zip([&self.weights, &self.running_values]) {
+            ops.average(stream, average.ptr, values.ptr, values.bytes as u64 / 4, decay)?;
+        }
+        Ok(())
+    }
+
+    fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
+        let [weights, running] = [&self.weights, &self.running_values].map(|of| device.zeros(of.bytes));
+        self.average = Some([weights?, running?]);
+        // Zeros are there before a stream of its own uses them.
+        device.synchronize()
+    }
+
+    pub(super) fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    pub(super) fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(weights, running);
+        self.average.as_ref().map(of).transpose()
+    }
+
+    /// Replaces it; `values` are known to be whole.
+    pub(super) fn set_averaged(&mut self, device: &Device, values: &NamedTensors) -> Result<(), EngineError> {
+        let flat = self.flat_of(values)?;
+        if self.average.is_none() {
+            self.make_room_for_average(device)?;
+        }
+        if let Some([weights, running]) = &self.average {
+            let (of_weights, statistics) = flat.split_at(self.layout.len);
+            weights.write(of_weights)?;
+            running.write(statistics)?;
+        }
+        Ok(())
     }
 
     /// Weights and running statistics, one after another.
@@ -196,10 +258,13 @@ impl State {
         Ok(now[0])
     }
 
-    /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
+    /// Whether all weights, biases, running statistics, what the optimizer keeps and the average are finite.
     pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
         found.write(&[0u32])?;
-        for values in [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots) {
+        let average = self.average.iter().flatten();
+        for values in
+            [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots).chain(average)
+        {
             ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
         }
         stream.synchronize()?;

@@ -11,12 +11,14 @@ use crate::{
     made_up::{labels, values},
     net::{Network, init, resnet},
 };
-use lockstep_protocol::spec::{Arch, DataSpec, LossScale, ModelSpec, Precision, Stem};
+use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
 use std::{path::PathBuf, sync::Arc};
 
 mod defaults;
+mod mixing;
 mod optimizers;
 mod scaling;
+mod sizes;
 
 fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
@@ -440,7 +442,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
         let spec = DataSpec {
             crop_padding: 3,
             horizontal_flip: true,
-            image_size: Some(side),
+            image_size: Some(ImageSize::Fixed(side)),
             ..DataSpec::default()
         };
         let network = Arc::new(

@@ -2,8 +2,8 @@
 //! host decodes and does with the pixels what the kernel does, from the same descriptions.
 
 use super::*;
-use crate::data::loader::{Batch, DataSource, EpochPlan, Form};
-use lockstep_protocol::spec::{AutoAugment, DataSpec, Validation};
+use crate::data::loader::{Batch, DataSource, EpochPlan, Form, Mixing};
+use lockstep_protocol::spec::{AutoAugment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
     collections::BTreeMap,
     fs,
@@ -170,7 +170,8 @@ fn batches(data: &DataSource) -> Vec<Batch> {
 fn what_a_gpu_is_told_to_make_is_what_cores_make() {
     let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let of_one_size = folder(|_| (48, 48));
-    let photographs = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let photographs =
+        DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let changed = DataSpec {
         vertical_flip: true,
         color_jitter: [0.4, 0.4, 0.4, 0.1],
@@ -179,14 +180,19 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
     };
     for (name, dir, spec, forms) in [
         ("random resized crops", &of_all_sizes, photographs.clone(), &[Form::Bytes, Form::Normalised][..]),
-        ("enlarged", &of_all_sizes, DataSpec { image_size: Some(90), ..photographs }, &[Form::Bytes][..]),
+        (
+            "enlarged",
+            &of_all_sizes,
+            DataSpec { image_size: Some(ImageSize::Fixed(90)), ..photographs },
+            &[Form::Bytes][..],
+        ),
         ("changed", &of_all_sizes, changed.clone(), &[Form::Bytes][..]),
         ("erased", &of_all_sizes, DataSpec { random_erasing: 0.5, ..changed }, &[Form::Normalised][..]),
         // Training crops the largest centred square; only validation needs all of a picture.
         (
             "squares",
             &of_all_sizes,
-            DataSpec { image_size: Some(24), resize: Some(28), ..spec() },
+            DataSpec { image_size: Some(ImageSize::Fixed(24)), resize: Some(28), ..spec() },
             &[Form::Bytes][..],
         ),
         ("as they are", &of_one_size, DataSpec { resize: Some(50), ..spec() }, &[Form::Bytes][..]),
@@ -210,7 +216,7 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
-    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
     let mut data = open(dir.path(), &spec, Form::Bytes);
 
@@ -240,7 +246,7 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
 #[test]
 fn files_are_held_for_a_gpu_up_to_a_limit() {
     let dir = folder(|_| (40, 40));
-    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
     // All of a batch: as many as there are of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
@@ -262,15 +268,143 @@ fn files_are_held_for_a_gpu_up_to_a_limit() {
 }
 
 #[test]
-fn a_file_that_breaks_is_named_whoever_decodes() {
+fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let sizes = [(1, 16), (3, 24)].map(|(epoch, size)| SizeFrom { epoch, size });
+    let sized = DataSpec {
+        image_size: Some(ImageSize::Schedule(sizes.to_vec())),
+        validation_size: Some(32),
+        ..spec()
+    };
+    for spec in [
+        DataSpec { random_resized_crop: true, ..sized.clone() },
+        // The largest centred square, then a padded crop.
+        DataSpec { resize: Some(36), ..sized },
+    ] {
+        for mixing in [
+            Mixing::default(),
+            Mixing { mixup_alpha: 0.4, cutmix_alpha: 0.0 },
+            Mixing { mixup_alpha: 0.0, cutmix_alpha: 1.0 },
+        ] {
+            let (mut on_cores, mut elsewhere) =
+                (open(dir.path(), &spec, Form::Bytes), open(dir.path(), &spec, Form::Bytes));
+            on_cores.set_mixing(mixing);
+            elsewhere.set_mixing(mixing);
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+            for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
+                let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
+                let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
+                let found: Vec<Batch> = elsewhere.epoch(plan).map(Result::unwrap).collect();
+                assert!(found == wanted, "{mixing:?}, epoch {epoch}");
+                assert!(found.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
+                let pictures: usize = found.iter().map(|batch| batch.labels.len()).sum();
+                assert_eq!(pictures as u64, elsewhere.shape.train_samples, "{mixing:?}, epoch {epoch}");
+            }
+            assert!(batches(&elsewhere) == batches(&on_cores), "{mixing:?}, validation");
+            assert!(elsewhere.decoded().unwrap().by_device > 0);
+        }
+    }
+}
+
+#[test]
+fn pictures_in_shards_are_decoded_as_files_are() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let to = TempDir::new().unwrap();
+    let settings = crate::data::PrepareSettings::default();
+    crate::data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let on_cores = open(to.path(), &spec, Form::Bytes);
+    let mut elsewhere = open(to.path(), &spec, Form::Bytes);
+    assert!(elsewhere.decodes_jpeg());
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+    assert!(batches(&elsewhere) == batches(&on_cores));
+    // Grey pictures and PNG files have become ordinary JPEG.
+    let decoded = elsewhere.decoded().unwrap();
+    assert_eq!((decoded.by_device, decoded.by_cores.len()), (18, 0), "{decoded}");
+}
+
+#[test]
+fn without_a_jpeg_file_there_is_nothing_for_a_decoder_to_do() {
     let dir = folder(|_| (40, 40));
-    let spec = DataSpec { image_size: Some(24), random_resized_crop: true, ..spec() };
-    let mut data = open(dir.path(), &spec, Form::Bytes);
-    data.set_decoder(Some(Arc::new(OnTheHost::default())));
-    fs::write(dir.path().join("train/all/03.jpg"), "I am no picture").unwrap();
-    let found = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
-    let error = found.expect("an error").to_string();
-    assert!(error.contains("03.jpg is text"), "{error}");
+    let home = dir.path().join("train/all");
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    for file in fs::read_dir(&home).unwrap().map(|entry| entry.unwrap().path()) {
+        if file.extension().is_some_and(|extension| extension == "jpg") {
+            fs::remove_file(file).unwrap();
+        }
+    }
+    // What a file is called says nothing.
+    picture(22, 40, 40).save(home.join("other.png")).unwrap();
+    fs::rename(home.join("other.png"), home.join("other.jpg")).unwrap();
+    let data = open(dir.path(), &spec, Form::Bytes);
+    assert!(data.is_prepared_each_step() && !data.decodes_jpeg());
+}
+
+/// A JPEG file whose header and end are as they should be, and whose scan wants a table that is not there: only decoding
+/// tells.
+fn undecodable() -> Vec<u8> {
+    let mut file = jpeg(&picture(5, 40, 40).into());
+    let scan = file.windows(2).position(|marker| marker == [0xff, 0xda]).unwrap();
+    file[scan + 6] = 0x33;
+    file
+}
+
+#[test]
+fn a_picture_that_breaks_is_named_whoever_decodes() {
+    for (content, detail) in [
+        (None, "03.jpg has changed since it was first looked at"),
+        (Some(undecodable()), "03.jpg cannot be decoded"),
+    ] {
+        let dir = folder(|_| (40, 40));
+        let path = dir.path().join("train/all/03.jpg");
+        if let Some(content) = &content {
+            fs::write(&path, content).unwrap();
+        }
+        let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+        let mut data = open(dir.path(), &spec, Form::Bytes);
+        data.set_decoder(Some(Arc::new(OnTheHost::default())));
+        if content.is_none() {
+            fs::write(&path, "I am no picture").unwrap();
+        }
+        let found = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
+        let error = found.expect("an error").to_string();
+        assert!(error.contains(detail), "{error}");
+    }
+}
+
+#[test]
+fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay_on_the_gpu() {
+    let dir = folder(|_| (40, 40));
+    let home = dir.path().join("train/all");
+    fs::write(home.join("05.jpg"), undecodable()).unwrap();
+    let spec = DataSpec {
+        image_size: Some(ImageSize::Fixed(24)),
+        random_resized_crop: true,
+        broken_files: BrokenFiles::Skip,
+        ..spec()
+    };
+    let on_cores = open(dir.path(), &spec, Form::Bytes);
+    let mut elsewhere = open(dir.path(), &spec, Form::Bytes);
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+    fs::remove_file(home.join("11.jpg")).unwrap();
+    let wanted = batches(&on_cores);
+    assert!(batches(&elsewhere) == wanted);
+    assert!(wanted.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
+    for data in [&on_cores, &elsewhere] {
+        let (mut news, count) = data.newly_broken();
+        news.sort();
+        assert_eq!(count, 2, "{news:?}");
+        assert!(
+            news[0].contains("05.jpg cannot be decoded") && news[1].contains("11.jpg cannot be read"),
+            "{news:?}"
+        );
+    }
+    let decoded = elsewhere.decoded().unwrap();
+    assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
+    // By now they are known: nothing fails any more.
+    let failed = decoded.by_cores.get(&ForCores::Failed).copied();
+    assert!(batches(&elsewhere) == wanted);
+    assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&ForCores::Failed).copied(), failed);
 }
 
 /// What may lie between pictures of nvJPEG and of cores: of 255, on average over a batch. `LOCKSTEP_TEST_APART` sets
@@ -340,7 +474,7 @@ fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
-    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let made = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
     let (data, mean, _) = compared(made.path(), &spec);
     let decoded = data.decoded().unwrap();
@@ -372,7 +506,7 @@ fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
     // The scan breaks off in the middle, and the end of the file says that all is there.
     let cut = [&file[..file.len() / 2], b"\xff\xd9"].concat();
     fs::write(&path, cut).unwrap();
-    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, Form::Bytes);
     data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
     for epoch in 0..3 {
@@ -391,7 +525,7 @@ fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
 #[ignore = "needs a GPU"]
 fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
     let dir = folder(|_| (140, 132));
-    let spec = DataSpec { image_size: Some(64), random_resized_crop: true, ..spec() };
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, Form::Bytes);
     data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
     assert_eq!(batches(&data).len(), batches(&data).len());

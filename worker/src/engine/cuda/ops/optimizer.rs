@@ -191,6 +191,25 @@ impl Ops {
         self.launch(stream, "add", self.items(length / 8, 8), &args)
     }
 
+    /// average = decay average + (1 - decay) values; `length` float32 values.
+    pub(in crate::engine::cuda) fn average(
+        &self,
+        stream: Stream,
+        average: Ptr,
+        values: Ptr,
+        length: u64,
+        decay: f64,
+    ) -> Result<(), CudaError> {
+        let args = [
+            Arg::Ptr(average),
+            Arg::Ptr(values),
+            Arg::U64(length),
+            Arg::F32(decay as f32),
+            Arg::F32((1.0 - decay) as f32),
+        ];
+        self.launch(stream, "average_values", self.items(length, 8), &args)
+    }
+
     /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.
     pub(in crate::engine::cuda) fn find_not_finite(
         &self,

@@ -109,8 +109,12 @@ fn gpu_default_losses_follow_the_cpu_engine() {
 #[ignore = "needs a GPU"]
 fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
     const PICTURES: usize = 4;
-    let spec =
-        DataSpec { crop_padding: 1, horizontal_flip: true, image_size: Some(8), ..DataSpec::default() };
+    let spec = DataSpec {
+        crop_padding: 1,
+        horizontal_flip: true,
+        image_size: Some(ImageSize::Fixed(8)),
+        ..DataSpec::default()
+    };
     let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, 8, 1, 10).unwrap());
     let plan = EpochPlan {

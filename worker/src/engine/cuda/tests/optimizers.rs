@@ -194,6 +194,42 @@ fn gpu_adamw_and_lamb_are_what_their_formulas_say_and_go_on_as_if_never_stopped(
 
 #[test]
 #[ignore = "needs a GPU"]
+fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ahead() {
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        let network = network(Arch::ResNet18, Stem::Imagenet, 64);
+        let config = config(8);
+        let average = |wanted: &mut NamedTensors, now: &NamedTensors| {
+            for (name, average) in wanted.iter_mut() {
+                let values = average.values.iter_mut().zip(&now[name].values);
+                values.for_each(|(a, v)| *a = 0.75 * *a + 0.25 * v);
+            }
+        };
+        let (mut stepwise, mut ahead) =
+            (cuda(&network, &config, precision), cuda(&network, &config, precision));
+        let mut wanted: Option<NamedTensors> = None;
+        for step in 0..6 {
+            let batch = [pictures(&network, 8, step)];
+            stepwise.train_step(&batch, 0.02).unwrap();
+            stepwise.average(0.75).unwrap();
+            let now = stepwise.parameters().unwrap();
+            average(wanted.get_or_insert_with(|| now.clone()), &now);
+            ahead.start_step(&batch, 0.02).unwrap();
+            ahead.average(0.75).unwrap();
+        }
+        ahead.finish_steps().unwrap();
+        let (wanted, found) = (wanted.unwrap(), stepwise.averaged().unwrap().unwrap());
+        let (worst, name) = apart(&found, &wanted);
+        assert!(worst < 1e-6, "{precision:?}: {name} is {worst} apart");
+        assert!(ahead.averaged().unwrap().as_ref() == Some(&found), "{precision:?}");
+        let mut other = cuda(&network, &config, precision);
+        assert!(!other.has_average());
+        other.set_averaged(&found).unwrap();
+        assert!(other.averaged().unwrap() == Some(found), "{precision:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn gpu_a_second_moment_that_is_not_finite_is_found() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let optimizer = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };

@@ -26,22 +26,19 @@ impl<'a> Walk<'a> {
                 let pad = ops::PadChannels { from, to, control, pictures, side, channels, padded, folded };
                 return Ok(p.ops.pad_channels(main, pad)?);
             }
-            Input::Staged { at, form: Form::Bytes } => (at, side, side, ops::Which::InOrder, &[][..]),
+            Input::Staged { at, form: Form::Bytes } => (at, side, side, ops::Which::InOrder, None),
             Input::Dataset { pictures, height, width, crop_padding, training } => {
                 let drawn = ops::Which::Drawn { crop_padding: crop_padding as u32 };
                 let which = if training { drawn } else { ops::Which::Indexed };
-                (pictures, height as u32, width as u32, which, &p.scalings[..])
+                (pictures, height as u32, width as u32, which, p.scalings.get(&p.network.image_size))
             }
         };
-        let scaling = match scales {
-            [rows, columns] => Some(ops::Scaling {
-                rows: &rows.table,
-                rows_at: rows.at.ptr,
-                columns: &columns.table,
-                columns_at: columns.at.ptr,
-            }),
-            _ => None,
-        };
+        let scaling = scales.map(|[rows, columns]| ops::Scaling {
+            rows: &rows.table,
+            rows_at: rows.at.ptr,
+            columns: &columns.table,
+            columns_at: columns.at.ptr,
+        });
         let table = p.normalisation.ptr;
         let gather = ops::Gather {
             source,

@@ -1,0 +1,119 @@
+//! The size of the network's input: one for the whole run, or larger ones as it goes on (progressive resizing).
+
+use super::{DataSpec, keys::shown};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::ops::RangeInclusive;
+use utoipa::ToSchema;
+
+/// Sizes of one run: an engine keeps memory and plans for each.
+pub const MAX_SIZES: usize = 8;
+
+/// Pixels of a side.
+pub(super) const SIDES: RangeInclusive<u32> = 8..=4096;
+/// Epochs of a run.
+const EPOCHS: RangeInclusive<u32> = 1..=100_000;
+
+/// Height and width of training's pictures.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+pub enum ImageSize {
+    /// The same in every epoch.
+    Fixed(u32),
+    /// Each from its epoch on: the first from epoch 1, both epochs and sizes ascending, at most [`MAX_SIZES`].
+    Schedule(Vec<SizeFrom>),
+}
+
+/// A size and when it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SizeFrom {
+    /// Counted from 1.
+    pub epoch: u32,
+    /// Height and width, in pixels.
+    pub size: u32,
+}
+
+impl From<u32> for ImageSize {
+    fn from(size: u32) -> Self {
+        ImageSize::Fixed(size)
+    }
+}
+
+impl ImageSize {
+    /// Every size with the epoch, from 1, that it begins in.
+    pub fn sizes(&self) -> Vec<SizeFrom> {
+        match self {
+            ImageSize::Fixed(size) => vec![SizeFrom { epoch: 1, size: *size }],
+            ImageSize::Schedule(sizes) => sizes.clone(),
+        }
+    }
+
+    /// That of the last epoch.
+    pub fn last(&self) -> u32 {
+        match self {
+            ImageSize::Fixed(size) => *size,
+            ImageSize::Schedule(sizes) => sizes.last().map_or(0, |last| last.size),
+        }
+    }
+}
+
+impl DataSpec {
+    /// Height and width of the input where the network is measured and asked; `None`: the dataset's own.
+    pub fn evaluation_size(&self) -> Option<u32> {
+        self.validation_size.or(self.image_size.as_ref().map(ImageSize::last))
+    }
+}
+
+/// Whether `value` is a size or a list of sizes.
+///
+/// # Errors
+/// What is wrong, and what would be right.
+pub(super) fn check(value: &Value) -> Result<(), String> {
+    let form = "must be a whole number from 8 to 4,096, or a list of sizes with the epochs that they begin in, such as \
+                [{ epoch = 1, size = 128 }, { epoch = 14, size = 192 }]";
+    let within = |value: &Value, range: RangeInclusive<u32>| {
+        value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| range.contains(n))
+    };
+    let list = match value {
+        Value::Array(list) => list,
+        value if within(value, SIDES).is_some() => return Ok(()),
+        value => return Err(format!("{form}; is {}", shown(value))),
+    };
+    if !(1..=MAX_SIZES).contains(&list.len()) {
+        return Err(format!("must have 1 to {MAX_SIZES} sizes, has {}", list.len()));
+    }
+    let mut before: Option<SizeFrom> = None;
+    for (number, entry) in (1..).zip(list) {
+        let both = entry.as_object().filter(|table| table.len() == 2);
+        let Some((epoch, size)) = both.and_then(|table| Some((table.get("epoch")?, table.get("size")?)))
+        else {
+            return Err(format!("{form}; entry {number} is not of that form"));
+        };
+        let Some(epoch) = within(epoch, EPOCHS) else {
+            return Err(format!(
+                "entry {number}: epoch must be a whole number from 1 to 100,000, is {}",
+                shown(epoch)
+            ));
+        };
+        let Some(size) = within(size, SIDES) else {
+            return Err(format!(
+                "entry {number}: size must be a whole number from 8 to 4,096, is {}",
+                shown(size)
+            ));
+        };
+        match before {
+            None if epoch != 1 => {
+                return Err(format!("the first size must begin in epoch 1, begins in {epoch}"));
+            }
+            Some(before) if epoch <= before.epoch || size <= before.size => {
+                return Err(format!(
+                    "epochs and sizes must ascend: {size} pixels from epoch {epoch} come after {} from epoch {}",
+                    before.size, before.epoch
+                ));
+            }
+            _ => before = Some(SizeFrom { epoch, size }),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,231 @@
+//! Recipes: settings that belong together, under a name. A recipe stands in for the defaults of some keys, and a job
+//! overrides it key by key. What is stored and shown is the resolved job, so that a later change of a recipe changes no
+//! job that was submitted before.
+
+use super::JobSpec;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+/// Settings known by name. None of them says which network, dataset, batch size or number of ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Recipe {
+    /// torchvision's first recipe for ImageNet (`references/classification`, its defaults): 90 epochs, the learning rate of
+    /// 0.1 for 256 pictures falling to a tenth after each 30. Batch norm and biases are not decayed, as later recipes have it.
+    Imagenet,
+    /// torchvision's second ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", 2021): 600
+    /// epochs of strong augmentation, trained at 176 pixels and measured at 224. Without its repeated augmentation; the
+    /// average's decay is that of 1,024 pictures a step.
+    #[serde(rename = "imagenet-2021")]
+    Imagenet2021,
+    /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run,
+    /// then 192, measured at 256. Without its blurred convolutions, and without its mirrored pictures when measuring.
+    Fast,
+    /// The CIFAR networks of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
+    Cifar,
+    /// Goes on from trained weights (`model.pretrained`) on pictures of one's own: a small learning rate, a few epochs.
+    Finetune,
+}
+
+/// What a recipe holds.
+struct Settings {
+    /// The learning rate for so many pictures a step; that of a job is in proportion to its own.
+    lr: (f64, f64),
+    /// All other keys.
+    keys: Value,
+}
+
+/// Of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
+const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
+/// As [`MEAN`].
+const STD: [f64; 3] = [0.229, 0.224, 0.225];
+
+/// Keys of which one speaks for all: where a job gives the first, a recipe's others are left out.
+const TOGETHER: [(&str, &str, &[&str]); 4] = [
+    ("train", "steps", &["epochs"]),
+    ("data", "image_size", &["validation_size", "resize"]),
+    ("data", "validation_size", &["resize"]),
+    ("checkpoint", "every_steps", &["every_epochs"]),
+];
+
+impl Recipe {
+    /// Every recipe with its name in a specification.
+    pub const ALL: [(Recipe, &'static str); 5] = [
+        (Recipe::Imagenet, "imagenet"),
+        (Recipe::Imagenet2021, "imagenet-2021"),
+        (Recipe::Fast, "fast"),
+        (Recipe::Cifar, "cifar"),
+        (Recipe::Finetune, "finetune"),
+    ];
+
+    /// Their names alone.
+    pub const NAMES: [&'static str; Self::ALL.len()] = {
+        let mut names = [""; Self::ALL.len()];
+        let mut i = 0;
+        while i < names.len() {
+            names[i] = Self::ALL[i].1;
+            i += 1;
+        }
+        names
+    };
+
+    /// Its name in a specification, e.g. `imagenet-2021`.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(recipe, _)| *recipe == self).map_or("imagenet", |(_, name)| name)
+    }
+
+    fn settings(self) -> Settings {
+        match self {
+            Recipe::Imagenet => Settings {
+                lr: (0.1, 256.0),
+                keys: json!({
+                    "data": {
+                        "validation": "val", "image_size": 224, "random_resized_crop": true, "horizontal_flip": true,
+                        "mean": MEAN, "std": STD,
+                    },
+                    "train": {
+                        "epochs": 90, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
+                        "decay_norm_and_bias": false, "schedule": "step", "milestones": [30, 60], "gamma": 0.1,
+                    },
+                }),
+            },
+            Recipe::Imagenet2021 => Settings {
+                lr: (0.5, 1024.0),
+                keys: json!({
+                    "data": {
+                        "validation": "val", "image_size": 176, "validation_size": 224, "resize": 232,
+                        "random_resized_crop": true, "horizontal_flip": true, "auto_augment": "trivial_augment",
+                        "random_erasing": 0.1, "mean": MEAN, "std": STD,
+                    },
+                    "train": {
+                        "epochs": 600, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 2e-5,
+                        "decay_norm_and_bias": false, "schedule": "cosine", "warmup_epochs": 5, "label_smoothing": 0.1,
+                        "mixup_alpha": 0.2, "cutmix_alpha": 1.0,
+                        // Its 0.99998, adjusted as its script does: 1 - 2e-5 x 1024 pictures x 32 steps / 600 epochs.
+                        "ema_decay": 0.9989, "ema_steps": 32,
+                    },
+                }),
+            },
+            Recipe::Fast => Settings {
+                // 512 on each of 8 GPUs.
+                lr: (1.7, 4096.0),
+                keys: json!({
+                    "data": {
+                        "validation": "val",
+                        "image_size": [{"epoch": 1, "size": 160}, {"epoch": 13, "size": 192}],
+                        // Of the short side, 224 / 256 are seen.
+                        "validation_size": 256, "resize": 292, "random_resized_crop": true, "horizontal_flip": true,
+                        "mean": MEAN, "std": STD,
+                    },
+                    "train": {
+                        "epochs": 16, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
+                        // Up for 2 of 16 epochs, then down to nothing.
+                        "decay_norm_and_bias": false, "schedule": "one_cycle", "rise": 0.125, "final_lr_share": 0,
+                        "label_smoothing": 0.1,
+                    },
+                }),
+            },
+            Recipe::Cifar => Settings {
+                lr: (0.1, 128.0),
+                keys: json!({
+                    "data": {"crop_padding": 4, "horizontal_flip": true},
+                    "train": {
+                        "epochs": 164, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
+                        "schedule": "step", "milestones": [82, 123], "gamma": 0.1,
+                    },
+                }),
+            },
+            Recipe::Finetune => Settings {
+                lr: (0.01, 256.0),
+                keys: json!({
+                    "data": {
+                        "image_size": 224, "random_resized_crop": true, "horizontal_flip": true, "mean": MEAN, "std": STD,
+                        "validation": 0.1, "broken_files": "skip",
+                    },
+                    "train": {
+                        "epochs": 10, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
+                        "decay_norm_and_bias": false, "schedule": "cosine", "warmup_epochs": 1,
+                    },
+                }),
+            },
+        }
+    }
+
+    /// Puts the recipe's value at every key that `document`, whose keys have the right types, does not give; all but
+    /// the learning rate, which follows from the job's batch size ([`Recipe::lr`]).
+    ///
+    /// Epochs at which something happens keep their share of the run where the job gives another number of epochs; a warm-up
+    /// is never longer than the recipe's.
+    pub(super) fn fill(self, document: &mut Map<String, Value>) {
+        let mut keys = self.keys();
+        let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
+        if let Some(epochs) = document.get("train").and_then(|train| train["epochs"].as_u64()) {
+            let own = keys["train"]["epochs"].as_u64().unwrap_or(epochs);
+            if let Some(warmup) = keys["train"]["warmup_epochs"].as_f64() {
+                let share = warmup * epochs as f64 / own.max(1) as f64;
+                keys["train"]["warmup_epochs"] = warmup.min(share).into();
+            }
+            if let Some(milestones) = keys["train"]["milestones"].as_array() {
+                keys["train"]["milestones"] = in_proportion(milestones, epochs, own).into();
+            }
+            if let Some(sizes) = keys["data"]["image_size"].as_array() {
+                keys["data"]["image_size"] = sizes_in_proportion(sizes, epochs, own);
+            }
+        }
+        for (section, first, others) in TOGETHER {
+            if given(section, first)
+                && let Some(table) = keys[section].as_object_mut()
+            {
+                others.iter().for_each(|other| drop(table.remove(*other)));
+            }
+        }
+        let Value::Object(sections) = keys else { return };
+        for (section, table) in sections {
+            let (Value::Object(table), Some(into)) =
+                (table, document.entry(section).or_insert_with(|| Value::Object(Map::new())).as_object_mut())
+            else {
+                continue;
+            };
+            for (key, value) in table {
+                into.entry(key).or_insert(value);
+            }
+        }
+    }
+
+    /// Every key that it sets with its value, nested as in a specification; all but the learning rate.
+    pub fn keys(self) -> Value {
+        self.settings().keys
+    }
+
+    /// The learning rate for the job's pictures a step.
+    pub fn lr(self, spec: &JobSpec) -> f64 {
+        let (lr, pictures) = self.settings().lr;
+        lr * spec.global_batch_size() as f64 / pictures
+    }
+}
+
+/// Epochs of a run of `own` epochs in one of `epochs`: no two the same, none before the first.
+fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
+    let scaled =
+        milestones.iter().filter_map(Value::as_u64).map(|epoch| (epoch * epochs / own.max(1)).max(1));
+    let mut scaled: Vec<u64> = scaled.collect();
+    scaled.dedup();
+    scaled
+}
+
+/// As [`in_proportion`] of a schedule of sizes: the first begins the run, and of two that would begin in the same epoch the
+/// later one does.
+fn sizes_in_proportion(sizes: &[Value], epochs: u64, own: u64) -> Value {
+    let mut scaled: Vec<Value> = Vec::new();
+    for (number, entry) in sizes.iter().enumerate() {
+        let passed = entry["epoch"].as_u64().unwrap_or(1).saturating_sub(1) * epochs / own.max(1);
+        let epoch = if number == 0 { 1 } else { passed + 1 };
+        scaled.retain(|before| before["epoch"] != epoch);
+        scaled.push(json!({"epoch": epoch, "size": entry["size"]}));
+    }
+    match &scaled[..] {
+        [only] => only["size"].clone(),
+        _ => scaled.into(),
+    }
+}

@@ -1,0 +1,167 @@
+//! What a person gets who names a recipe, and what of it their own keys override.
+
+use lockstep_protocol::spec::{
+    AutoAugment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
+    from_json, from_toml, read_leniently,
+};
+
+fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>> {
+    from_toml(&format!(
+        "recipe = {recipe:?}\n[model]\npretrained = \"weights.safetensors\"\n[data]\ndataset = \"d\"\n{data}\n[train]\n{train}"
+    ))
+}
+
+#[track_caller]
+fn one_mistake(found: Result<JobSpec, Vec<SpecError>>, pointer: &str, words: &[&str]) {
+    let found = found.expect_err("has a mistake");
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0].pointer, pointer, "{found:?}");
+    for word in words {
+        assert!(found[0].detail.contains(word), "{:?} should contain {word:?}", found[0].detail);
+    }
+}
+
+#[test]
+fn imagenet_is_torchvision_s_first_recipe() {
+    let spec = job("imagenet", "", "batch_size = 32").expect("a job");
+    let train = &spec.train;
+    assert_eq!((train.epochs, train.schedule, train.gamma), (Some(90), ScheduleKind::Step, 0.1));
+    assert_eq!(train.milestones, [30, 60]);
+    assert_eq!((train.momentum, train.weight_decay, train.decay_norm_and_bias), (0.9, 1e-4, false));
+    assert!(spec.data.random_resized_crop && spec.data.horizontal_flip);
+    assert_eq!(spec.data.validation, Validation::Split("val".into()));
+}
+
+#[test]
+fn imagenet_2021_is_torchvision_s_second() {
+    let spec = job("imagenet-2021", "", "global_batch_size = 1024").expect("a job");
+    let train = &spec.train;
+    assert_eq!((train.epochs, train.schedule, train.warmup_epochs), (Some(600), ScheduleKind::Cosine, 5.0));
+    assert_eq!((train.lr, train.label_smoothing, train.weight_decay), (0.5, 0.1, 2e-5));
+    assert_eq!((spec.data.auto_augment, spec.data.random_erasing), (AutoAugment::TrivialAugment, 0.1));
+    assert_eq!(spec.data.image_size, Some(176.into()));
+    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(224), Some(232)));
+}
+
+#[test]
+fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
+    let spec = job("fast", "", "batch_size = 512\n[parallel]\nranks = 8").expect("a job");
+    let train = &spec.train;
+    assert_eq!(
+        (train.epochs, train.lr, train.schedule, train.rise),
+        (Some(16), 1.7, ScheduleKind::OneCycle, 0.125)
+    );
+    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(256), Some(292)));
+    for (epochs, second) in [(16, 13), (88, 67), (4, 4), (2, 2)] {
+        let spec = job("fast", "", &format!("epochs = {epochs}")).expect("a job");
+        let sizes = [SizeFrom { epoch: 1, size: 160 }, SizeFrom { epoch: second, size: 192 }].to_vec();
+        assert_eq!(spec.data.image_size, Some(ImageSize::Schedule(sizes)), "{epochs} epochs");
+    }
+    let spec = job("fast", "", "epochs = 1").expect("a job");
+    assert_eq!(spec.data.image_size, Some(192.into()));
+}
+
+#[test]
+fn the_learning_rate_follows_from_all_pictures_of_a_step_unless_it_is_given() {
+    for (recipe, train, parallel, lr) in [
+        ("imagenet", "batch_size = 32", 8, 0.1),
+        ("imagenet", "batch_size = 32\naccumulate = 2", 8, 0.2),
+        ("imagenet", "global_batch_size = 8192", 8, 3.2),
+        ("imagenet", "", 1, 0.0125),
+        ("cifar", "global_batch_size = 128", 4, 0.1),
+        ("finetune", "batch_size = 64", 1, 0.0025),
+        ("imagenet", "lr = 0.3\nglobal_batch_size = 8192", 8, 0.3),
+    ] {
+        let train = format!("{train}\n[parallel]\nranks = {parallel}");
+        let spec = job(recipe, "", &train).unwrap_or_else(|e| panic!("{recipe}, {train}: {e:?}"));
+        assert_eq!(spec.train.lr, lr, "{recipe}, {train}");
+    }
+}
+
+#[test]
+fn what_the_job_gives_wins_key_by_key() {
+    let spec = job(
+        "imagenet",
+        "horizontal_flip = false\nvalidation = 0.2",
+        "weight_decay = 0\nschedule = \"cosine\"\nlabel_smoothing = 0.1",
+    )
+    .expect("a job");
+    assert!(!spec.data.horizontal_flip && spec.data.random_resized_crop);
+    assert_eq!(spec.data.validation, Validation::Fraction(0.2));
+    assert_eq!((spec.train.weight_decay, spec.train.label_smoothing), (0.0, 0.1));
+    assert_eq!((spec.train.schedule, spec.train.epochs), (ScheduleKind::Cosine, Some(90)));
+
+    // Of two keys that say the same in two ways the job's is the one.
+    let spec = job("imagenet", "", "steps = 100").expect("a job");
+    assert_eq!((spec.train.epochs, spec.train.steps), (None, Some(100)));
+    let spec = job("imagenet-2021", "image_size = 96", "").expect("a job");
+    assert_eq!(spec.data.evaluation_size(), Some(96));
+    assert_eq!(spec.data.resize, None, "232 pixels belong to the recipe's crop");
+
+    // Null is no value.
+    let document =
+        serde_json::json!({"recipe": "imagenet", "data": {"dataset": "d"}, "train": {"epochs": null}});
+    assert_eq!(from_json(&document).expect("a job").train.epochs, Some(90));
+}
+
+#[test]
+fn other_epochs_keep_the_shape_of_the_run() {
+    for (epochs, milestones) in [(90, &[30, 60][..]), (30, &[10, 20]), (2, &[1]), (1, &[1])] {
+        let spec = job("imagenet", "", &format!("epochs = {epochs}")).expect("a job");
+        assert_eq!((spec.train.epochs, &spec.train.milestones[..]), (Some(epochs), milestones));
+    }
+    for (recipe, epochs, warmup) in [("finetune", 1, 0.1), ("finetune", 20, 1.0), ("imagenet-2021", 6, 0.05)]
+    {
+        let spec = job(recipe, "", &format!("epochs = {epochs}")).expect("a job");
+        assert_eq!(spec.train.warmup_epochs, warmup, "{recipe} of {epochs} epochs");
+    }
+    let spec = job("imagenet", "", "epochs = 30\nmilestones = [5]").expect("a job");
+    assert_eq!(spec.train.milestones, [5]);
+    let spec = job("imagenet", "", "epochs = 100000").expect("the most there are");
+    assert_eq!(spec.train.milestones, [33_333, 66_666]);
+}
+
+#[test]
+fn a_resolved_job_reads_back_the_same_and_needs_no_recipe() {
+    for (recipe, name) in Recipe::ALL {
+        for train in ["", "steps = 7", "epochs = 3\nglobal_batch_size = 4096", "lr = 1.0"] {
+            let spec = job(name, "", train).unwrap_or_else(|e| panic!("{name}, {train}: {e:?}"));
+            assert_eq!((spec.recipe, recipe.name()), (Some(recipe), name));
+            let mut stored = serde_json::to_value(&spec).expect("plain data");
+            assert_eq!(from_json(&stored).as_ref(), Ok(&spec), "{name}, {train}");
+            assert_eq!(read_leniently(&stored), (spec.clone(), Vec::new()));
+            assert_eq!(stored["recipe"], name);
+            stored.as_object_mut().expect("a table").remove("recipe");
+            let without = JobSpec { recipe: None, ..spec };
+            assert_eq!(from_json(&stored), Ok(without), "{name}, {train}");
+        }
+    }
+    let stored =
+        serde_json::to_value(from_toml("[data]\ndataset = \"d\"").expect("a job")).expect("plain data");
+    assert!(stored.get("recipe").is_none(), "a job without one is stored as before");
+}
+
+#[test]
+fn mistakes_name_the_recipes_and_what_one_needs() {
+    one_mistake(
+        job("imagnet", "", ""),
+        "/recipe",
+        &["one of imagenet, imagenet-2021, fast, cifar", "did you mean \"imagenet\""],
+    );
+    one_mistake(from_toml("recipe = 1\n[data]\ndataset = \"d\""), "/recipe", &["imagenet-2021", "is 1"]);
+    one_mistake(
+        from_toml("recipe = \"finetune\"\n[data]\ndataset = \"d\""),
+        "/model/pretrained",
+        &["trained weights", "safetensors"],
+    );
+    let spec = job("finetune", "", "").expect("a job");
+    assert_eq!(
+        (spec.data.validation, spec.data.broken_files),
+        (Validation::Fraction(0.1), BrokenFiles::Skip)
+    );
+    // 0.1 for 256 pictures is 10,000 for 25,600,000.
+    let most = "batch_size = 25000\n[parallel]\nranks = 1024";
+    assert_eq!(job("imagenet", "", most).expect("at the limit").train.lr, 10_000.0);
+    let more = "batch_size = 25001\n[parallel]\nranks = 1024";
+    one_mistake(job("imagenet", "", more), "/train/lr", &["10000.4", "25601024", "give lr"]);
+}

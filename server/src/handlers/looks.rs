@@ -1,0 +1,224 @@
+//! Looks at datasets that are under way: the first at a million pictures takes minutes, longer than browsers and proxies
+//! wait for an answer. Who asks again joins the look that was begun.
+
+use crate::{
+    agents::{AskError, Online},
+    app::App,
+    error::{Error, Result},
+    questions,
+};
+use lockstep_protocol::{
+    agent::{Answer, Question},
+    dataset::DatasetInfo,
+    look::AT_ONCE,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::Duration,
+};
+use tokio::sync::watch;
+use utoipa::{IntoParams, ToSchema};
+
+/// A folder of pictures as large as they come, on a slow disk.
+const PATIENCE: Duration = Duration::from_secs(12 * 3600);
+/// A request waits so long unless it says how long, and no longer: less than any handler may take.
+const LONGEST_WAIT_SECS: u64 = 120;
+/// What was found waits so long for whoever asks again.
+const KEPT: Duration = Duration::from_secs(10);
+/// For an agent to say how far it is. One of an older version does not.
+const PROGRESS: Duration = Duration::from_secs(2);
+
+/// How long to wait.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct WaitFor {
+    /// Answer 202 when the look has not ended after so many seconds: 0 to 120, 120 when absent.
+    wait_secs: Option<u64>,
+}
+
+impl WaitFor {
+    pub(crate) fn patience(&self) -> Result<Duration> {
+        let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
+        if secs > LONGEST_WAIT_SECS {
+            let detail = format!("wait_secs is {secs}; it may be 0 to {LONGEST_WAIT_SECS}");
+            return Err(Error::BadRequest(detail));
+        }
+        Ok(Duration::from_secs(secs))
+    }
+}
+
+/// The longest wait of a request that does not say.
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
+
+/// How far a look at a dataset is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct LookProgress {
+    /// For people.
+    pub(crate) detail: String,
+    /// Pictures (or shards) that were looked at, where that is known.
+    looked: Option<u64>,
+    /// Pictures (or shards) in all, where that is known.
+    total: Option<u64>,
+}
+
+/// What came of a look.
+#[derive(Debug)]
+pub(crate) enum Seen {
+    Done {
+        /// Without links.
+        path: String,
+        info: Box<DatasetInfo>,
+    },
+    UnderWay(LookProgress),
+}
+
+/// By path.
+#[derive(Debug, Default)]
+pub(crate) struct Looks(Mutex<Known>);
+
+#[derive(Debug, Default)]
+struct Known {
+    looks: HashMap<String, Look>,
+    /// How many were begun.
+    begun: u64,
+}
+
+type Outcome = std::result::Result<(String, DatasetInfo), AskError>;
+
+#[derive(Debug, Clone)]
+struct Look {
+    /// Smaller of one that was begun before.
+    number: u64,
+    /// Once one is chosen.
+    agent: Arc<OnceLock<Online>>,
+    outcome: watch::Receiver<Option<Outcome>>,
+}
+
+impl Looks {
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets a look that has ended, be it without an outcome.
+    fn forget(&self, path: &str) {
+        let mut all = self.lock();
+        if all.looks.get(path).is_some_and(Look::has_ended) {
+            all.looks.remove(path);
+        }
+    }
+
+    /// How many looks of the same agent were begun before the one at `path` and go on.
+    fn ahead(&self, path: &str, agent: &Online) -> usize {
+        let all = self.lock();
+        let Some(own) = all.looks.get(path) else { return 0 };
+        let same = |look: &&Look| look.agent.get().is_some_and(|other| other.connection == agent.connection);
+        let before = all.looks.values().filter(|look| look.number < own.number && !look.has_ended());
+        before.filter(same).count()
+    }
+}
+
+impl Look {
+    fn has_ended(&self) -> bool {
+        self.outcome.borrow().is_some() || self.outcome.has_changed().is_err()
+    }
+}
+
+/// Has an agent look at the files under `path`, or joins whoever does, and waits for it as long as `patience`.
+///
+/// # Errors
+/// Nobody is online or has the files, or what is wrong with them.
+pub(crate) async fn look(app: &App, path: String, patience: Duration) -> Result<Seen> {
+    let Look { agent, mut outcome, .. } = begin(app, &path);
+    let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    match tokio::time::timeout(patience, done).await {
+        Err(_) => Ok(Seen::UnderWay(under_way(app, agent.get(), path).await)),
+        Ok(found) => {
+            app.looks.forget(&path);
+            match found.ok().flatten() {
+                Some(Ok((path, info))) => Ok(Seen::Done { path, info: Box::new(info) }),
+                Some(Err(error)) => Err(error.into()),
+                None => Err(Error::Unavailable("the server is stopping; ask again".into())),
+            }
+        }
+    }
+}
+
+fn begin(app: &App, path: &str) -> Look {
+    let mut all = app.looks.lock();
+    if let Some(known) = all.looks.get(path) {
+        return known.clone();
+    }
+    all.begun += 1;
+    let (tell, outcome) = watch::channel(None);
+    let agent = Arc::new(OnceLock::new());
+    let look = Look { number: all.begun, agent: agent.clone(), outcome };
+    all.looks.insert(path.to_owned(), look.clone());
+    let (app, path) = (app.clone(), path.to_owned());
+    tokio::spawn(async move {
+        let work = async {
+            let question = Question::InspectDataset { path: path.clone() };
+            let chosen = questions::choose(&app, &question).await?;
+            let waiting = app.agents.ask(&chosen, question);
+            // Set once: nobody else has this one.
+            let _ = agent.set(chosen);
+            match app.agents.answer(waiting, PATIENCE).await? {
+                Answer::Dataset { path, info } => Ok((path, info)),
+                _ => Err(AskError::Refused("an agent answered something else than a dataset".into())),
+            }
+        };
+        tokio::select! {
+            outcome = work => {
+                let _ = tell.send(Some(outcome));
+                tokio::time::sleep(KEPT).await;
+                app.looks.forget(&path);
+            }
+            () = app.stopping.cancelled() => {}
+        }
+    });
+    look
+}
+
+async fn under_way(app: &App, agent: Option<&Online>, path: String) -> LookProgress {
+    let Some(agent) = agent else {
+        let detail = format!("a machine that has {path} is looked for; ask again");
+        return LookProgress { detail, looked: None, total: None };
+    };
+    let waiting = app.agents.ask(agent, Question::InspectProgress { path: path.clone() });
+    let looked = match app.agents.answer(waiting, PROGRESS).await {
+        Ok(Answer::Progress { looked }) => looked,
+        _ => None,
+    };
+    let name = &agent.row.name;
+    let ahead = app.looks.ahead(&path, agent);
+    let detail = match looked {
+        Some((looked, total)) => {
+            format!("{name} is looking at {path}: {looked} of {total} so far; ask again")
+        }
+        // An agent looks at so many at a time.
+        None if ahead >= AT_ONCE => {
+            format!("the look at {path} waits on {name}, behind {ahead} others; ask again")
+        }
+        None => format!("{name} is looking at {path}; ask again"),
+    };
+    LookProgress { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_that_broke_off_is_forgotten_and_one_that_goes_on_is_not() {
+        let looks = Looks::default();
+        let (tell, outcome) = watch::channel(None);
+        let look = Look { number: 1, agent: Arc::default(), outcome };
+        looks.lock().looks.insert("/data".into(), look);
+        looks.forget("/data");
+        assert!(looks.lock().looks.contains_key("/data"));
+        drop::<watch::Sender<Option<Outcome>>>(tell);
+        looks.forget("/data");
+        assert!(looks.lock().looks.is_empty());
+    }
+}

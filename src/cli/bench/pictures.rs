@@ -1,0 +1,73 @@
+//! `lockstep bench --pictures`: how fast a dataset's pictures are made ready for training.
+
+use crate::cli::wrong;
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+use lockstep_worker::data::loader::{DataSource, EpochPlan, Form};
+use serde_json::{Value, json};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// Pictures that the threads work on at a time are two batches.
+const BATCH: usize = 128;
+/// Batches before the clock starts: buffers grow, files come into the machine's memory.
+const WARM_UP: usize = 2;
+const MEASURED: Duration = Duration::from_secs(10);
+
+/// Reads, decodes, crops at random as torchvision's `RandomResizedCrop` does, and flips; normalising is left to the device.
+///
+/// # Errors
+/// A dataset that cannot be read, or is too small to measure.
+pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Result<Value> {
+    let spec = DataSpec {
+        image_size: Some(image_size.into()),
+        random_resized_crop: true,
+        horizontal_flip: true,
+        crop_padding: 0,
+        validation: Validation::Split("none".into()),
+        broken_files: BrokenFiles::Skip,
+        // ImageNet's; without them the dataset would be measured first.
+        mean: Some(vec![0.485, 0.456, 0.406]),
+        std: Some(vec![0.229, 0.224, 0.225]),
+        ..DataSpec::default()
+    };
+    let mut data = DataSource::open(path, &spec, 0).map_err(|e| wrong(e.to_string()))?;
+    data.set_form(Form::Bytes);
+    if data.shape.train_samples < (BATCH * (WARM_UP + 1)) as u64 {
+        return Err(wrong(format!(
+            "{}: {} pictures are too few to measure; {} are enough",
+            path.display(),
+            data.shape.train_samples,
+            BATCH * (WARM_UP + 1)
+        )));
+    }
+    let epoch = |epoch| {
+        data.epoch(EpochPlan {
+            epoch,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: BATCH,
+            accumulate: 1,
+            drop_remainder: true,
+            threads,
+        })
+    };
+    let mut batches = (0..).flat_map(epoch);
+    for batch in batches.by_ref().take(WARM_UP) {
+        batch?;
+    }
+    let (began, mut pictures) = (Instant::now(), 0);
+    while began.elapsed() < MEASURED {
+        pictures += batches.next().transpose()?.map_or(0, |batch| batch.labels.len());
+    }
+    let secs = began.elapsed().as_secs_f64();
+    Ok(json!({
+        "case": format!("pictures:{image_size}"),
+        "threads": threads,
+        "pictures": pictures,
+        "secs": secs,
+        "images_per_second": pictures as f64 / secs,
+    }))
+}

@@ -1,0 +1,73 @@
+//! `lockstep dataset prepare`: a copy of a dataset as shards of small pictures.
+
+use super::{SHOW_EVERY, unnamed};
+use crate::cli::{output, wrong};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_protocol::spec::BrokenFiles;
+use lockstep_worker::data::{self, PrepareSettings, QUALITIES, SHORT_SIDES};
+use std::path::PathBuf;
+
+/// Broken files that are named; all are in `prepared.json`, but those that were broken at the first look.
+const NAMED: usize = 100;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// A dataset of pictures in files or shards, as for `dataset add`
+    path: PathBuf,
+    /// The folder that the copy is written to. One that was interrupted goes on where it was
+    #[arg(long, value_name = "DIR")]
+    to: PathBuf,
+    /// Pictures with a longer short side are resized to it, in pixels
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end())))]
+    short_side: u32,
+    /// Of JPEG
+    #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
+    quality: u8,
+    /// What a picture does that cannot be decoded: end it, or be left out and named
+    #[arg(long, default_value = "fail")]
+    broken_files: Policy,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Policy {
+    Fail,
+    Skip,
+}
+
+/// Writes the copy, with a progress bar.
+///
+/// # Errors
+/// Exit status 2 when the files are no dataset or cannot be copied there, with what is wrong.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let path = data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
+    let settings = PrepareSettings {
+        short_side: args.short_side,
+        quality: args.quality,
+        broken_files: match args.broken_files {
+            Policy::Fail => BrokenFiles::Fail,
+            Policy::Skip => BrokenFiles::Skip,
+        },
+        ..PrepareSettings::default()
+    };
+    let style = ProgressStyle::with_template("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left");
+    let per_second = (1000 / SHOW_EVERY.as_millis()) as u8;
+    let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let made = data::prepare(&path, &args.to, &settings, |progress| {
+        bar.set_length(progress.total);
+        bar.set_position(progress.done);
+    });
+    bar.finish_and_clear();
+    let made = made.map_err(|e| wrong(e.to_string()))?;
+    let splits: Vec<_> = made.splits.iter().map(|(name, pictures)| format!("{pictures} {name}")).collect();
+    let kept = match made.kept_shards {
+        0 => String::new(),
+        kept => format!(", {kept} of them were there"),
+    };
+    let (folder, shards, mb) = (args.to.display(), made.shards, made.bytes.div_ceil(1_000_000));
+    output::line(format_args!("{folder}: {} pictures in {shards} shards{kept}; {mb} MB", splits.join(", ")))?;
+    for broken in made.broken.iter().take(NAMED) {
+        output::line(format_args!("left out: {}: {}", broken.file, broken.detail))?;
+    }
+    unnamed(made.broken.len().saturating_sub(NAMED) as u64)
+}

@@ -1,0 +1,128 @@
+//! Fine-tuning as the README tells it: a folder of classes, weights in torchvision's form, and three commands. Pictures are
+//! small and few of them, some files are broken; classes are many.
+
+use crate::server::{Server, turn};
+use image::{Rgb, RgbImage};
+use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+use lockstep_worker::net::{init, resnet};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use std::{fs, path::Path};
+
+const CLASSES: usize = 131;
+const PICTURES: usize = 3;
+
+const JOB: &str = r#"
+name = "flowers"
+recipe = "finetune"
+[model]
+arch = "resnet18"
+pretrained = "resnet18.safetensors"
+[data]
+dataset = "flowers"
+"#;
+
+fn class_name(class: usize) -> String {
+    format!("flower {class:03}")
+}
+
+/// Each class has a colour; sizes and shapes differ.
+fn write_picture(path: &Path, class: usize, number: usize) {
+    let (width, height) = (20 + 7 * number as u32, 28 - 3 * number as u32);
+    let colour = |x: u32, y: u32, channel: usize| {
+        ((class * [53, 101, 197][channel]) as u32 + x * (channel as u32 + 1) + y * number as u32) as u8
+    };
+    let picture = RgbImage::from_fn(width, height, |x, y| Rgb([0, 1, 2].map(|c| colour(x, y, c))));
+    picture.save(path).expect("a JPEG file");
+}
+
+fn write_folder(folder: &Path) {
+    for class in 0..CLASSES {
+        let to = folder.join("train").join(class_name(class));
+        fs::create_dir_all(&to).expect("a folder");
+        (0..PICTURES).for_each(|number| write_picture(&to.join(format!("{number}.jpg")), class, number));
+    }
+    let train = folder.join("train");
+    fs::write(train.join("flower 003/notes.jpg"), "which flower was this?").expect("a file");
+    fs::write(train.join("flower 007/empty.jpg"), "").expect("a file");
+    let whole = fs::read(train.join("flower 011/0.jpg")).expect("a picture");
+    fs::write(train.join("flower 011/cut.jpg"), &whole[..whole.len() / 2]).expect("a file");
+}
+
+/// A file as `safetensors.torch.save_file(torchvision.models.resnet18().state_dict(), ...)` leaves it.
+fn write_weights(path: &Path) {
+    let model = ModelSpec { arch: Arch::ResNet18, stem: Stem::Imagenet, ..ModelSpec::default() };
+    let network = resnet::build(&model, 224, 3, 1000).expect("a network");
+    let tensors = init::initial_parameters(&network, false, 77);
+    let mut all: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, tensor) in tensors {
+        if let Some(norm) = name.strip_suffix("running_mean") {
+            all.push((format!("{norm}num_batches_tracked"), Dtype::I64, vec![], 9i64.to_le_bytes().to_vec()));
+        }
+        let bytes = tensor.values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        all.push((name, Dtype::F32, tensor.shape, bytes));
+    }
+    let views = all.iter().map(|(name, dtype, shape, bytes)| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
+    });
+    fs::write(path, safetensors::serialize(views, None).expect("safetensors")).expect("a file");
+}
+
+fn values(file: &[u8], tensor: &str) -> Vec<f32> {
+    let file = SafeTensors::deserialize(file).expect("safetensors");
+    let view = file.tensor(tensor).expect("the tensor");
+    view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes"))).collect()
+}
+
+#[tokio::test]
+async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let folder = server.folder().path().join("flowers");
+    write_folder(&folder);
+    let weights = server.folder().path().join("resnet18.safetensors");
+    write_weights(&weights);
+    // As it is written, the job names a file beside it; this test runs elsewhere, and on two cores.
+    let job = JOB.replace("resnet18.safetensors", weights.to_str().expect("UTF-8"));
+    let job = server.folder().write("finetune.toml", job);
+    let job = job.to_str().expect("UTF-8");
+    let small = ["--set", "data.image_size=64", "--set", "model.stem=imagenet", "--set", "train.epochs=1"];
+
+    let added = server.cli(&["dataset", "add", "flowers", folder.to_str().expect("UTF-8")]);
+    assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
+    let watched = server.cli(&[&["submit", job, "--watch"][..], &small].concat());
+    let last = watched.ok().lines().last().expect("a last line");
+    assert!(last.starts_with("succeeded: validation accuracy "), "{last}");
+    let asked = folder.join("train/flower 042/1.jpg");
+    let answer = server.cli(&["predict", asked.to_str().expect("UTF-8")]);
+    let (_, classes) = answer.ok().split_once("1.jpg: ").expect("the picture's name");
+    let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
+    let names: Vec<String> = (0..CLASSES).map(class_name).collect();
+    assert_eq!(named.clone().count(), 5, "{classes}");
+    for name in named {
+        let class = name.rsplit_once(' ').expect("a number before the %").0;
+        assert!(names.iter().any(|n| n == class), "{class:?} in {classes}");
+    }
+
+    let shown = server.cli(&["show", "flowers", "--json"]).json();
+    let id = shown["id"].as_str().expect("an id");
+    let train = &shown["spec"]["train"];
+    assert_eq!((train["lr"].as_f64(), train["schedule"].as_str()), (Some(0.00125), Some("cosine")));
+    // What was left out is named, and a tenth of the rest was held out.
+    let log = server.cli(&["logs", id]);
+    for words in
+        ["3 broken files are left out", "notes.jpg", "empty.jpg", "cut.jpg", "354 training and 39 validation"]
+    {
+        assert!(log.ok().contains(words), "{words:?} in {}", log.stdout);
+    }
+    assert!(log.stdout.contains("[1000, 512], this job's is [131, 512]"), "{}", log.stdout);
+
+    // It began from these weights: one epoch at a small rate has not led far.
+    let model = server.last_model(id).await;
+    let given = fs::read(&weights).expect("the weights");
+    let (before, after) = (values(&given, "layer3.0.conv1.weight"), values(&model, "layer3.0.conv1.weight"));
+    let norm =
+        |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+    let way = norm(&mut before.iter().zip(&after).map(|(a, b)| a - b)) / norm(&mut before.iter().copied());
+    assert!(way > 0.0 && way < 0.2, "{way}");
+    server.stop().await;
+}

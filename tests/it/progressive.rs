@@ -1,0 +1,129 @@
+//! Progressive resizing, start to end: sizes change with epochs, wherever a run was interrupted and on however many ranks.
+
+use crate::{
+    pictures,
+    server::{Finished, Folder, Server, lockstep, turn},
+};
+use reqwest::Method;
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+
+/// 12 steps an epoch: 16 pixels in the first, 24 in the second and third; measured at 32.
+const JOB: &str = r#"
+name = "larger and larger"
+[model]
+arch = "resnet20"
+[data]
+dataset = "DATASET"
+image_size = [{ epoch = 1, size = 16 }, { epoch = 2, size = 24 }]
+validation_size = 32
+[train]
+epochs = 3
+global_batch_size = 32
+lr = 0.05
+schedule = "cosine"
+seed = 3
+[parallel]
+ranks = 2
+device = "cpu"
+[checkpoint]
+every_steps = 5
+keep = 20
+[evaluate]
+every_epochs = 2
+"#;
+
+fn train(job: &Path, out: &Path, more: &[&str]) -> String {
+    let run = Finished::of(lockstep().arg("train").arg(job).arg("--out").arg(out).args(more));
+    run.ok().to_owned()
+}
+
+fn model(out: &Path, checkpoint: &str) -> Vec<u8> {
+    let path = out.join("checkpoints").join(checkpoint).join("model.safetensors");
+    fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The weights alone: what a file says of its job has the number of ranks in it.
+fn weights(out: &Path, checkpoint: &str) -> Vec<u8> {
+    let file = model(out, checkpoint);
+    let header = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
+    file[8 + header..].to_vec()
+}
+
+#[tokio::test]
+async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart() {
+    let _turn = turn().await;
+    let folder = Folder::new();
+    let dataset = pictures::idx_dataset(folder.path(), 400, 100);
+    let job = folder.write("job.toml", &JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
+    let out = |name: &str| folder.path().join(name);
+    let said = train(&job, &out("two"), &[]);
+    assert!(
+        said.contains("pictures are 16x16 from epoch 1, 24x24 from epoch 2; measured at 32x32"),
+        "{said}"
+    );
+    let last = model(&out("two"), "3-36");
+
+    train(&job, &out("one"), &["--ranks", "1"]);
+    assert!(weights(&out("one"), "3-36") == weights(&out("two"), "3-36"), "one rank");
+    // In the middle of the first epoch, of the second and of the third.
+    for from in ["1-5", "2-20", "3-35"] {
+        let resume = out("two").join("checkpoints").join(from);
+        let again = out(&format!("from {from}"));
+        let said = train(&job, &again, &["--resume", resume.to_str().expect("UTF-8")]);
+        assert!(said.contains(&format!("continuing from checkpoint {from}")), "{said}");
+        assert!(model(&again, "3-36") == last, "from {from}");
+    }
+
+    // It is the sizes that make the difference, and only from the second epoch on.
+    train(&job, &out("fixed"), &["--set", "data.image_size=16"]);
+    assert!(weights(&out("fixed"), "1-10") == weights(&out("two"), "1-10"));
+    assert!(weights(&out("fixed"), "2-15") != weights(&out("two"), "2-15"));
+
+    let late = Finished::of(lockstep().arg("train").arg(&job).args(["--set", "train.epochs=1"]));
+    late.wrong(&["data.image_size", "24 pixels begin in epoch 2", "ends with epoch 1"]);
+}
+
+#[tokio::test]
+async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_measured_at() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let dataset = pictures::idx_dataset(server.folder().path(), 128, 64);
+    server.register("fashion", &dataset).await;
+    let job = json!({
+        "name": "larger", "model": {"arch": "resnet20"},
+        "data": {"dataset": "fashion", "validation_size": 32,
+            "image_size": [{"epoch": 1, "size": 16}, {"epoch": 2, "size": 24}]},
+        "train": {"epochs": 2, "batch_size": 16}, "parallel": {"ranks": 2, "device": "cpu"},
+    });
+    let id = server.submit(&job).await;
+    let done = server.succeeded(&id).await;
+    assert_eq!(done["spec"]["data"]["image_size"], job["data"]["image_size"]);
+    let shown = server.cli(&["show", &id]);
+    assert!(shown.ok().contains("validation_size = 32"), "{}", shown.stdout);
+    let (_, file) = shown.stdout.split_once("\n\n").expect("a blank line before the job");
+    let again = server.folder().write("again.toml", file);
+    let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
+    assert_eq!(again["spec"], done["spec"]);
+
+    // What training measured is what a look at the checkpoint finds.
+    let checkpoint = &server.checkpoints(&id).await[0];
+    let name = checkpoint["id"].as_str().expect("an id").to_owned();
+    let path = format!("/jobs/{id}/evaluation?checkpoint={name}");
+    server
+        .until("the evaluation is there", async |server: &Server| {
+            server.request(Method::GET, &path, None).await.status == 200
+        })
+        .await;
+    let looked: Value = server.get(&path).await;
+    let told = |value: &Value| value.as_f64().expect("a number");
+    assert_eq!(told(&looked["accuracy"]), told(&checkpoint["val_accuracy"]), "{looked:#}");
+    assert!((told(&looked["loss"]) - told(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
+
+    // It goes on at one size.
+    let fork = json!({"set": {"data.image_size": 24, "train.epochs": 3}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
+    assert_eq!(fork.status, 202, "{}", fork.text);
+    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.stop().await;
+}

@@ -1,0 +1,125 @@
+//! Recipes by name: what is stored, shown and trained is the resolved job, whichever way it came.
+
+use crate::{
+    pictures,
+    server::{Finished, Server, lockstep, turn},
+};
+use serde_json::{Value, json};
+
+const JOB: &str = r#"
+name = "by-recipe"
+recipe = "cifar"
+[model]
+arch = "resnet20"
+[data]
+dataset = "fashion"
+crop_padding = 2
+[train]
+steps = 2
+batch_size = 8
+[parallel]
+ranks = 2
+device = "cpu"
+"#;
+
+#[tokio::test]
+async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_without_a_server() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let dataset = pictures::idx_dataset(server.folder().path(), 64, 16);
+    server.register("fashion", &dataset).await;
+    let document: Value = json!({
+        "name": "by-recipe", "recipe": "cifar", "model": {"arch": "resnet20"},
+        "data": {"dataset": "fashion", "crop_padding": 2}, "train": {"steps": 2, "batch_size": 8},
+        "parallel": {"ranks": 2, "device": "cpu"},
+    });
+    let resolved = server.post("/jobs/validate", &document).await.json()["spec"].clone();
+    // 0.1 for 128 pictures, and a step takes 16.
+    assert_eq!((&resolved["train"]["lr"], &resolved["recipe"]), (&json!(0.0125), &json!("cifar")));
+    assert_eq!(
+        (&resolved["train"]["milestones"], &resolved["data"]["crop_padding"]),
+        (&json!([82, 123]), &json!(2))
+    );
+    assert_eq!(resolved["train"]["epochs"], Value::Null, "the job gives steps");
+
+    let by_rest = server.submit(&document).await;
+    assert_eq!(server.job(&by_rest).await["spec"], resolved);
+    let answer = server
+        .http
+        .post(server.api("/jobs"))
+        .header("content-type", "application/toml")
+        .body(JOB)
+        .send()
+        .await
+        .expect("an answer");
+    assert_eq!(answer.status(), 201);
+    assert_eq!(answer.json::<Value>().await.expect("a job")["spec"], resolved);
+    let form = [
+        ("name", "by-recipe"),
+        ("recipe", "cifar"),
+        ("filled", ""),
+        ("model.arch", "resnet20"),
+        ("data.dataset", "fashion"),
+        ("data.crop_padding", "2"),
+        // As an untouched form has them.
+        ("data.horizontal_flip", "true"),
+        ("train.lr", "0.01"),
+        ("train.schedule", "constant"),
+        ("train.steps", "2"),
+        ("train.batch_size", "8"),
+        ("parallel.ranks", "2"),
+        ("parallel.device", "cpu"),
+    ];
+    let form: Vec<String> = form.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    let page = server
+        .http
+        .post(format!("{}/jobs/new", server.url))
+        .header("content-type", "application/x-www-form-urlencoded")
+        .body(form.join("&"))
+        .send()
+        .await
+        .expect("a page");
+    let id = page.url().path().trim_start_matches("/jobs/").to_owned();
+    assert_eq!(server.job(&id).await["spec"]["train"]["milestones"], json!([82, 123]), "{}", page.url());
+    assert_eq!(server.job(&id).await["spec"]["train"]["lr"], json!(0.0125));
+
+    let file = server.folder().write("job.toml", JOB);
+    let file = file.to_str().expect("UTF-8");
+    let by_shell = server.cli(&["submit", file, "--json"]).json();
+    assert_eq!(by_shell["spec"], resolved);
+    let id = by_shell["id"].as_str().expect("an id").to_owned();
+    server.succeeded(&id).await;
+    let shown = server.cli(&["show", &id]);
+    for line in ["recipe = \"cifar\"", "lr = 0.0125", "schedule = \"step\"", "crop_padding = 2"] {
+        assert!(shown.ok().lines().any(|l| l == line), "{line} in {}", shown.stdout);
+    }
+    // What is shown is a job file of the same job.
+    let (_, file_of_it) = shown.stdout.split_once("\n\n").expect("a blank line before it");
+    let again = server.folder().write("again.toml", file_of_it);
+    let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
+    assert_eq!(again["spec"], resolved);
+
+    let out = server.folder().path().join("out");
+    let set = format!("data.dataset={}", dataset.display());
+    let trained = Finished::of(lockstep().args(["train", file, "--set", &set, "--out"]).arg(&out));
+    trained.ok();
+    let model = std::fs::read(out.join("checkpoints/1-2/model.safetensors")).expect("a model");
+    for model in [model, server.last_model(&id).await] {
+        let told = String::from_utf8_lossy(&model[..8192]).replace('\\', "");
+        assert!(told.contains("\"recipe\":\"cifar\"") && told.contains("\"milestones\":[82,123]"), "{told}");
+    }
+
+    for (recipe, words) in [("cifer", "did you mean \"cifar\""), ("best", "imagenet, imagenet-2021")] {
+        let set = format!("recipe={recipe}");
+        server.cli(&["submit", file, "--set", &set]).wrong(&["recipe", words]);
+        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["recipe", words]);
+    }
+    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"recipe": "imagenet"}})).await;
+    fork.problem(422);
+    assert!(fork.text.contains("/recipe"), "{}", fork.text);
+    let fork =
+        server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 3, "train.lr": null}})).await;
+    assert_eq!(fork.status, 202, "{}", fork.text);
+    assert_eq!(fork.json()["spec"]["train"]["lr"], json!(0.0125), "back to the recipe's");
+    server.stop().await;
+}

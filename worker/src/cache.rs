@@ -1,0 +1,11 @@
+//! Where files lie that save work at the next start. Losing them costs time and nothing else.
+
+use std::path::PathBuf;
+
+/// `$LOCKSTEP_CACHE`, else `lockstep` in the user's cache directory; none where no environment variable names one.
+pub(crate) fn dir() -> Option<PathBuf> {
+    let from = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    from("LOCKSTEP_CACHE")
+        .or_else(|| from("XDG_CACHE_HOME").map(|d| d.join("lockstep")))
+        .or_else(|| from("HOME").map(|d| d.join(".cache").join("lockstep")))
+}

@@ -1,0 +1,233 @@
+//! Pictures in Parquet files (parquet.apache.org), as Hugging Face's `datasets` and pyarrow write them: a row is a picture
+//! and its class. A picture is told by its row; reading it decodes the page that it is in, and no other.
+
+mod columns;
+mod rows;
+mod source;
+#[cfg(test)]
+mod tests;
+
+pub(super) use rows::of as members;
+
+use super::index::Members;
+use crate::files;
+use ::parquet::{
+    basic::CompressionCodec,
+    column::{page::PageReader, reader::ColumnReaderImpl},
+    data_type::ByteArrayType,
+    errors::ParquetError,
+    file::{
+        metadata::{
+            ColumnChunkMask, PageIndexPolicy, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader,
+            ParquetStatisticsPolicy,
+        },
+        serialized_reader::SerializedPageReader,
+    },
+};
+use columns::Columns;
+use source::Source;
+use std::{
+    fs::File,
+    io::{self, ErrorKind},
+    os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+    sync::Arc,
+};
+
+/// A file begins and ends with it.
+const MAGIC: &[u8; 4] = b"PAR1";
+/// The length of the footer and the magic behind it.
+const TAIL: u64 = 8;
+/// A row with a picture and a class takes more.
+const LEAST_ROW_BYTES: u64 = 8;
+/// A million pictures in row groups of a hundred have 10 MB.
+const MAX_FOOTER_BYTES: u64 = 256 << 20;
+
+/// What a file's footer says: where its pictures are, and what their classes are called.
+#[derive(Debug)]
+pub(crate) struct ParquetFile {
+    metadata: ParquetMetaData,
+    columns: Columns,
+    /// Number of each row group's first row, and behind the last one that of all rows.
+    first_rows: Vec<u64>,
+}
+
+/// Why a file cannot be used.
+#[derive(Debug, Clone)]
+pub(super) struct Trouble {
+    /// To stand after its name.
+    pub(super) detail: String,
+    /// It could not be read, which may be over at the next look.
+    pub(super) passing: bool,
+}
+
+impl Trouble {
+    fn lasting(detail: impl Into<String>) -> Self {
+        Self { detail: detail.into(), passing: false }
+    }
+
+    fn passing(detail: String) -> Self {
+        Self { detail, passing: true }
+    }
+}
+
+impl From<Trouble> for Members {
+    fn from(Trouble { detail, passing }: Trouble) -> Self {
+        Self { trouble: Some(detail), passing, ..Self::default() }
+    }
+}
+
+impl From<ParquetError> for Trouble {
+    fn from(error: ParquetError) -> Self {
+        if let ParquetError::External(inner) = &error
+            && let Some(io) = inner.downcast_ref::<io::Error>()
+            && io.raw_os_error().is_some()
+        {
+            return Self::passing(format!("cannot be read: {io}"));
+        }
+        Self::lasting(format!("is damaged: {error}; get it again"))
+    }
+}
+
+/// The decoder's checks leave out a few things that only a damaged file has.
+fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, Trouble> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => Ok(done?),
+        Err(_) => Err(Trouble::lasting("is damaged: its pages do not fit together; get it again")),
+    }
+}
+
+impl ParquetFile {
+    /// Reads the footer of the file at `path`.
+    pub(super) fn open(path: &Path) -> Result<Self, Trouble> {
+        let (file, size) = files::open(path).map_err(Trouble::passing)?;
+        Self::of(&Source::new(file, size))
+    }
+
+    fn of(source: &Source) -> Result<Self, Trouble> {
+        check_tail(source)?;
+        let options = ParquetMetaDataOptions::new()
+            .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll)
+            .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
+        let reader = ParquetMetaDataReader::new().with_metadata_options(Some(options));
+        let metadata = guarded(|| reader.parse_and_finish(source))?;
+        let columns = columns::choose(metadata.file_metadata()).map_err(Trouble::lasting)?;
+        let mut first_rows = vec![0u64];
+        for group in metadata.row_groups() {
+            for column in [columns.picture, columns.label] {
+                if let Some(codec) = not_read(group.column(column).compression_codec()) {
+                    return Err(Trouble::lasting(format!(
+                        "is compressed with {codec}, which is not read; write it with snappy, zstd, gzip or none"
+                    )));
+                }
+            }
+            let rows = u64::try_from(group.num_rows()).ok();
+            let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
+            first_rows
+                .push(end.ok_or_else(|| Trouble::lasting("is damaged: its numbers of rows make no sense"))?);
+        }
+        // A null takes next to nothing, and a footer may claim any number of them.
+        if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
+            return Err(Trouble::lasting("is damaged: it has too many rows for its size"));
+        }
+        // Where there is one, it saves walking from page to page.
+        let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())
+            .with_offset_index_policy(PageIndexPolicy::Optional)
+            .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
+        let metadata =
+            guarded(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
+        Ok(Self { metadata, columns, first_rows })
+    }
+
+    /// What the classes are called, where the file says it.
+    pub(super) fn class_names(&self) -> Option<&[String]> {
+        self.columns.names.as_deref()
+    }
+
+    fn rows(&self) -> u64 {
+        self.first_rows.last().copied().unwrap_or(0)
+    }
+
+    /// The bytes of the picture in `row`; `file` has `size` bytes.
+    ///
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
+        if row >= self.rows() {
+            return Err(format!("is no longer there: its file has {} rows now", self.rows()));
+        }
+        let group = self.first_rows.partition_point(|first| *first <= row) - 1;
+        let before = (row - self.first_rows[group]) as usize;
+        let source = Arc::new(Source::new(file, size));
+        let read = || {
+            let mut column = self.pictures(&source, group)?;
+            column.skip_records(before)?;
+            let (mut levels, mut values) = (Vec::new(), Vec::new());
+            column.read_records(1, Some(&mut levels), None, &mut values)?;
+            Ok(values.pop().map(|value| value.data().to_vec()))
+        };
+        let found =
+            guarded(read).map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
+        found.ok_or_else(|| rows::NO_PICTURE.into())
+    }
+
+    fn pictures(
+        &self,
+        source: &Arc<Source>,
+        group: usize,
+    ) -> Result<ColumnReaderImpl<ByteArrayType>, ParquetError> {
+        let descr = self.metadata.row_group(group).column(self.columns.picture).column_descr_ptr();
+        Ok(ColumnReaderImpl::new(descr, self.pages(source, group, self.columns.picture)?))
+    }
+
+    fn pages(
+        &self,
+        source: &Arc<Source>,
+        group: usize,
+        column: usize,
+    ) -> Result<Box<dyn PageReader>, ParquetError> {
+        let row_group = self.metadata.row_group(group);
+        let index = self.metadata.page_index().and_then(|index| index.offset_index(group, column));
+        let locations = index.map(|index| index.page_locations().clone());
+        let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
+        let pages = SerializedPageReader::new(Arc::clone(source), row_group.column(column), rows, locations)?;
+        Ok(Box::new(pages))
+    }
+}
+
+/// Tells what is no Parquet file, or only a part of one.
+fn check_tail(source: &Source) -> Result<(), Trouble> {
+    let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
+    let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
+        read => read.map_err(|error| Trouble::passing(files::cannot_be_read(error))),
+    };
+    at(&mut head, 0)?;
+    at(&mut tail, source.size().saturating_sub(TAIL))?;
+    if source.size() == 0 {
+        return Err(Trouble::lasting("is empty"));
+    }
+    if head == *b"PARE" || tail[4..] == *b"PARE" {
+        return Err(Trouble::lasting("is encrypted; write it without"));
+    }
+    if head != *MAGIC {
+        return Err(Trouble::lasting("is no Parquet file"));
+    }
+    if tail[4..] != *MAGIC || source.size() < TAIL + 4 {
+        return Err(Trouble::lasting("is cut off: a Parquet file without its footer; get it again"));
+    }
+    let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
+    if footer > MAX_FOOTER_BYTES {
+        return Err(Trouble::lasting(format!(
+            "has a footer of {footer} bytes; up to {MAX_FOOTER_BYTES} are read: write larger row groups, or more files"
+        )));
+    }
+    Ok(())
+}
+
+/// The name of a codec that is not built in.
+fn not_read(codec: CompressionCodec) -> Option<String> {
+    use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
+    (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())
+}

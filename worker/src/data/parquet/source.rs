@@ -1,0 +1,76 @@
+//! A file that several threads read from, each at its own place.
+
+use ::parquet::{
+    errors::ParquetError,
+    file::reader::{ChunkReader, Length},
+};
+use bytes::Bytes;
+use std::{
+    fs::File,
+    io::{self, BufReader, Read},
+    os::unix::fs::FileExt,
+    sync::Arc,
+};
+
+/// A page's header.
+const HEADER_BYTES: usize = 4 << 10;
+
+/// `parquet`'s own reader of files moves a place that all share.
+pub(super) struct Source {
+    file: Arc<File>,
+    size: u64,
+}
+
+impl Source {
+    pub(super) fn new(file: File, size: u64) -> Self {
+        Self { file: Arc::new(file), size }
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+}
+
+/// Reads on from a place.
+pub(super) struct Cursor {
+    file: Arc<File>,
+    at: u64,
+}
+
+impl Read for Cursor {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read_at(buffer, self.at)?;
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
+impl Length for Source {
+    fn len(&self) -> u64 {
+        self.size
+    }
+}
+
+impl ChunkReader for Source {
+    type T = BufReader<Cursor>;
+
+    fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
+        Ok(BufReader::with_capacity(HEADER_BYTES, Cursor { file: Arc::clone(&self.file), at: start }))
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
+        if start.checked_add(length as u64).is_none_or(|end| end > self.size) {
+            return Err(ParquetError::EOF(format!(
+                "{length} bytes at {start} of a file of {} bytes",
+                self.size
+            )));
+        }
+        let mut bytes = vec![0; length];
+        self.file.read_exact_at(&mut bytes, start)?;
+        Ok(bytes.into())
+    }
+}

@@ -1,0 +1,258 @@
+//! A copy of a dataset to train from: WebDataset shards of pictures that are small, upright and JPEG, in a mixed order.
+//!
+//! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
+//! first one. So an interrupted copy goes on with the shard that it was at, and has the same bytes as one that was not.
+
+mod picture;
+mod record;
+mod shard;
+#[cfg(test)]
+mod tests;
+
+pub(super) use record::is_unfinished;
+
+use super::{
+    Catalog, DataError, MAX_NAMES_BYTES, Random, Samples, Split,
+    index::{IndexStore, Progress},
+    listing::Listing,
+    shards,
+};
+use crate::launch::write_whole;
+use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
+use picture::Encoder;
+use rayon::prelude::*;
+use record::{Destination, Plan};
+use std::{
+    ops::{Range, RangeInclusive},
+    path::Path,
+};
+
+/// In pixels.
+pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
+/// As libjpeg counts it.
+pub const QUALITIES: RangeInclusive<u8> = 1..=100;
+/// About so large is a shard: few files, and each is read in one go by those who read from front to back.
+const SHARD_BYTES: u64 = 256 << 20;
+/// The order of pictures is the same in every copy.
+const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
+/// So many pictures of a split are made ahead, to know how large one is.
+const MEASURED: usize = 256;
+/// So many may break in any split.
+const ALWAYS: usize = 16;
+/// And this share of it: when more are gone, a disk is, and nobody would want a copy of the rest.
+const SHARE: usize = 10;
+
+/// What a copy is like.
+#[derive(Debug, Clone)]
+pub struct PrepareSettings {
+    /// Larger pictures are resized to a short side of so many pixels; see [`SHORT_SIDES`].
+    pub short_side: u32,
+    /// Of JPEG; see [`QUALITIES`].
+    pub quality: u8,
+    /// What a picture does that cannot be decoded.
+    pub broken_files: BrokenFiles,
+    /// About so many bytes a shard.
+    pub shard_bytes: u64,
+}
+
+impl Default for PrepareSettings {
+    fn default() -> Self {
+        Self { short_side: 256, quality: 90, broken_files: BrokenFiles::Fail, shard_bytes: SHARD_BYTES }
+    }
+}
+
+/// What was made.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Pictures of each split.
+    pub splits: Vec<(String, u64)>,
+    pub shards: u64,
+    /// Of these, so many were there already.
+    pub kept_shards: u64,
+    /// Of all shards.
+    pub bytes: u64,
+    /// What was left out, with the reason.
+    pub broken: Vec<BrokenFile>,
+}
+
+/// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, readable by Python's
+/// webdataset, with `classes.txt`. Pictures are resized as torchvision's `Resize(short_side, antialias=True)` does, never
+/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called as it goes on.
+///
+/// # Errors
+/// The dataset or the settings cannot be used, `to` holds something else, the disk does not take it, or a picture is broken.
+pub fn prepare(
+    path: &Path,
+    to: &Path,
+    settings: &PrepareSettings,
+    tell: impl Fn(Progress),
+) -> Result<Prepared, DataError> {
+    prepare_with(path, to, settings, tell, &IndexStore::of_user())
+}
+
+fn prepare_with(
+    path: &Path,
+    to: &Path,
+    settings: &PrepareSettings,
+    tell: impl Fn(Progress),
+    store: &IndexStore,
+) -> Result<Prepared, DataError> {
+    check_settings(settings)?;
+    let catalog = Catalog::open_with(path, store)?;
+    let sources = sources(path, &catalog)?;
+    let names = class_names(path, &catalog.classes)?;
+    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
+    if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
+        return Err(DataError::Invalid(format!(
+            "{file} {detail}{}; mend or remove it, or leave out what is broken (--broken-files skip)",
+            if broken.len() > 1 {
+                format!(" (and {} more are broken)", broken.len() - 1)
+            } else {
+                String::new()
+            }
+        )));
+    }
+    let mut destination = Destination::open(path, to)?;
+    let plan = |measured: Vec<u32>| Plan {
+        short_side: settings.short_side,
+        quality: settings.quality,
+        source: catalog.fingerprint(path),
+        per_shard: measured,
+    };
+    if !destination.goes_on(&plan(Vec::new()))? {
+        destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
+    }
+    let classes = to.join("classes.txt");
+    write_whole(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
+    let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
+    let mut prepared =
+        Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
+    let mut done = 0;
+    for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
+        let order = Random::new(&[ORDER_SEED, number as u64]).permutation(listing.len());
+        let (mut pictures, mut left_out) = (0, 0);
+        for (file, range) in planned(name, listing.len(), destination.per_shard(number)) {
+            let order = &order[range.clone()];
+            let task = shard::Task { file: &file, first: range.start, order, labels, listing };
+            let finished = match destination.finished(&file) {
+                Some(finished) => {
+                    prepared.kept_shards += 1;
+                    finished
+                }
+                None => {
+                    let tell = |more: usize| tell(Progress { done: done + more as u64, total });
+                    let finished = task.write(to, settings, left_out, &tell)?;
+                    destination.add(&file, finished.clone())?;
+                    finished
+                }
+            };
+            if let (BrokenFiles::Fail, Some(broken)) = (settings.broken_files, finished.broken.first()) {
+                let BrokenFile { file, detail } = broken.clone();
+                return Err(DataError::File { path: file, detail });
+            }
+            done += range.len() as u64;
+            tell(Progress { done, total });
+            pictures += finished.pictures;
+            left_out += finished.broken.len();
+            prepared.shards += 1;
+            prepared.bytes += finished.bytes;
+            broken.extend(finished.broken);
+        }
+        prepared.splits.push((name.clone(), pictures));
+    }
+    destination.finish()?;
+    prepared.broken = broken;
+    Ok(prepared)
+}
+
+fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
+    let wrong = |name: &str, given: u64, from: u64, to: u64| {
+        Err(DataError::Invalid(format!("{name} is {given}; it is from {from} to {to}")))
+    };
+    if !SHORT_SIDES.contains(&settings.short_side) {
+        let (from, to) = SHORT_SIDES.into_inner();
+        return wrong("the short side", settings.short_side.into(), from.into(), to.into());
+    }
+    if !QUALITIES.contains(&settings.quality) {
+        let (from, to) = QUALITIES.into_inner();
+        return wrong("the quality", settings.quality.into(), from.into(), to.into());
+    }
+    Ok(())
+}
+
+/// The splits to copy.
+fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
+    let one = |split: &'a Split| match &split.samples {
+        Samples::Memory { .. } => Err(DataError::Invalid(format!(
+            "{} is {}, whose pictures are small and read at once: train on it as it is",
+            path.display(),
+            catalog.format.name()
+        ))),
+        Samples::Listed(_) if !shards::tells_split(&split.name) => Err(DataError::Invalid(format!(
+            "{} has a split {:?}, which names of shards do not tell: call it val or test, or take it away",
+            path.display(),
+            split.name
+        ))),
+        Samples::Listed(listing) => Ok((split, listing)),
+    };
+    catalog.splits.iter().map(one).collect()
+}
+
+/// What is written to `classes.txt`.
+fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
+    let wrong = |what: String| Err(DataError::Invalid(format!("{}: {what}", path.display())));
+    if let Some(name) =
+        classes.iter().find(|name| name.trim() != **name || name.is_empty() || name.contains('\n'))
+    {
+        return wrong(format!("class {name:?} cannot stand in a line of classes.txt; rename it"));
+    }
+    let text: String = classes.iter().flat_map(|name| [name.as_str(), "\n"]).collect();
+    if text.len() as u64 > MAX_NAMES_BYTES {
+        return wrong(format!("the names of classes have more than {MAX_NAMES_BYTES} bytes"));
+    }
+    Ok(text)
+}
+
+/// How many of a split's pictures make a shard of about the size that it should have.
+fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
+    let every = listing.len().div_ceil(MEASURED).max(1);
+    let size = |encoder: &mut Encoder, number: usize| -> Option<u64> {
+        let bytes = encoder.prepared(listing.read(number).ok()?).ok()?;
+        Some(shard::sample_bytes(bytes.len() as u64))
+    };
+    let sizes: Vec<u64> = (0..listing.len())
+        .into_par_iter()
+        .step_by(every)
+        .map_init(|| Encoder::new(settings), size)
+        .flatten()
+        .collect();
+    let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
+    let fits = (settings.shard_bytes / mean.max(1)).max(1);
+    // All of one size, rather than a short one at the end.
+    let count = (listing.len() as u64).div_ceil(fits).clamp(1, shards::SHARDS as u64);
+    (listing.len() as u64).div_ceil(count).max(1) as u32
+}
+
+/// The shards of a split: file and places in the order.
+fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item = (String, Range<usize>)> {
+    let per_shard = per_shard.max(1) as usize;
+    (0..pictures.div_ceil(per_shard)).map(move |number| {
+        let first = number * per_shard;
+        (format!("{split}-{number:06}.tar"), first..(first + per_shard).min(pictures))
+    })
+}
+
+/// Whether so many broken ones are too many of a split.
+fn too_many(broken: usize, pictures: usize) -> bool {
+    broken > ALWAYS.max(pictures / SHARE) || broken >= pictures
+}
+
+fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
+    DataError::File {
+        path: path.display().to_string(),
+        detail: format!(
+            "cannot be written: {error}. Shards that are finished are kept; the same command goes on from there"
+        ),
+    }
+}

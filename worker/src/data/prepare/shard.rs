@@ -1,0 +1,144 @@
+//! Writes one shard of a copy.
+
+use super::{Encoder, PrepareSettings, cannot_be_written, record::Finished, too_many};
+use crate::data::{DataError, listing::Listing};
+use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
+use rayon::prelude::*;
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter},
+    path::Path,
+};
+
+/// Tar's unit.
+const BLOCK: u64 = 512;
+/// Pictures a thread in one go: while they are written, the next ones are made.
+const EACH: usize = 8;
+
+/// Bytes of a sample whose picture has `picture` bytes: two headers, the picture, its class.
+pub(super) fn sample_bytes(picture: u64) -> u64 {
+    picture.next_multiple_of(BLOCK) + 3 * BLOCK
+}
+
+/// A shard to write.
+pub(super) struct Task<'a> {
+    pub(super) file: &'a str,
+    /// Number of its first sample in the split.
+    pub(super) first: usize,
+    /// Places in the listing.
+    pub(super) order: &'a [u32],
+    /// Of the whole listing.
+    pub(super) labels: &'a [u32],
+    pub(super) listing: &'a Listing,
+}
+
+/// A sample's number, class and picture.
+type Sample = (usize, u32, Vec<u8>);
+
+impl Task<'_> {
+    /// Under another name until it is whole. `left_out` were broken in earlier shards of the split; `tell` is told how many
+    /// pictures of this one are done.
+    pub(super) fn write(
+        &self,
+        to: &Path,
+        settings: &PrepareSettings,
+        left_out: usize,
+        tell: &impl Fn(usize),
+    ) -> Result<Finished, DataError> {
+        let (whole, part) = (to.join(self.file), to.join(format!("{}.part", self.file)));
+        let written = self.write_part(&part, settings, left_out, tell).and_then(|finished| {
+            fs::rename(&part, &whole).map_err(|error| cannot_be_written(&whole, &error))?;
+            Ok(finished)
+        });
+        if written.is_err() {
+            // A disk that is full should not stay so for its sake.
+            let _ = fs::remove_file(&part);
+        }
+        written
+    }
+
+    fn write_part(
+        &self,
+        part: &Path,
+        settings: &PrepareSettings,
+        left_out: usize,
+        tell: &impl Fn(usize),
+    ) -> Result<Finished, DataError> {
+        let unwritten = |error: io::Error| cannot_be_written(part, &error);
+        let file = File::create(part).map_err(unwritten)?;
+        let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
+        let mut finished = Finished::default();
+        let (mut waiting, mut done) = (Vec::new(), 0);
+        for chunk in self.order.chunks(EACH * rayon::current_num_threads()) {
+            let first = self.first + done;
+            let (made, written) = rayon::join(
+                || self.make(chunk, first, settings),
+                || append(&mut tar, std::mem::take(&mut waiting)),
+            );
+            written.map_err(unwritten)?;
+            for sample in made {
+                match sample {
+                    Ok(sample) => waiting.push(sample),
+                    Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
+                        finished.broken.push(BrokenFile { file: path, detail });
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            let broken = left_out + finished.broken.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, self.labels.len())) {
+                return Err(DataError::Invalid(format!(
+                    "{broken} of {} pictures cannot be read, the last one {}, which {}. Is the dataset's disk still there?",
+                    self.labels.len(),
+                    last.file,
+                    last.detail
+                )));
+            }
+            finished.pictures += waiting.len() as u64;
+            done += chunk.len();
+            tell(done);
+        }
+        append(&mut tar, waiting).map_err(unwritten)?;
+        let written =
+            tar.into_inner().and_then(|file| file.into_inner().map_err(io::IntoInnerError::into_error));
+        let file = written.map_err(unwritten)?;
+        file.sync_all().map_err(unwritten)?;
+        finished.bytes = file.metadata().map_err(unwritten)?.len();
+        Ok(finished)
+    }
+
+    fn make(
+        &self,
+        places: &[u32],
+        first: usize,
+        settings: &PrepareSettings,
+    ) -> Vec<Result<Sample, DataError>> {
+        let one = |encoder: &mut Encoder, (number, place): (usize, &u32)| -> Result<Sample, DataError> {
+            let place = *place as usize;
+            let bytes = self.listing.read(place)?;
+            let bytes = encoder.prepared(bytes).map_err(|detail| self.listing.broken(place, detail))?;
+            Ok((first + number, self.labels[place], bytes))
+        };
+        places
+            .par_iter()
+            .enumerate()
+            .map_init(|| Encoder::new(settings), |e, (i, p)| one(e, (i, p)))
+            .collect()
+    }
+}
+
+fn append(tar: &mut tar::Builder<BufWriter<File>>, samples: Vec<Sample>) -> io::Result<()> {
+    for (number, label, picture) in samples {
+        member(tar, &format!("{number:09}.jpg"), &picture)?;
+        member(tar, &format!("{number:09}.cls"), label.to_string().as_bytes())?;
+    }
+    Ok(())
+}
+
+fn member(tar: &mut tar::Builder<BufWriter<File>>, name: &str, content: &[u8]) -> io::Result<()> {
+    // Nobody's, of no time: the same pictures give the same bytes.
+    let mut header = tar::Header::new_ustar();
+    header.set_mode(0o644);
+    header.set_size(content.len() as u64);
+    tar.append_data(&mut header, name, content)
+}

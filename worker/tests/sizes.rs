@@ -1,0 +1,166 @@
+//! Progressive resizing: pictures of each epoch's size, and engines that go from one size to another as if they had been
+//! built for it.
+
+use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
+use lockstep_worker::{
+    comm::Alone,
+    data::loader::{Batch, DataSource, EpochPlan},
+    engine::{Engine, EngineConfig, Optimizer, build_cpu},
+    net::{Network, init, resnet},
+};
+use std::{path::Path, sync::Arc};
+
+const BATCH: usize = 8;
+
+fn network(model: &ModelSpec, side: usize) -> Arc<Network> {
+    Arc::new(resnet::build(model, side, 3, 10).expect("large enough"))
+}
+
+fn engine(network: Arc<Network>) -> Box<dyn Engine> {
+    let initial = init::initial_parameters(&network, false, 1);
+    let config = EngineConfig {
+        batch_size: BATCH,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
+        label_smoothing: 0.1,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: 2,
+    };
+    build_cpu(network, &initial, config, Arc::new(Alone)).expect("an engine")
+}
+
+/// Pictures that differ from step to step; the last batch of an epoch may have fewer.
+fn batch(side: usize, step: usize, pictures: usize) -> Batch {
+    let value = |i: usize| (((i * 31 + step * 977) % 509) as f32 / 254.5 - 1.0) * 1.5;
+    Batch {
+        images: (0..pictures * side * side * 3).map(value).collect(),
+        labels: (0..pictures).map(|i| ((i * 3 + step) % 10) as u32).collect(),
+        indices: (0..pictures as u64).collect(),
+        global_samples: pictures,
+        ..Batch::default()
+    }
+}
+
+#[test]
+fn a_network_of_another_size_is_the_one_that_is_built_for_it() {
+    for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNet50, Arch::ResNeXt50_32x4d] {
+        for stem in [Stem::Cifar, Stem::Imagenet] {
+            let model = ModelSpec { arch, stem, ..ModelSpec::default() };
+            let base = network(&model, 64);
+            for side in [32, 33, 96, 224] {
+                assert_eq!(base.resized(side), *network(&model, side), "{arch:?}, {stem:?}, {side}");
+            }
+            assert_eq!(base.resized(224).parameters(), base.parameters());
+        }
+    }
+}
+
+#[test]
+fn an_engine_goes_on_at_another_size_bit_for_bit_as_one_that_was_built_for_it() {
+    for (arch, stem, sides, checked) in [
+        (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
+        // With max pooling; a network whose gradients are not summed exactly.
+        (Arch::ResNet18, Stem::Imagenet, [32, 64], 96),
+    ] {
+        let model = ModelSpec { arch, stem, ..ModelSpec::default() };
+        let mut one = engine(network(&model, sides[1]));
+        one.take_sizes(&sides[..1], &[checked]).expect("room");
+        // Back and forth, with a smaller batch at the end of each: no buffer is left from another size.
+        for (visit, side) in [sides[0], sides[1], sides[0], sides[1]].into_iter().enumerate() {
+            let mut fresh = engine(network(&model, side));
+            fresh.set_parameters(&one.parameters().unwrap()).unwrap();
+            fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
+            one.set_image_size(side).expect("a size of this engine");
+            for (step, pictures) in [BATCH, BATCH, BATCH - 3].into_iter().enumerate() {
+                let batch = [batch(side, 10 * visit + step, pictures)];
+                let (ours, theirs) = (one.train_step(&batch, 0.05), fresh.train_step(&batch, 0.05));
+                let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+                assert_eq!((ours.loss, ours.grad_norm), (theirs.loss, theirs.grad_norm), "{arch:?} {side}");
+            }
+            let weights = one.parameters().unwrap();
+            assert!(weights == fresh.parameters().unwrap(), "{arch:?} at {side}, visit {visit}");
+            assert!(one.optimizer_state().unwrap() == fresh.optimizer_state().unwrap());
+
+            let mut measures = engine(network(&model, checked));
+            measures.set_parameters(&weights).unwrap();
+            one.set_image_size(checked).expect("a size of this engine");
+            let validation = batch(checked, 99, BATCH);
+            assert_eq!(one.eval_step(&validation).unwrap(), measures.eval_step(&validation).unwrap());
+            assert_eq!(one.predict(&validation).unwrap(), measures.predict(&validation).unwrap());
+        }
+        let error = one.set_image_size(48).expect_err("nobody asked for it").to_string();
+        assert!(error.contains("48 pixels"), "{error}");
+        let error =
+            one.train_step(&[batch(sides[0], 0, BATCH)], 0.05).expect_err("of another size").to_string();
+        assert!(error.contains("8 labels"), "{error}");
+    }
+}
+
+/// The bundled pictures, of 28 x 28.
+fn bundled() -> Pictures {
+    Pictures(Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist"))
+}
+
+struct Pictures(std::path::PathBuf);
+
+impl Pictures {
+    fn open(&self, spec: &DataSpec) -> DataSource {
+        DataSource::open(&self.0, spec, 5).expect("opens")
+    }
+}
+
+fn plan(epoch: u32, first_step: u64) -> EpochPlan {
+    EpochPlan {
+        epoch,
+        first_step,
+        rank: 0,
+        world_size: 1,
+        batch_size: 500,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 2,
+    }
+}
+
+#[test]
+fn each_epoch_has_the_pictures_of_its_size_and_validation_those_of_its_own() {
+    for random_resized_crop in [false, true] {
+        let spec = DataSpec { random_resized_crop, ..DataSpec::default() };
+        let sizes = [(1, 16), (3, 24), (4, 32)].map(|(epoch, size)| SizeFrom { epoch, size });
+        let scheduled = bundled().open(&DataSpec {
+            image_size: Some(ImageSize::Schedule(sizes.to_vec())),
+            validation_size: Some(40),
+            ..spec.clone()
+        });
+        assert_eq!(scheduled.shape.image_size, 40);
+        assert_eq!(scheduled.shape.training_sizes, [(0, 16), (2, 24), (3, 32)]);
+        let fixed = |side: u32| {
+            bundled().open(&DataSpec { image_size: Some(ImageSize::Fixed(side)), ..spec.clone() })
+        };
+        for (epoch, side) in [(0, 16), (1, 16), (2, 24), (3, 32), (9, 32)] {
+            assert_eq!(scheduled.shape.training_size(epoch), side as usize);
+            let alike = fixed(side);
+            // From the middle of the epoch, as after a restart.
+            let ours: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            let theirs: Vec<Batch> = alike.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            assert!(ours.len() == 2 && ours == theirs, "epoch {epoch}");
+            let seen = scheduled.picture(false, 7, Some(epoch)).unwrap();
+            assert_eq!((seen.1.width, seen.1.height), (side, side));
+            assert!(seen == alike.picture(false, 7, Some(epoch)).unwrap(), "epoch {epoch}");
+        }
+        let alike = fixed(40);
+        let first = |source: &DataSource| source.validation(0, 1, 100, 1).next().unwrap().unwrap();
+        assert!(first(&scheduled) == first(&alike), "validation");
+        assert!(scheduled.picture(true, 3, None).unwrap() == alike.picture(true, 3, None).unwrap());
+    }
+}
+
+#[test]
+fn validation_may_be_larger_than_the_dataset_s_own_size_and_not_smaller() {
+    let larger = bundled().open(&DataSpec { validation_size: Some(32), ..DataSpec::default() });
+    assert_eq!((larger.shape.image_size, larger.shape.training_size(0)), (32, 28));
+    let smaller = DataSpec { validation_size: Some(26), ..DataSpec::default() };
+    let error = DataSource::open(&bundled().0, &smaller, 0).expect_err("refused").to_string();
+    assert!(error.contains("26 pixels are less than training's 28; give 28 or more"), "{error}");
+}

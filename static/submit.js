@@ -110,15 +110,19 @@ function fillForm(spec) {
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
     else field.value = Array.isArray(value) ? value.map((v) => (typeof v === "object" ? `${v.epoch}: ${v.size}` : v)).join(", ") : String(value);
+    // What somebody wrote beside the form, no recipe chosen later replaces.
+    if (valueOf(field) !== untouched(field, spec.recipe ?? "")) touched.add(field);
   }
   filled.value = spec.recipe ?? "";
   unmarkPresets();
 }
 
-/** Puts a recipe's values where those of the one before it, or the defaults, still stand. */
+/** Puts a recipe's values where those of the one before it, the defaults or a preset's still stand. */
 function fillRecipe(name) {
+  const own = recipes[name] ?? {};
   for (const field of fields) {
-    if (field.name === "recipe" || valueOf(field) !== untouched(field, filled.value)) continue;
+    const ofPreset = field.name in own && !touched.has(field);
+    if (field.name === "recipe" || (valueOf(field) !== untouched(field, filled.value) && !ofPreset)) continue;
     const value = untouched(field, name);
     if (field.type === "checkbox") field.checked = value === "true";
     else field.value = value;

@@ -56,6 +56,24 @@ describe("the form", () => {
     await page.end();
   });
 
+  test("a recipe fills the fields, and keeps its shape with other epochs", async () => {
+    const page = await eyes.page(house, "/jobs/new");
+    await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");
+    const epochs = page.getByLabel("Epochs", { exact: true });
+    assert.equal(await epochs.inputValue(), "164");
+    await epochs.fill("82");
+    const words = () => page.locator("#spec-text").inputValue();
+    await until("the text beside has both", async () => /^recipe = "cifar"$/m.test(await words()) && /^epochs = 82$/m.test(await words()));
+    assert.doesNotMatch(await words(), /milestones|weight_decay/, "what the recipe says is not said again");
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+    const id = new URL(page.url()).pathname.split("/").pop();
+    const { spec } = await house.ask(`/jobs/${id}`);
+    assert.deepEqual([spec.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
+    await house.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
   test("registers a dataset, and says what is wrong with one that is none", async () => {
     const page = await eyes.page(house, "/datasets", { expected: [/422/] });
     assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());

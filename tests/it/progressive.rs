@@ -55,7 +55,7 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     let _turn = turn().await;
     let folder = Folder::new();
     let dataset = pictures::idx_dataset(folder.path(), 400, 100);
-    let job = folder.write("job.toml", &JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
+    let job = folder.write("job.toml", JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
     let out = |name: &str| folder.path().join(name);
     let said = train(&job, &out("two"), &[]);
     assert!(

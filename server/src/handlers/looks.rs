@@ -156,7 +156,9 @@ fn begin(app: &App, path: &str) -> Look {
     let look = Look { number: all.begun, agent: agent.clone(), outcome };
     all.looks.insert(path.to_owned(), look.clone());
     let (app, path) = (app.clone(), path.to_owned());
-    tokio::spawn(async move {
+    let tasks = app.tasks.clone();
+    // Nothing of it outlives the server.
+    tasks.spawn(async move {
         let work = async {
             let question = Question::InspectDataset { path: path.clone() };
             let chosen = questions::choose(&app, &question).await?;
@@ -168,12 +170,13 @@ fn begin(app: &App, path: &str) -> Look {
                 _ => Err(AskError::Refused("an agent answered something else than a dataset".into())),
             }
         };
+        let whole = async {
+            let _ = tell.send(Some(work.await));
+            tokio::time::sleep(KEPT).await;
+            app.looks.forget(&path);
+        };
         tokio::select! {
-            outcome = work => {
-                let _ = tell.send(Some(outcome));
-                tokio::time::sleep(KEPT).await;
-                app.looks.forget(&path);
-            }
+            () = whole => {}
             () = app.stopping.cancelled() => {}
         }
     });

@@ -317,10 +317,12 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }
 
-    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202, forks with a key are jobs.
+    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and a look at a dataset for two
+    // minutes, forks with a key are jobs.
     let elsewhere = |call: &str, status: u16| {
         status == 101
             || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
+            || (["post /api/v1/datasets", "post /api/v1/datasets/inspect"].contains(&call) && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
     };
     for (method, path, operation) in &calls {

@@ -73,7 +73,9 @@ impl House {
                 let _ = stopped.await;
             },
         ));
-        let address = timeout(DEADLINE, address).await.unwrap().expect("the server starts");
+        let Ok(address) = timeout(DEADLINE, address).await.unwrap() else {
+            panic!("the server does not start: {:?}", task.await);
+        };
         Self { dir, address, http: reqwest::Client::new(), database, stop, task }
     }
 

@@ -5,6 +5,9 @@ use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo};
 use rayon::prelude::*;
 use std::path::Path;
 
+/// Height, width and channels of a picture.
+type Size = (u32, u32, u32);
+
 /// Broken files that are named; all are counted.
 const NAMED: usize = 100;
 /// Mean and standard deviation come from at most this many pictures, evenly spread.
@@ -36,9 +39,9 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
             Samples::Listed(listing) => {
                 let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
                 let all = listing.len() <= DECODED;
-                let look = |i: usize| -> Result<((u32, u32, u32), Option<Moments>), DataError> {
+                let look = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
                     let (width, height) = listing.dimensions(i);
-                    let counted = train && i % every == 0;
+                    let counted = train && i.is_multiple_of(every);
                     if !all && !counted {
                         return Ok(((height, width, 3), None));
                     }

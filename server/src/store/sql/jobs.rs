@@ -49,7 +49,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
     let stands_for = if token.is_some() { JobState::Running } else { JobState::Failed };
     let known = state.parse::<JobState>();
-    let unknown_state = known.is_err().then(|| (state, stands_for));
+    let unknown_state = known.is_err().then_some((state, stands_for));
     if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }

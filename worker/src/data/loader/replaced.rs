@@ -169,6 +169,9 @@ mod tests {
 
     const EACH: u32 = 20;
 
+    /// Index, label and first pixel.
+    type Sample = (u64, u32, [u32; 3]);
+
     /// Two classes of different pictures.
     fn folder() -> TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -204,7 +207,7 @@ mod tests {
     }
 
     /// What all ranks see in two epochs: for each place in the order of steps its index, label and first pixel.
-    fn seen(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<(u64, u32, [u32; 3])>> {
+    fn seen(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<Sample>> {
         let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for rank in 0..world_size {
             let source = open(dir, BrokenFiles::Skip, none());

@@ -233,22 +233,17 @@ fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_
 }
 
 #[test]
-fn the_index_knows_rows_until_their_file_changes() {
+fn rows_are_looked_at_again_when_their_file_has_changed() {
     let (dir, file) = with("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();
     let store = IndexStore::at(cache.path(), 0);
     let first = Catalog::open_with(dir.path(), &store).expect("opens");
-    let modified = fs::metadata(&file).unwrap().modified().unwrap();
+    let second = Catalog::open_with(dir.path(), &store).expect("opens");
+    assert_eq!(second.fingerprint(dir.path()), first.fingerprint(dir.path()));
     // Its pages are gone, its footer is not.
     let mut bytes = fs::read(&file).unwrap();
     bytes[4..3000].fill(0);
     fs::write(&file, &bytes).unwrap();
-    let handle = fs::File::options().write(true).open(&file).unwrap();
-    handle.set_modified(modified).unwrap();
-    let second = Catalog::open_with(dir.path(), &store).expect("opens");
-    assert_eq!(second.splits[0].labels, first.splits[0].labels, "it was read");
-    assert_eq!(second.fingerprint(dir.path()), first.fingerprint(dir.path()));
-    handle.set_modified(modified + std::time::Duration::from_secs(5)).unwrap();
     let third = Catalog::open_with(dir.path(), &store).expect("opens");
     assert!(third.splits[0].labels.len() < 40 && !broken(&third).is_empty());
 }

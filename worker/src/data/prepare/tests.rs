@@ -125,9 +125,12 @@ fn a_copy_is_read_as_the_dataset_that_it_is_of() {
             let away = |pixels: &[u8]| -> u32 {
                 pixels.iter().zip(&picture.pixels).map(|(a, b)| u32::from(a.abs_diff(*b))).sum()
             };
-            let near = expected.iter().position(|(l, pixels)| l == label && away(pixels) < 30 * 20 * 3 * 2);
-            expected
-                .remove(near.unwrap_or_else(|| panic!("{number} of {} is none of the source's", split.name)));
+            let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
+            let (away, near) = same.map(|(i, (_, pixels))| (away(pixels), i)).min().expect("one is left");
+            // Pillow's JPEG of this quality is 1.4 apart; the next picture is 9 brighter in its red.
+            let mean = f64::from(away) / f64::from(30 * 20 * 3);
+            assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);
+            expected.remove(near);
         }
     }
     // Classes are mixed: no run of one class is nearly as long as a folder of it.

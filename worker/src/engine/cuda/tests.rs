@@ -170,29 +170,60 @@ fn compare_step(
     gpu: &GpuConfig,
     draw: usize,
 ) -> Apart {
-    let config = EngineConfig { accumulate: counts.len(), ..config(batch_size) };
-    let (precision, way) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
-    let step: Vec<Batch> =
-        counts.iter().enumerate().map(|(i, count)| pictures(network, *count, draw + 100 * i)).collect();
-    let batch = &step[0];
-    let mut cpu = cpu(network, &config);
-    let mut gpu = cuda_as(&initial(network), network, &config, gpu.clone());
-    let (wanted, ours) = (cpu.predict(batch).unwrap(), gpu.predict(batch).unwrap());
-    let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
-    let (a, b) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
-    let momentum = |engine: &dyn Engine| engine.optimizer_state().unwrap().slots;
-    let (gradient, name) = apart(&momentum(gpu.as_ref()), &momentum(cpu.as_ref()));
-    let running = |engine: &dyn Engine| -> NamedTensors {
-        engine.parameters().unwrap().into_iter().filter(|(name, _)| name.contains("running")).collect()
-    };
-    let (statistics, _) = apart(&running(gpu.as_ref()), &running(cpu.as_ref()));
-    let loss = f64::from((b.loss - a.loss).abs() / a.loss);
-    eprintln!(
-        "{} at {} px, pictures {counts:?}, {precision:?}, {way}: logits {logits:.1e}, loss {loss:.1e}, gradient {gradient:.1e} ({name}), \
-         running statistics {statistics:.1e} apart",
-        network.arch, network.image_size
-    );
-    Apart { logits, loss, gradient, statistics, name }
+    CpuStep::take(network, batch_size, counts, draw).apart_from(gpu)
+}
+
+/// What the CPU engine makes of a step: the slow side of a comparison, taken once for many of the other.
+struct CpuStep {
+    network: Arc<Network>,
+    config: EngineConfig,
+    counts: Vec<usize>,
+    step: Vec<Batch>,
+    logits: Vec<f32>,
+    loss: f32,
+    momentum: NamedTensors,
+    running: NamedTensors,
+}
+
+fn running_statistics(engine: &dyn Engine) -> NamedTensors {
+    engine.parameters().unwrap().into_iter().filter(|(name, _)| name.contains("running")).collect()
+}
+
+impl CpuStep {
+    fn take(network: &Arc<Network>, batch_size: usize, counts: &[usize], draw: usize) -> CpuStep {
+        let config = EngineConfig { accumulate: counts.len(), ..config(batch_size) };
+        let step: Vec<Batch> =
+            counts.iter().enumerate().map(|(i, count)| pictures(network, *count, draw + 100 * i)).collect();
+        let mut engine = cpu(network, &config);
+        CpuStep {
+            network: network.clone(),
+            counts: counts.to_vec(),
+            logits: engine.predict(&step[0]).unwrap(),
+            loss: engine.train_step(&step, 0.1).unwrap().loss,
+            momentum: engine.optimizer_state().unwrap().slots,
+            running: running_statistics(engine.as_ref()),
+            config,
+            step,
+        }
+    }
+
+    fn apart_from(&self, gpu: &GpuConfig) -> Apart {
+        let (precision, way) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
+        let network = &self.network;
+        let mut engine = cuda_as(&initial(network), network, &self.config, gpu.clone());
+        let ours = engine.predict(&self.step[0]).unwrap();
+        let logits = (difference(&ours, &self.logits) / square(&self.logits)).sqrt();
+        let result = engine.train_step(&self.step, 0.1).unwrap();
+        let (gradient, name) = apart(&engine.optimizer_state().unwrap().slots, &self.momentum);
+        let (statistics, _) = apart(&running_statistics(engine.as_ref()), &self.running);
+        let loss = f64::from((result.loss - self.loss).abs() / self.loss);
+        eprintln!(
+            "{} at {} px, pictures {:?}, {precision:?}, {way}: logits {logits:.1e}, loss {loss:.1e}, gradient {gradient:.1e} \
+             ({name}), running statistics {statistics:.1e} apart",
+            network.arch, network.image_size, self.counts
+        );
+        Apart { logits, loss, gradient, statistics, name }
+    }
 }
 
 /// Small networks that have every operation and fusion, and next to nothing else.

@@ -1,9 +1,10 @@
 """Training from a folder of JPEG files, decoded by the GPU and by cores, as images a second.
 
-    python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu cpu] [--steps 300]
+    python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu cpu prepared] [--steps 300]
 
-FOLDER holds train/<class>/*.jpg (bench/real_pictures.py makes such a one). Prints one JSON line a run: the median of
-what the job says about its steps after the first fifty, and who decoded how many pictures.
+FOLDER holds train/<class>/*.jpg (bench/real_pictures.py makes such a one). `prepared` trains from shards that
+`lockstep dataset prepare` makes of it, decoded by cores. Prints one JSON line a run: the median, the slowest and the fastest of what
+the job says about its steps after the first fifty, who decoded how many pictures, and the GPU memory taken.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import pathlib
 import re
 import statistics
 import subprocess
+import threading
 import time
 
 JOB = """name = "files"
@@ -43,36 +45,83 @@ arguments.add_argument("--program", required=True)
 arguments.add_argument("--pictures", required=True)
 arguments.add_argument("--work", required=True)
 arguments.add_argument("--decoders", nargs="+", default=["gpu", "cpu"])
+arguments.add_argument("--prepare-arguments", nargs="*", default=[])
 arguments.add_argument("--arch", default="resnet50")
 arguments.add_argument("--batch", type=int, default=256)
 arguments.add_argument("--ranks", type=int, default=1)
 arguments.add_argument("--steps", type=int, default=300)
 given = arguments.parse_args()
 
+def gpu_memory():
+    """MiB taken on the GPU that has most of it taken."""
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True
+    )
+    return max((int(line) for line in asked.stdout.split() if line.isdigit()), default=0)
+
+
+class Memory(threading.Thread):
+    """The most GPU memory that is taken until `end`."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most, self.over = 0, threading.Event()
+        self.start()
+
+    def run(self):
+        while not self.over.wait(0.5):
+            self.most = max(self.most, gpu_memory())
+
+    def end(self):
+        self.over.set()
+        self.join()
+        return self.most
+
+
+def prepared():
+    """Shards of the pictures, made once."""
+    shards = pathlib.Path(given.work) / "prepared"
+    if not shards.exists():
+        began = time.time()
+        made = subprocess.run(
+            [given.program, "dataset", "prepare", given.pictures, "--to", str(shards), *given.prepare_arguments],
+            capture_output=True,
+            text=True,
+        )
+        end = "" if made.returncode == 0 else (made.stdout + made.stderr)[-600:]
+        took = {"side": "lockstep", "run": "prepare", "secs": round(time.time() - began, 1), "end": end}
+        print(json.dumps({**took, "megabytes": round(sum(f.stat().st_size for f in shards.rglob("*.tar")) / 1e6)}), flush=True)
+    return shards
+
+
 failed = False
 for decoder in given.decoders:
+    pictures = prepared() if decoder == "prepared" else given.pictures
     folder = pathlib.Path(given.work) / f"files-{decoder}-{time.time():.0f}"
     folder.mkdir(parents=True)
     job = folder / "job.toml"
-    job.write_text(JOB.format(arch=given.arch, pictures=given.pictures, steps=given.steps, batch=given.batch, ranks=given.ranks))
-    began = time.time()
+    job.write_text(JOB.format(arch=given.arch, pictures=pictures, steps=given.steps, batch=given.batch, ranks=given.ranks))
+    began, memory = time.time(), Memory()
     run = subprocess.run(
         [given.program, "train", str(job), "--out", str(folder / "out")],
         capture_output=True,
         text=True,
-        env={**os.environ, "LOCKSTEP_DECODER": decoder},
+        env={**os.environ, "LOCKSTEP_DECODER": "cpu" if decoder == "prepared" else decoder},
     )
     text = run.stdout + run.stderr
     said = [float(rate.replace(",", "")) for rate in re.findall(r"([0-9][0-9,.]*) images/s", text)]
+    late = said[5:]
     print(
         json.dumps(
             {
                 "side": "lockstep",
-                "run": f"files-{decoder}",
+                "run": f"files-{given.arch}-{decoder}-{given.ranks}",
                 "status": run.returncode,
                 "secs": round(time.time() - began, 1),
-                "images_per_second": round(statistics.median(said[5:])) if len(said) > 5 else None,
-                "fastest": round(max(said)) if said else None,
+                "images_per_second": round(statistics.median(late)) if late else None,
+                "slowest": round(min(late)) if late else None,
+                "fastest": round(max(late)) if late else None,
+                "gpu_mib": memory.end(),
                 "decoding": re.findall(r"[^\n]*JPEG files are decoded[^\n]*|[^\n]*so far, [^\n]*", text)[-2:],
                 "end": "" if run.returncode == 0 else text[-600:],
             }

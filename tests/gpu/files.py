@@ -3,8 +3,8 @@
     python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu cpu prepared] [--steps 300]
 
 FOLDER holds train/<class>/*.jpg (bench/real_pictures.py makes such a one). `prepared` trains from shards that
-`lockstep dataset prepare` makes of it, decoded by cores. Prints one JSON line a run: the median, the slowest and the fastest of what
-the job says about its steps after the first fifty, who decoded how many pictures, and the GPU memory taken.
+`lockstep dataset prepare` makes of it, decoded by cores. Prints one JSON line a run: images a second from step 60 to the last one (by when the
+job says that they are done), of 40 steps in a row the median and the slowest, who decoded how many pictures, and the GPU memory taken.
 """
 
 import argparse
@@ -102,15 +102,24 @@ for decoder in given.decoders:
     job = folder / "job.toml"
     job.write_text(JOB.format(arch=given.arch, pictures=pictures, steps=given.steps, batch=given.batch, ranks=given.ranks))
     began, memory = time.time(), Memory()
-    run = subprocess.run(
+    run = subprocess.Popen(
         [given.program, "train", str(job), "--out", str(folder / "out")],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "LOCKSTEP_DECODER": "cpu" if decoder == "prepared" else decoder},
     )
-    text = run.stdout + run.stderr
-    said = [float(rate.replace(",", "")) for rate in re.findall(r"([0-9][0-9,.]*) images/s", text)]
-    late = said[5:]
+    # When which step was said to be done.
+    lines, done = [], {}
+    for line in run.stdout:
+        lines.append(line)
+        if found := re.search(r"step: (\d+), loss is", line):
+            done[int(found[1])] = time.time()
+    run.wait()
+    text = "".join(lines)
+    steps = [step for step in sorted(done) if step >= 60]
+    rate = lambda a, b: round((b - a) * given.batch * given.ranks / max(done[b] - done[a], 1e-9))
+    windows = [rate(a, b) for a, b in zip(steps, steps[4:])]
     print(
         json.dumps(
             {
@@ -118,9 +127,9 @@ for decoder in given.decoders:
                 "run": f"files-{given.arch}-{decoder}-{given.ranks}",
                 "status": run.returncode,
                 "secs": round(time.time() - began, 1),
-                "images_per_second": round(statistics.median(late)) if late else None,
-                "slowest": round(min(late)) if late else None,
-                "fastest": round(max(late)) if late else None,
+                "images_per_second": rate(steps[0], steps[-1]) if len(steps) > 1 else None,
+                "median_of_40_steps": round(statistics.median(windows)) if windows else None,
+                "slowest_40_steps": min(windows, default=None),
                 "gpu_mib": memory.end(),
                 "decoding": re.findall(r"[^\n]*JPEG files are decoded[^\n]*|[^\n]*so far, [^\n]*", text)[-2:],
                 "end": "" if run.returncode == 0 else text[-600:],

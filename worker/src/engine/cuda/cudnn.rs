@@ -176,17 +176,18 @@ impl Cudnn {
         }
     }
 
-    /// Plans for `convolution`, the likely fastest first; if `deterministic`, those that cuDNN says give the same bits in
-    /// every run. `fallback`: of engines that run anything, so slowly that timing them takes minutes.
+    /// Plans for `convolution`, the likely fastest first, each built when it is asked for (which may compile a kernel); if
+    /// `deterministic`, those that cuDNN says give the same bits in every run. `fallback`: of engines that run anything,
+    /// so slowly that timing them takes minutes.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
         most_workspace: usize,
         deterministic: bool,
         fallback: bool,
-    ) -> Result<Vec<Plan>, CudaError> {
+    ) -> Result<impl Iterator<Item = Plan>, CudaError> {
         let graph = self.graph(convolution)?;
-        let mut plans: Vec<Plan> = Vec::new();
+        let mut found: Vec<(Descriptor, Choice)> = Vec::new();
         use sys::cudnnBackendHeurMode_t as Mode;
         let modes: &[Mode] = match fallback {
             false => &[Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B],
@@ -196,19 +197,16 @@ impl Cudnn {
             let Ok(configs) = configurations(&graph, mode) else { continue };
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
-                if plans.iter().any(|p| p.choice == choice)
-                    || !suits(&config, convolution.dtype, deterministic)
+                if !found.iter().any(|(_, known)| *known == choice)
+                    && suits(&config, convolution.dtype, deterministic)
                 {
-                    continue;
-                }
-                if let Ok(plan) = self.plan(convolution, config, choice)
-                    && plan.workspace_bytes <= most_workspace
-                {
-                    plans.push(plan);
+                    found.push((config, choice));
                 }
             }
         }
-        Ok(plans)
+        let convolution = *convolution;
+        let built = move |(config, choice)| self.plan(&convolution, config, choice).ok();
+        Ok(found.into_iter().filter_map(built).filter(move |plan| plan.workspace_bytes <= most_workspace))
     }
 
     /// The plan of an earlier choice.

@@ -7,7 +7,10 @@ use super::{
     device::{Buffer, Device, Event, OwnedStream, Ptr},
     error::CudaError,
 };
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::{Duration, Instant},
+};
 
 /// Most memory that a plan may ask for beside its tensors.
 const MOST_WORKSPACE: usize = 512 << 20;
@@ -15,6 +18,11 @@ const MOST_WORKSPACE: usize = 512 << 20;
 const PASS_BYTES_A_MILLI: f32 = 3e9;
 /// Runs in a recorded graph, which is timed.
 const RUNS: usize = 4;
+/// So many times the best plan's time in a single run: not worth more of them.
+const TOO_SLOW: f32 = 3.0;
+/// Candidates that come later than this are not tried where one runs: the likely fastest are first, and for convolutions in
+/// many groups some of the others take seconds.
+const LONG_ENOUGH: Duration = Duration::from_millis(2500);
 
 /// Plans by convolution.
 pub(super) struct Tuner {
@@ -164,6 +172,7 @@ impl Bench {
     fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
+        let began = Instant::now();
         // It happens that nothing that heuristics propose runs.
         for fallback in [false, true] {
             if best.is_some() {
@@ -174,6 +183,9 @@ impl Bench {
                     Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
                     Ok(_) => {}
                     Err(error) => first_error = first_error.or(Some(error)),
+                }
+                if best.is_some() && began.elapsed() > LONG_ENOUGH {
+                    break;
                 }
             }
         }
@@ -209,7 +221,15 @@ impl Bench {
         let stream = self.stream.0;
         let at = self.places(convolution);
         let run = || cudnn.run(stream, plan, at, self.workspace.ptr);
+        // The first run also loads the kernel.
         run()?;
+        self.begin.record(stream)?;
+        run()?;
+        self.end.record(stream)?;
+        let once = self.begin.millis_to(&self.end)?;
+        if best.is_some_and(|best| once > TOO_SLOW * best + 0.1) {
+            return Ok(once);
+        }
         stream.begin_capture()?;
         let recorded = (0..RUNS).try_for_each(|_| run());
         let graph = stream.end_capture();

@@ -69,7 +69,7 @@ describe("the form", () => {
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
     const { spec } = await house.ask(`/jobs/${id}`);
-    assert.deepEqual([spec.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
+    assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
     await house.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });

@@ -208,7 +208,7 @@ fn all_mistakes_are_told_at_once() {
 fn unknown_keys_get_the_nearest_right_name() {
     one_mistake(&with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
     one_mistake(&with("data", "lr = 0.1"), "/data/lr", &["belongs to [train]"]);
-    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are epochs, steps"]);
+    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
     one_mistake(&with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
 }
 

@@ -74,6 +74,18 @@ describe("the form", () => {
     await page.end();
   });
 
+  test("takes sizes by epoch, and tells what a key is called today, also in the text beside", async () => {
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
+    await sizes.fill("1: 16, 2: 24");
+    await until("the text beside has them", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
+    await words.fill((await words.inputValue()).replace("[2, 24]", "[3, 32]"));
+    await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
+    await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
+    await until("today's name is told", async () => /data\.resize is called data\.resize_size/.test(await page.locator("#spec-error").textContent()));
+    await page.end();
+  });
+
   test("registers a dataset, and says what is wrong with one that is none", async () => {
     const page = await eyes.page(house, "/datasets", { expected: [/422/] });
     assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());

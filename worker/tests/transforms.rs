@@ -187,7 +187,9 @@ fn validation_is_resized_and_cropped_in_imagenet_s_proportion() {
     let error = DataSource::open(&pictures, &DataSpec { resize_size: Some(27), ..DataSpec::default() }, 0);
     let words = error.expect_err("must not open").to_string();
     assert!(words.contains("data.resize_size") && words.contains("give 32 or more"), "{words}");
-    assert!(DataSource::open(&pictures, &DataSpec { resize_size: Some(28), ..DataSpec::default() }, 0).is_ok());
+    assert!(
+        DataSource::open(&pictures, &DataSpec { resize_size: Some(28), ..DataSpec::default() }, 0).is_ok()
+    );
 }
 
 #[test]

@@ -4,7 +4,10 @@ use super::{DataSpec, keys::shown};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;
-use utoipa::ToSchema;
+use utoipa::{
+    PartialSchema, ToSchema,
+    openapi::{ArrayBuilder, RefOr, Schema},
+};
 
 /// Sizes of one run: an engine keeps memory and plans for each.
 pub const MAX_SIZES: usize = 8;
@@ -21,7 +24,7 @@ pub enum ImageSize {
     /// The same in every epoch.
     Fixed(u32),
     /// Each from its epoch on: the first from epoch 1, both epochs and sizes ascending, at most [`MAX_SIZES`].
-    Schedule(#[schema(value_type = Vec<[u32; 2]>)] Vec<SizeFrom>),
+    Schedule(Vec<SizeFrom>),
 }
 
 /// A size and when it begins; in a specification `[epoch, pixels]`.
@@ -39,6 +42,15 @@ impl From<(u32, u32)> for SizeFrom {
         Self { epoch, size }
     }
 }
+
+impl PartialSchema for SizeFrom {
+    fn schema() -> RefOr<Schema> {
+        let pair = ArrayBuilder::new().items(u32::schema()).min_items(Some(2)).max_items(Some(2));
+        pair.description(Some("An epoch, from 1, and the pixels of the size that begins in it.")).into()
+    }
+}
+
+impl ToSchema for SizeFrom {}
 
 impl From<SizeFrom> for (u32, u32) {
     fn from(SizeFrom { epoch, size }: SizeFrom) -> Self {

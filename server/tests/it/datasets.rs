@@ -72,9 +72,6 @@ async fn a_refusal_names_ten_jobs_and_counts_the_others() {
         assert_eq!(ids.iter().filter(|id| detail.contains(*id)).count(), jobs.min(10), "{detail}");
         assert_eq!(detail.contains("and 1 more"), jobs == 11, "{detail}");
     }
-    for id in ids {
-        assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
-    }
-    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
+    assert_eq!(house.get("/datasets/pictures").await.0, 200);
     house.stop().await;
 }

@@ -78,8 +78,8 @@ form.addEventListener("submit", async (event) => {
 for (const card of document.querySelectorAll("[data-dataset]")) {
   const name = card.dataset.dataset;
   new Gallery(card, name);
-  card.querySelector("[data-forget]").addEventListener("click", () => confirmThen({
-    title: `Forget ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and finished ones cannot be evaluated.", yes: "Forget it",
+  card.querySelector("[data-remove]").addEventListener("click", () => confirmThen({
+    title: `Remove ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and those that are over are neither evaluated nor run again.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
   }));
 }

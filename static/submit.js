@@ -10,7 +10,7 @@ const touched = new Set();
 /** By recipe, what it puts into fields; `filled` holds the name of the one that the fields were filled from. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 /** Sizes of one recipe that belong together: written out even where they are the recipe's. */
-const TOGETHER = ["data.validation_size", "data.resize"];
+const TOGETHER = ["data.validation_size", "data.resize_size"];
 // Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 /** Whether all mistakes are shown, or only those of fields the reader has left. */
@@ -32,7 +32,7 @@ function typed(field) {
     case "switch": return field.checked;
     case "sizes": {
       const items = words.split(",").map((entry) => entry.split(":").map((t) => whole(t.trim())));
-      return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items.map(([epoch, size]) => ({ epoch, size })) : words);
+      return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items : words);
     }
     case "numbers": {
       const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
@@ -49,7 +49,7 @@ function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    const usual = words === untouched(field, filled.value) && !["name", "recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const usual = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
     const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
     if (words === "" || (!defaults && usual) || scaled) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
@@ -59,8 +59,7 @@ function specification({ defaults }) {
 }
 
 function toml(spec) {
-  const inline = (v) => `{ ${Object.entries(v).map(([k, of]) => `${k} = ${literal(of)}`).join(", ")} }`;
-  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : typeof v === "object" ? inline(v) : String(v));
+  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : String(v));
   const lines = (table) => Object.entries(table).filter(([, v]) => typeof v !== "object" || Array.isArray(v)).map(([k, v]) => `${k} = ${literal(v)}`);
   const tables = Object.entries(spec).filter(([, v]) => typeof v === "object" && !Array.isArray(v));
   return [lines(spec).join("\n"), ...tables.map(([name, table]) => `[${name}]\n${lines(table).join("\n")}`)].filter(Boolean).join("\n\n") + "\n";
@@ -109,11 +108,11 @@ function fillForm(spec) {
     const value = (table ? spec[table] : spec)?.[key] ?? "";
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else field.value = Array.isArray(value) ? value.map((v) => (typeof v === "object" ? `${v.epoch}: ${v.size}` : v)).join(", ") : String(value);
+    else field.value = Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value);
     // What somebody wrote beside the form, no recipe chosen later replaces.
-    if (valueOf(field) !== untouched(field, spec.recipe ?? "")) touched.add(field);
+    if (valueOf(field) !== untouched(field, spec.train.recipe ?? "")) touched.add(field);
   }
-  filled.value = spec.recipe ?? "";
+  filled.value = spec.train.recipe ?? "";
   unmarkPresets();
 }
 
@@ -122,7 +121,7 @@ function fillRecipe(name) {
   const own = recipes[name] ?? {};
   for (const field of fields) {
     const ofPreset = field.name in own && !touched.has(field);
-    if (field.name === "recipe" || (valueOf(field) !== untouched(field, filled.value) && !ofPreset)) continue;
+    if (field.name === "train.recipe" || (valueOf(field) !== untouched(field, filled.value) && !ofPreset)) continue;
     const value = untouched(field, name);
     if (field.type === "checkbox") field.checked = value === "true";
     else field.value = value;
@@ -192,7 +191,7 @@ async function check() {
 
 // --- what the reader does ---------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 const presets = [...document.querySelectorAll("[data-preset]")];

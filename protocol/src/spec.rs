@@ -8,12 +8,14 @@ mod document;
 mod image_size;
 mod keys;
 mod recipe;
+mod renamed;
 
 pub use check::{SpecError, from_json, from_toml, read_leniently};
 pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section, nearest};
 pub use recipe::Recipe;
+pub use renamed::is_renamed;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -26,10 +28,6 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
-    /// Whose settings stand in for the defaults of the keys that the job does not give. A job that is stored or shown has
-    /// them among its keys.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub recipe: Option<Recipe>,
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
@@ -169,8 +167,8 @@ pub struct DataSpec {
     pub dataset: String,
     /// Where validation pictures come from.
     pub validation: Validation,
-    /// Height and width of the network's input, in pixels, or a list of sizes with the epochs that they begin in; the
-    /// dataset's own when absent.
+    /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, sizes with the epochs that
+    /// they begin in; the dataset's own when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_size: Option<ImageSize>,
     /// Height and width of the input where the network is measured and asked; `image_size`, of several the last, when
@@ -189,12 +187,12 @@ pub struct DataSpec {
     /// `Resize` and `CenterCrop`). When absent: `validation_size` * 256 / 224 with `random_resized_crop`; without, the
     /// largest centred square is scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub resize: Option<u32>,
+    pub resize_size: Option<u32>,
     pub horizontal_flip: bool,
     pub vertical_flip: bool,
     /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
     pub color_jitter: [f32; 4],
-    pub auto_augment: AutoAugment,
+    pub augment: Augment,
     /// The probability that a random rectangle is 0 after normalisation (torchvision's `RandomErasing`).
     pub random_erasing: f32,
     /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
@@ -212,12 +210,12 @@ pub struct DataSpec {
 /// Policies that choose operations on a picture by themselves, as torchvision has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum AutoAugment {
+pub enum Augment {
     None,
     /// One operation of any strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
-    TrivialAugment,
+    Trivial,
     /// Two operations of strength 9 (Cubuk et al. 2019): `RandAugment(2, 9)`.
-    RandAugment,
+    Rand,
 }
 
 /// Where validation pictures come from.
@@ -242,6 +240,10 @@ pub enum BrokenFiles {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSpec {
+    /// Whose settings stand in for the defaults of the keys that the job does not give, in all sections. A job that is
+    /// stored or shown has them among its keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recipe: Option<Recipe>,
     /// Passes over the training data; 10 when neither this nor `steps` is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<u32>,
@@ -283,12 +285,12 @@ pub struct TrainSpec {
     pub label_smoothing: f32,
     /// mixup (Zhang et al. 2018), torchvision's `RandomMixUp`: each picture of a step is `lambda` times itself plus `1 -
     /// lambda` times the one before it in the step, and so is its target; `lambda` is drawn for each step from
-    /// Beta(`mixup_alpha`, `mixup_alpha`). 0: off.
-    pub mixup_alpha: f32,
+    /// Beta(`mixup`, `mixup`). 0: off.
+    pub mixup: f32,
     /// cutmix (Yun et al. 2019), torchvision's `RandomCutMix`: in each picture of a step a rectangle, of the share `1 -
     /// lambda` before it is cut at the borders, is that of the picture before it. 0: off. With both on, each step takes one
     /// of them by a fair coin.
-    pub cutmix_alpha: f32,
+    pub cutmix: f32,
     /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
     /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
     /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
@@ -451,7 +453,6 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
-            recipe: None,
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),
@@ -481,11 +482,11 @@ impl Default for DataSpec {
             random_resized_crop: false,
             crop_scale: [0.08, 1.0],
             crop_ratio: [0.75, 1.3333],
-            resize: None,
+            resize_size: None,
             horizontal_flip: true,
             vertical_flip: false,
             color_jitter: [0.0; 4],
-            auto_augment: AutoAugment::None,
+            augment: Augment::None,
             random_erasing: 0.0,
             mean: None,
             std: None,
@@ -498,6 +499,7 @@ impl Default for DataSpec {
 impl Default for TrainSpec {
     fn default() -> Self {
         Self {
+            recipe: None,
             epochs: None,
             steps: None,
             batch_size: None,
@@ -517,8 +519,8 @@ impl Default for TrainSpec {
             rise: 0.3,
             final_lr_share: 0.0,
             label_smoothing: 0.0,
-            mixup_alpha: 0.0,
-            cutmix_alpha: 0.0,
+            mixup: 0.0,
+            cutmix: 0.0,
             ema_decay: 0.0,
             ema_steps: 32,
             accumulate: 1,

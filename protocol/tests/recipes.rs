@@ -1,13 +1,13 @@
 //! What a person gets who names a recipe, and what of it their own keys override.
 
 use lockstep_protocol::spec::{
-    AutoAugment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
+    Augment, BrokenFiles, ImageSize, JobSpec, Recipe, ScheduleKind, SizeFrom, SpecError, Validation,
     from_json, from_toml, read_leniently,
 };
 
 fn job(recipe: &str, data: &str, train: &str) -> Result<JobSpec, Vec<SpecError>> {
     from_toml(&format!(
-        "recipe = {recipe:?}\n[model]\npretrained = \"weights.safetensors\"\n[data]\ndataset = \"d\"\n{data}\n[train]\n{train}"
+        "[model]\npretrained = \"weights.safetensors\"\n[data]\ndataset = \"d\"\n{data}\n[train]\nrecipe = {recipe:?}\n{train}"
     ))
 }
 
@@ -38,9 +38,9 @@ fn imagenet_2021_is_torchvision_s_second() {
     let train = &spec.train;
     assert_eq!((train.epochs, train.schedule, train.warmup_epochs), (Some(600), ScheduleKind::Cosine, 5.0));
     assert_eq!((train.lr, train.label_smoothing, train.weight_decay), (0.5, 0.1, 2e-5));
-    assert_eq!((spec.data.auto_augment, spec.data.random_erasing), (AutoAugment::TrivialAugment, 0.1));
+    assert_eq!((spec.data.augment, spec.data.random_erasing), (Augment::Trivial, 0.1));
     assert_eq!(spec.data.image_size, Some(176.into()));
-    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(224), Some(232)));
+    assert_eq!((spec.data.validation_size, spec.data.resize_size), (Some(224), Some(232)));
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
         (train.epochs, train.lr, train.schedule, train.rise),
         (Some(16), 1.7, ScheduleKind::OneCycle, 0.125)
     );
-    assert_eq!((spec.data.validation_size, spec.data.resize), (Some(256), Some(292)));
+    assert_eq!((spec.data.validation_size, spec.data.resize_size), (Some(256), Some(292)));
     for (epochs, second) in [(16, 13), (88, 67), (4, 4), (2, 2)] {
         let spec = job("fast", "", &format!("epochs = {epochs}")).expect("a job");
         let sizes = [SizeFrom { epoch: 1, size: 160 }, SizeFrom { epoch: second, size: 192 }].to_vec();
@@ -96,11 +96,11 @@ fn what_the_job_gives_wins_key_by_key() {
     assert_eq!((spec.train.epochs, spec.train.steps), (None, Some(100)));
     let spec = job("imagenet-2021", "image_size = 96", "").expect("a job");
     assert_eq!(spec.data.evaluation_size(), Some(96));
-    assert_eq!(spec.data.resize, None, "232 pixels belong to the recipe's crop");
+    assert_eq!(spec.data.resize_size, None, "232 pixels belong to the recipe's crop");
 
     // Null is no value.
     let document =
-        serde_json::json!({"recipe": "imagenet", "data": {"dataset": "d"}, "train": {"epochs": null}});
+        serde_json::json!({"data": {"dataset": "d"}, "train": {"recipe": "imagenet", "epochs": null}});
     assert_eq!(from_json(&document).expect("a job").train.epochs, Some(90));
 }
 
@@ -126,31 +126,36 @@ fn a_resolved_job_reads_back_the_same_and_needs_no_recipe() {
     for (recipe, name) in Recipe::ALL {
         for train in ["", "steps = 7", "epochs = 3\nglobal_batch_size = 4096", "lr = 1.0"] {
             let spec = job(name, "", train).unwrap_or_else(|e| panic!("{name}, {train}: {e:?}"));
-            assert_eq!((spec.recipe, recipe.name()), (Some(recipe), name));
+            assert_eq!((spec.train.recipe, recipe.name()), (Some(recipe), name));
             let mut stored = serde_json::to_value(&spec).expect("plain data");
             assert_eq!(from_json(&stored).as_ref(), Ok(&spec), "{name}, {train}");
             assert_eq!(read_leniently(&stored), (spec.clone(), Vec::new()));
-            assert_eq!(stored["recipe"], name);
-            stored.as_object_mut().expect("a table").remove("recipe");
-            let without = JobSpec { recipe: None, ..spec };
+            assert_eq!(stored["train"]["recipe"], name);
+            stored["train"].as_object_mut().expect("a table").remove("recipe");
+            let mut without = spec;
+            without.train.recipe = None;
             assert_eq!(from_json(&stored), Ok(without), "{name}, {train}");
         }
     }
     let stored =
         serde_json::to_value(from_toml("[data]\ndataset = \"d\"").expect("a job")).expect("plain data");
-    assert!(stored.get("recipe").is_none(), "a job without one is stored as before");
+    assert!(stored["train"].get("recipe").is_none(), "a job without one is stored as before");
 }
 
 #[test]
 fn mistakes_name_the_recipes_and_what_one_needs() {
     one_mistake(
         job("imagnet", "", ""),
-        "/recipe",
+        "/train/recipe",
         &["one of imagenet, imagenet-2021, fast, cifar", "did you mean \"imagenet\""],
     );
-    one_mistake(from_toml("recipe = 1\n[data]\ndataset = \"d\""), "/recipe", &["imagenet-2021", "is 1"]);
     one_mistake(
-        from_toml("recipe = \"finetune\"\n[data]\ndataset = \"d\""),
+        from_toml("[train]\nrecipe = 1\n[data]\ndataset = \"d\""),
+        "/train/recipe",
+        &["imagenet-2021", "is 1"],
+    );
+    one_mistake(
+        from_toml("[train]\nrecipe = \"finetune\"\n[data]\ndataset = \"d\""),
         "/model/pretrained",
         &["trained weights", "safetensors"],
     );

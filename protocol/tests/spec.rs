@@ -56,18 +56,18 @@ fn every_network_is_read_and_written_by_its_name() {
 #[test]
 fn every_key_is_known_to_the_structs_and_back() {
     let full = serde_json::to_value(JobSpec {
-        recipe: Some(Recipe::Cifar),
         model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
         data: lockstep_protocol::spec::DataSpec {
             dataset: "d".into(),
             image_size: Some(32.into()),
             validation_size: Some(36),
-            resize: Some(36),
+            resize_size: Some(36),
             mean: Some(vec![0.5]),
             std: Some(vec![0.5]),
             ..Default::default()
         },
         train: lockstep_protocol::spec::TrainSpec {
+            recipe: Some(Recipe::Cifar),
             epochs: Some(1),
             steps: Some(1),
             batch_size: Some(1),
@@ -104,13 +104,16 @@ fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
         "crop_scale = [0.001, 1.0]",
         "crop_scale = [1, 1]",
         "crop_ratio = [0.0625, 16]",
-        "resize = 8",
-        "resize = 8192",
-        "resize = 224\nimage_size = 224",
+        "resize_size = 8",
+        "resize_size = 8192",
+        "resize_size = 224\nimage_size = 224",
         "color_jitter = [10, 10, 10, 0.5]",
         "color_jitter = [0, 0, 0, 0]",
         "random_erasing = 0",
         "random_erasing = 1",
+        "augment = \"none\"",
+        "augment = \"trivial\"",
+        "augment = \"rand\"",
     ] {
         let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
@@ -120,16 +123,15 @@ fn what_a_picture_becomes_is_accepted_up_to_its_limits() {
 #[test]
 fn a_size_is_one_or_several_with_their_epochs() {
     let entries = |count: u32| {
-        let entries: Vec<_> =
-            (1..=count).map(|n| format!("{{ epoch = {n}, size = {} }}", 14 + 2 * n)).collect();
+        let entries: Vec<_> = (1..=count).map(|n| format!("[{n}, {}]", 14 + 2 * n)).collect();
         format!("image_size = [{}]", entries.join(", "))
     };
     for (line, last) in [
         ("image_size = 8\n[model]\narch = \"resnet20\"", 8),
         ("image_size = 4096", 4096),
-        ("image_size = [{ epoch = 1, size = 128 }, { epoch = 10, size = 192 }]", 192),
-        ("image_size = [{ size = 128, epoch = 1 }]\nvalidation_size = 128", 128),
-        ("image_size = 176\nvalidation_size = 224\nresize = 232", 224),
+        ("image_size = [[1, 128], [10, 192]]", 192),
+        ("image_size = [[1, 128]]\nvalidation_size = 128", 128),
+        ("image_size = 176\nvalidation_size = 224\nresize_size = 232", 224),
         ("image_size = 175", 175),
         ("validation_size = 4096", 4096),
         (&entries(8), 30),
@@ -148,29 +150,25 @@ fn a_size_is_one_or_several_with_their_epochs() {
     for (value, words) in [
         ("[]", &["1 to 8 sizes, has 0"][..]),
         (&entries(9)["image_size = ".len()..], &["1 to 8 sizes, has 9"]),
-        ("[128, 192]", &["entry 1", "{ epoch = 1, size = 128 }"]),
+        ("[128, 192]", &["entry 1 is not of that form", "[epoch, pixels]", "[[1, 128], [14, 192]]"]),
+        ("[[1]]", &["entry 1 is not of that form"]),
+        ("[[1, 128, 1]]", &["entry 1 is not of that form"]),
         ("[{ epoch = 1 }]", &["entry 1 is not of that form"]),
-        ("[{ epoch = 1, size = 128, lr = 1 }]", &["entry 1 is not of that form"]),
-        ("[{ epoch = 2, size = 128 }]", &["begin in epoch 1, begins in 2"]),
-        ("[{ epoch = 0, size = 128 }]", &["epoch must be a whole number from 1 to 100,000, is 0"]),
-        ("[{ epoch = 1, size = 7 }]", &["size must be a whole number from 8 to 4,096, is 7"]),
-        ("[{ epoch = 1, size = 4097 }]", &["is 4097"]),
-        (
-            "[{ epoch = 1, size = 128 }, { epoch = 1, size = 192 }]",
-            &["must ascend", "192 pixels from epoch 1"],
-        ),
-        ("[{ epoch = 1, size = 128 }, { epoch = 2, size = 128 }]", &["must ascend"]),
-        ("[{ epoch = 1, size = 192 }, { epoch = 2, size = 128 }]", &["must ascend"]),
-        (
-            "[{ epoch = 1, size = 128 }, { epoch = 11, size = 192 }]",
-            &["begin in epoch 11", "ends with epoch 10"],
-        ),
-        ("[{ epoch = 1, size = 127 }, { epoch = 2, size = 192 }]", &["127 is odd"]),
-        ("[{ epoch = 1, size = 14 }, { epoch = 2, size = 32 }]", &["14 is too small for resnet50"]),
+        ("[[1, 128], { epoch = 13, size = 192 }]", &["entry 2 is a table: write [13, 192]"]),
+        ("[[2, 128]]", &["begin in epoch 1, begins in 2"]),
+        ("[[0, 128]]", &["epoch must be a whole number from 1 to 100,000, is 0"]),
+        ("[[1, 7]]", &["pixels must be a whole number from 8 to 4,096, is 7"]),
+        ("[[1, 4097]]", &["is 4097"]),
+        ("[[1, 128], [1, 192]]", &["must ascend", "192 pixels from epoch 1"]),
+        ("[[1, 128], [2, 128]]", &["must ascend"]),
+        ("[[1, 192], [2, 128]]", &["must ascend"]),
+        ("[[1, 128], [11, 192]]", &["begin in epoch 11", "ends with epoch 10"]),
+        ("[[1, 127], [2, 192]]", &["127 is odd"]),
+        ("[[1, 14], [2, 32]]", &["14 is too small for resnet50"]),
     ] {
         one_mistake(&with("data", &image_size(value)), "/data/image_size", words);
     }
-    let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [{ epoch = 1, size = 128 }, { epoch = 99, size = 192 }]";
+    let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [[1, 128], [99, 192]]";
     assert!(from_toml(&format!("[train]\n{late}")).is_ok(), "epochs of so many steps are not known here");
     let sizes = |line: &str| with("data", &format!("image_size = 176\n{line}"));
     one_mistake(
@@ -182,8 +180,8 @@ fn a_size_is_one_or_several_with_their_epochs() {
     one_mistake(&sizes("validation_size = 7"), "/data/validation_size", &["from 8 to 4,096"]);
     one_mistake(&sizes("validation_size = 4097"), "/data/validation_size", &["from 8 to 4,096"]);
     one_mistake(
-        &sizes("validation_size = 224\nresize = 223"),
-        "/data/resize",
+        &sizes("validation_size = 224\nresize_size = 223"),
+        "/data/resize_size",
         &["validation_size = 224", "give 256 or more"],
     );
 }
@@ -210,15 +208,15 @@ fn all_mistakes_are_told_at_once() {
 fn unknown_keys_get_the_nearest_right_name() {
     one_mistake(&with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
     one_mistake(&with("data", "lr = 0.1"), "/data/lr", &["belongs to [train]"]);
-    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are epochs, steps"]);
+    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
     one_mistake(&with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
 }
 
 #[test]
 fn mixing_and_averaging_take_the_values_at_their_limits() {
     for (low, high) in [
-        ("mixup_alpha = 0", "mixup_alpha = 100"),
-        ("cutmix_alpha = 0.0", "cutmix_alpha = 100.0"),
+        ("mixup = 0", "mixup = 100"),
+        ("cutmix = 0.0", "cutmix = 100.0"),
         ("ema_decay = 0", "ema_decay = 0.999999999"),
         ("ema_steps = 1", "ema_steps = 1000000000"),
     ] {
@@ -227,10 +225,7 @@ fn mixing_and_averaging_take_the_values_at_their_limits() {
         }
     }
     let train = from_toml("[data]\ndataset = \"d\"").expect("defaults").train;
-    assert_eq!(
-        (train.mixup_alpha, train.cutmix_alpha, train.ema_decay, train.ema_steps),
-        (0.0, 0.0, 0.0, 32)
-    );
+    assert_eq!((train.mixup, train.cutmix, train.ema_decay, train.ema_steps), (0.0, 0.0, 0.0, 32));
 }
 
 #[test]
@@ -257,10 +252,10 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
         ("train", "ema_steps = 0", "ema_steps", &["from 1"]),
         ("train", "ema_steps = 1000000001", "ema_steps", &["to 1,000,000,000"]),
-        ("train", "mixup_alpha = -0.1", "mixup_alpha", &["at least 0"]),
-        ("train", "mixup_alpha = 100.1", "mixup_alpha", &["at most 100"]),
-        ("train", "cutmix_alpha = 100.1", "cutmix_alpha", &["at most 100"]),
-        ("train", "cutmix_alpha = nan", "cutmix_alpha", &["a number"]),
+        ("train", "mixup = -0.1", "mixup", &["at least 0"]),
+        ("train", "mixup = 100.1", "mixup", &["at most 100"]),
+        ("train", "cutmix = 100.1", "cutmix", &["at most 100"]),
+        ("train", "cutmix = nan", "cutmix", &["a number"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
         ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),
@@ -283,14 +278,19 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "crop_scale = [nan, 1.0]", "crop_scale", &["two numbers"]),
         ("data", "crop_ratio = [0.0624, 1.0]", "crop_ratio", &["0.0625 to 16"]),
         ("data", "crop_ratio = [1.0, 16.1]", "crop_ratio", &["0.0625 to 16"]),
-        ("data", "resize = 7", "resize", &["from 8 to 8,192"]),
-        ("data", "resize = 8193", "resize", &["from 8 to 8,192"]),
-        ("data", "resize = 223\nimage_size = 224", "resize", &["image_size = 224", "give 256 or more"]),
+        ("data", "resize_size = 7", "resize_size", &["from 8 to 8,192"]),
+        ("data", "resize_size = 8193", "resize_size", &["from 8 to 8,192"]),
+        (
+            "data",
+            "resize_size = 223\nimage_size = 224",
+            "resize_size",
+            &["image_size = 224", "give 256 or more"],
+        ),
         ("data", "color_jitter = [10.1, 0, 0, 0]", "color_jitter", &["0 to 10", "four numbers"]),
         ("data", "color_jitter = [0, 0, -0.1, 0]", "color_jitter", &["0 to 10"]),
         ("data", "color_jitter = [0, 0, 0, 0.51]", "color_jitter", &["hue (0 to 0.5)"]),
         ("data", "color_jitter = [0, 0, 0]", "color_jitter", &["four numbers"]),
-        ("data", "auto_augment = \"randaugment\"", "auto_augment", &["did you mean \"rand_augment\""]),
+        ("data", "augment = \"randaugment\"", "augment", &["none, trivial, rand", "did you mean \"rand\""]),
         ("data", "random_erasing = 1.1", "random_erasing", &["at most 1"]),
         ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
         ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),

@@ -8,6 +8,7 @@ use super::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use lockstep_worker::data::PrepareSettings;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
@@ -20,7 +21,7 @@ use std::{
 /// How often the progress of a look on this machine is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 
-/// Register, list and inspect datasets
+/// Register, prepare, list, inspect and remove datasets
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -36,6 +37,13 @@ enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
+        /// First write a copy to train from faster, as `dataset prepare` does, and register that: larger pictures are
+        /// resized to a short side of so many pixels
+        #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
+        prepare: Option<u32>,
+        /// The folder that the copy is written to; when absent, PATH-SIDE beside a folder PATH
+        #[arg(long, value_name = "DIR", requires = "prepare")]
+        to: Option<PathBuf>,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -54,18 +62,28 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Take a name away from its dataset; the files stay where they are
+    Remove {
+        /// A name
+        name: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
 }
 
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when the files are no dataset, with what is wrong.
+/// Exit status 2 when the files are no dataset, there is none of the name, or jobs need it, with what is wrong.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Add { name, path, server } => {
-            let path = lockstep_worker::data::canonical(&path)
+        Action::Add { name, path, prepare, to, server } => {
+            let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = Api::new(&server.server)?;
+            if let Some(short_side) = prepare {
+                path = prepared(&api, &name, &path, short_side, to, server.json)?;
+            }
             let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
             if server.json {
                 return output::json(&dataset);
@@ -91,7 +109,57 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::table(["NAME", "FORMAT", "PICTURES", "PATH"], &rows)
         }
         Action::Inspect { dataset, server } => inspect(&dataset, &server),
+        Action::Remove { name, server } => remove(&name, &server),
     }
+}
+
+/// Writes the copy that is registered as `name`, and says where it is.
+fn prepared(
+    api: &Api,
+    name: &str,
+    path: &Path,
+    short_side: u32,
+    to: Option<PathBuf>,
+    quiet: bool,
+) -> anyhow::Result<PathBuf> {
+    // A copy takes hours: what registering would say then is said now.
+    if let Some(taken) = block_on(find(api, name))? {
+        return Err(wrong(format!(
+            "a dataset is already called {name} ({}); choose another name, or remove that one first",
+            taken.path
+        )));
+    }
+    let to = to.or_else(|| prepare::beside(path, short_side)).ok_or_else(|| {
+        wrong(format!("{}: is no folder to put a copy beside; say where with --to DIR", path.display()))
+    })?;
+    let made = prepare::copy(path, &to, &PrepareSettings { short_side, ..PrepareSettings::default() })?;
+    if !quiet {
+        prepare::tell(&to, &made)?;
+    }
+    Ok(lockstep_worker::data::canonical(&to)?)
+}
+
+/// The dataset that is registered under a name.
+async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
+    let answer: Value = api.get("/datasets").await?;
+    Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| d.name == name))
+}
+
+fn unknown(name: &str) -> anyhow::Error {
+    wrong(format!("no dataset is called {name}; `lockstep dataset list` shows those there are"))
+}
+
+fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
+    let api = Api::new(&server.server)?;
+    block_on(async {
+        // Names that are registered have nothing that means something in a URL.
+        let Dataset { path, .. } = find(&api, name).await?.ok_or_else(|| unknown(name))?;
+        api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
+        if server.json {
+            return output::json(&json!({ "removed": name, "path": path }));
+        }
+        output::line(format_args!("{name} removed; its files stay at {path}"))
+    })
 }
 
 /// Asks until the look at the files is done, which takes minutes when they are many.
@@ -154,13 +222,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
         look(Path::new(name))?
     } else {
         let api = Api::new(&server.server)?;
-        let answer: Value = block_on(api.get("/datasets"))?;
-        let found = list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| d.name == name);
-        found
-            .ok_or_else(|| {
-                wrong(format!("no dataset is called {name}; `lockstep dataset list` shows those there are"))
-            })?
-            .info
+        block_on(find(&api, name))?.ok_or_else(|| unknown(name))?.info
     };
     if server.json {
         return output::json(&info);

@@ -13,7 +13,7 @@ const AUGMENTED = 8, VERSIONS = 5;
 function augmentation(data) {
   const crop = data.random_resized_crop ? "resized crop" : data.crop_padding ? `crop ${data.crop_padding}` : "";
   const words = [crop, data.horizontal_flip && "flip", data.vertical_flip && "vertical flip", data.color_jitter?.some((v) => v > 0) && "color jitter"];
-  if (data.auto_augment && data.auto_augment !== "none") words.push(data.auto_augment.replace("_", " "));
+  if (data.augment && data.augment !== "none") words.push(`${data.augment} augment`);
   if (data.random_erasing > 0) words.push("erasing");
   return words.filter(Boolean).join(", ");
 }

@@ -69,8 +69,20 @@ describe("the form", () => {
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
     const { spec } = await house.ask(`/jobs/${id}`);
-    assert.deepEqual([spec.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
+    assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
     await house.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
+  test("takes sizes by epoch, and tells what a key is called today, also in the text beside", async () => {
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
+    await sizes.fill("1: 16, 2: 24");
+    await until("the text beside has them", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
+    await words.fill((await words.inputValue()).replace("[2, 24]", "[3, 32]"));
+    await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
+    await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
+    await until("today's name is told", async () => /data\.resize is called data\.resize_size/.test(await page.locator("#spec-error").textContent()));
     await page.end();
   });
 

@@ -150,9 +150,9 @@ describe("data", () => {
     await page.getByLabel("Name", { exact: true }).fill("again");
     await page.getByRole("button", { name: "Look and register" }).click();
     await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
-    await page.locator("[data-dataset=again]").getByRole("button", { name: "Forget" }).click();
-    await page.getByRole("button", { name: "Forget it" }).click();
-    await until("and forgotten", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
+    await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
+    await page.getByRole("button", { name: "Remove it" }).click();
+    await until("and removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
     assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "its files stay");
     await page.end();
   });

@@ -51,7 +51,7 @@ async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
-    let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup_alpha": 0.2}});
+    let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
     let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
     server.succeeded(&id).await;
     assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);

@@ -13,12 +13,13 @@ const PICTURES: usize = 3;
 
 const JOB: &str = r#"
 name = "flowers"
-recipe = "finetune"
 [model]
 arch = "resnet18"
 pretrained = "resnet18.safetensors"
 [data]
 dataset = "flowers"
+[train]
+recipe = "finetune"
 "#;
 
 fn class_name(class: usize) -> String {

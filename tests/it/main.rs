@@ -21,6 +21,7 @@ mod bad_datasets;
 mod bad_requests;
 mod bad_starts;
 mod commands;
+mod datasets;
 mod edges;
 mod faults;
 mod finetune;

@@ -15,7 +15,7 @@ name = "larger and larger"
 arch = "resnet20"
 [data]
 dataset = "DATASET"
-image_size = [{ epoch = 1, size = 16 }, { epoch = 2, size = 24 }]
+image_size = [[1, 16], [2, 24]]
 validation_size = 32
 [train]
 epochs = 3
@@ -93,7 +93,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     let job = json!({
         "name": "larger", "model": {"arch": "resnet20"},
         "data": {"dataset": "fashion", "validation_size": 32,
-            "image_size": [{"epoch": 1, "size": 16}, {"epoch": 2, "size": 24}]},
+            "image_size": [[1, 16], [2, 24]]},
         "train": {"epochs": 2, "batch_size": 16}, "parallel": {"ranks": 2, "device": "cpu"},
     });
     let id = server.submit(&job).await;

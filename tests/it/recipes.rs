@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 
 const JOB: &str = r#"
 name = "by-recipe"
-recipe = "cifar"
 [model]
 arch = "resnet20"
 [data]
 dataset = "fashion"
 crop_padding = 2
 [train]
+recipe = "cifar"
 steps = 2
 batch_size = 8
 [parallel]
@@ -29,13 +29,13 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
     let dataset = pictures::idx_dataset(server.folder().path(), 64, 16);
     server.register("fashion", &dataset).await;
     let document: Value = json!({
-        "name": "by-recipe", "recipe": "cifar", "model": {"arch": "resnet20"},
-        "data": {"dataset": "fashion", "crop_padding": 2}, "train": {"steps": 2, "batch_size": 8},
+        "name": "by-recipe", "model": {"arch": "resnet20"},
+        "data": {"dataset": "fashion", "crop_padding": 2}, "train": {"recipe": "cifar", "steps": 2, "batch_size": 8},
         "parallel": {"ranks": 2, "device": "cpu"},
     });
     let resolved = server.post("/jobs/validate", &document).await.json()["spec"].clone();
     // 0.1 for 128 pictures, and a step takes 16.
-    assert_eq!((&resolved["train"]["lr"], &resolved["recipe"]), (&json!(0.0125), &json!("cifar")));
+    assert_eq!((&resolved["train"]["lr"], &resolved["train"]["recipe"]), (&json!(0.0125), &json!("cifar")));
     assert_eq!(
         (&resolved["train"]["milestones"], &resolved["data"]["crop_padding"]),
         (&json!([82, 123]), &json!(2))
@@ -56,7 +56,7 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
     assert_eq!(answer.json::<Value>().await.expect("a job")["spec"], resolved);
     let form = [
         ("name", "by-recipe"),
-        ("recipe", "cifar"),
+        ("train.recipe", "cifar"),
         ("filled", ""),
         ("model.arch", "resnet20"),
         ("data.dataset", "fashion"),
@@ -110,13 +110,25 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
     }
 
     for (recipe, words) in [("cifer", "did you mean \"cifar\""), ("best", "imagenet, imagenet-2021")] {
-        let set = format!("recipe={recipe}");
-        server.cli(&["submit", file, "--set", &set]).wrong(&["recipe", words]);
-        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["recipe", words]);
+        let set = format!("train.recipe={recipe}");
+        server.cli(&["submit", file, "--set", &set]).wrong(&["train.recipe", words]);
+        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["train.recipe", words]);
     }
-    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"recipe": "imagenet"}})).await;
+    // Names that keys had before: whoever sends them is told today's.
+    for (old, value, new) in [
+        ("recipe", "cifar", "train.recipe"),
+        ("data.resize", "36", "data.resize_size"),
+        ("train.mixup_alpha", "0.2", "train.mixup"),
+    ] {
+        let words = format!("{old} is called {new}");
+        let set = format!("{old}={value}");
+        server.cli(&["submit", file, "--set", &set]).wrong(&[&words]);
+        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&[&words]);
+        server.cli(&["fork", &id, "--set", &set]).wrong(&[&words]);
+    }
+    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.recipe": "imagenet"}})).await;
     fork.problem(422);
-    assert!(fork.text.contains("/recipe"), "{}", fork.text);
+    assert!(fork.text.contains("/train/recipe"), "{}", fork.text);
     let fork =
         server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 3, "train.lr": null}})).await;
     assert_eq!(fork.status, 202, "{}", fork.text);

@@ -179,7 +179,7 @@ async fn the_average_of_the_weights_is_evaluated_kept_and_continued() {
     let _turn = turn().await;
     let bench = Bench::new();
     // Mixed pictures, too: they are the same after a continuation, and on one rank.
-    let mixed = ["train.mixup_alpha=0.4", "train.cutmix_alpha=1.0"];
+    let mixed = ["train.mixup=0.4", "train.cutmix=1.0"];
     let sets = [
         "train.ema_decay=0.8",
         "train.ema_steps=2",

@@ -219,10 +219,12 @@ mod tests {
     #[test]
     fn the_form_has_a_field_for_every_key_of_a_specification() {
         // With every optional key present.
-        let mut spec = JobSpec { recipe: Some(Recipe::Imagenet), ..JobSpec::default() };
+        let mut spec = JobSpec::default();
+        spec.train.recipe = Some(Recipe::Imagenet);
         spec.model.pretrained = Some("x".into());
         spec.data.image_size = Some(1.into());
         spec.data.validation_size = Some(1);
+        spec.data.resize_size = Some(1);
         spec.data.mean = Some(vec![0.5]);
         spec.data.std = Some(vec![0.5]);
         spec.train.epochs = Some(1);
@@ -267,11 +269,33 @@ mod tests {
     }
 
     #[test]
+    fn a_page_of_an_earlier_version_is_told_what_its_fields_are_called() {
+        let pairs = [
+            ("data.dataset", "flowers"),
+            ("data.resize", "256"),
+            ("train.mixup_alpha", "0.2"),
+            ("recipe", ""),
+        ];
+        let form = Form::from_pairs(pairs.map(|(k, v)| (k.to_owned(), v.to_owned())));
+        let mistakes = from_json(&form.document()).expect_err("old names");
+        let found: Vec<_> = mistakes.iter().map(|m| m.detail.as_str()).collect();
+        assert_eq!(
+            found,
+            ["data.resize is called data.resize_size", "train.mixup_alpha is called train.mixup"]
+        );
+        let html = SubmitPage { form, ..page(mistakes) }.render().expect("renders");
+        assert!(
+            html.contains("data.resize is called data.resize_size"),
+            "no field has it: it stands above all"
+        );
+    }
+
+    #[test]
     fn a_recipe_chosen_without_a_script_takes_the_place_of_what_nobody_touched() {
         let mut form = DEFAULTS.clone();
         form.set("data.dataset", "flowers");
         form.set("train.gamma", "0.2");
-        form.set("recipe", "imagenet");
+        form.set("train.recipe", "imagenet");
         let spec = from_json(&form.document()).expect("a specification");
         assert_eq!((spec.train.epochs, spec.train.gamma), (Some(90), 0.2));
         assert_eq!((spec.train.lr, spec.data.random_resized_crop), (0.1 * 32.0 / 256.0, true));
@@ -280,7 +304,7 @@ mod tests {
         let mut form = Form::from_spec(&spec);
         form.set("train.lr", "");
         form.set("model.pretrained", "x.safetensors");
-        form.set("recipe", "finetune");
+        form.set("train.recipe", "finetune");
         let other = from_json(&form.document()).expect("a specification");
         assert_eq!((other.train.epochs, other.train.schedule), (Some(10), ScheduleKind::Cosine));
         assert_eq!((other.train.gamma, other.train.lr), (0.2, 0.01 * 32.0 / 256.0));
@@ -289,7 +313,7 @@ mod tests {
         let mut form = Form::from_spec(&spec);
         form.set("train.weight_decay", "0");
         let again = from_json(&form.document()).expect("a specification");
-        assert_eq!((again.train.weight_decay, again.recipe), (0.0, Some(Recipe::Imagenet)));
+        assert_eq!((again.train.weight_decay, again.train.recipe), (0.0, Some(Recipe::Imagenet)));
 
         // But for what is in proportion to the epochs, unless somebody has changed it.
         form.set("train.epochs", "30");

@@ -104,7 +104,7 @@ fn an_epoch_continued_in_its_middle_is_the_rest_of_it() {
 /// The bundled pictures, mixed by both at once.
 fn mixed(spec: &DataSpec) -> DataSource {
     let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
-    source.set_mixing(Mixing { mixup_alpha: 0.4, cutmix_alpha: 1.0 });
+    source.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
     source
 }
 

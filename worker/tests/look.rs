@@ -361,7 +361,7 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
     }
     // Whatever has become of the job's own keys since.
     let mut job = spec(&of);
-    job.data.resize = Some(2 * of.side as u32);
+    job.data.resize_size = Some(2 * of.side as u32);
     let evaluated = evaluate(dir.path(), job.clone()).unwrap();
     let files: Vec<_> = pictures
         .chunks(size)

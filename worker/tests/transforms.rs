@@ -1,7 +1,7 @@
 //! What jobs make of pictures in folders: the same at any number of ranks and threads, after a resume, and in the
 //! preview.
 
-use lockstep_protocol::spec::{AutoAugment, DataSpec, ImageSize, Validation};
+use lockstep_protocol::spec::{Augment, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     Picture,
     loader::{Batch, DataSource, EpochPlan, Form},
@@ -35,7 +35,7 @@ fn everything() -> DataSpec {
         random_resized_crop: true,
         vertical_flip: true,
         color_jitter: [0.4, 0.4, 0.4, 0.1],
-        auto_augment: AutoAugment::TrivialAugment,
+        augment: Augment::Trivial,
         random_erasing: 0.5,
         mean: Some(vec![0.5; 3]),
         std: Some(vec![0.25; 3]),
@@ -69,9 +69,9 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
     let dir = folder(64);
     for spec in [
         everything(),
-        DataSpec { auto_augment: AutoAugment::RandAugment, ..everything() },
+        DataSpec { augment: Augment::Rand, ..everything() },
         // Padded crops in training, whole pictures in validation.
-        DataSpec { random_resized_crop: false, resize: Some(28), ..everything() },
+        DataSpec { random_resized_crop: false, resize_size: Some(28), ..everything() },
     ] {
         let source = open(dir.path(), &spec);
         let alone = batches(&source, plan(0, 1));
@@ -128,7 +128,7 @@ fn one_switch_does_not_change_what_another_does() {
         horizontal_flip: false,
         vertical_flip: false,
         color_jitter: [0.0; 4],
-        auto_augment: AutoAugment::None,
+        augment: Augment::None,
         random_erasing: 0.0,
         validation: Validation::Split("none".into()),
         ..everything()
@@ -158,10 +158,10 @@ fn only_padded_crops_and_flips_are_left_to_the_engine() {
     assert!(!of(DataSpec::default()).is_prepared_each_step());
     for spec in [
         DataSpec { random_resized_crop: true, ..DataSpec::default() },
-        DataSpec { resize: Some(32), ..DataSpec::default() },
+        DataSpec { resize_size: Some(32), ..DataSpec::default() },
         DataSpec { vertical_flip: true, ..DataSpec::default() },
         DataSpec { color_jitter: [0.0, 0.0, 0.0, 0.1], ..DataSpec::default() },
-        DataSpec { auto_augment: AutoAugment::RandAugment, ..DataSpec::default() },
+        DataSpec { augment: Augment::Rand, ..DataSpec::default() },
         DataSpec { random_erasing: 0.1, ..DataSpec::default() },
     ] {
         let mut source = of(spec.clone());
@@ -179,15 +179,17 @@ fn validation_is_resized_and_cropped_in_imagenet_s_proportion() {
     let dir = folder(8);
     let source = open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(28)), ..everything() });
     assert_eq!(source.shape.resize, Some(32));
-    assert_eq!(open(dir.path(), &DataSpec { resize: Some(30), ..everything() }).shape.resize, Some(30));
+    assert_eq!(open(dir.path(), &DataSpec { resize_size: Some(30), ..everything() }).shape.resize, Some(30));
     let plain = DataSpec { random_resized_crop: false, ..everything() };
     assert_eq!(open(dir.path(), &plain).shape.resize, None);
     // The dataset's own size counts, too.
     let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
-    let error = DataSource::open(&pictures, &DataSpec { resize: Some(27), ..DataSpec::default() }, 0);
+    let error = DataSource::open(&pictures, &DataSpec { resize_size: Some(27), ..DataSpec::default() }, 0);
     let words = error.expect_err("must not open").to_string();
-    assert!(words.contains("data.resize") && words.contains("give 32 or more"), "{words}");
-    assert!(DataSource::open(&pictures, &DataSpec { resize: Some(28), ..DataSpec::default() }, 0).is_ok());
+    assert!(words.contains("data.resize_size") && words.contains("give 32 or more"), "{words}");
+    assert!(
+        DataSource::open(&pictures, &DataSpec { resize_size: Some(28), ..DataSpec::default() }, 0).is_ok()
+    );
 }
 
 #[test]

@@ -5,6 +5,7 @@ use super::{
     DataSpec, ImageSize, JobSpec, Recipe,
     document::{shortened, toml_document},
     keys::{KEYS, MAX_LR, Section, nearest, type_of},
+    renamed,
 };
 use crate::limits::{KEY_BYTES, MISTAKES};
 use serde::{Deserialize, Serialize};
@@ -32,7 +33,7 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mut document = document.clone();
     check_shape(&mut document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
-    let recipe = document.get("recipe").and_then(|name| Recipe::deserialize(name).ok());
+    let recipe = document.pointer("/train/recipe").and_then(|name| Recipe::deserialize(name).ok());
     let has_lr = document.pointer("/train/lr").is_some();
     if let (Some(recipe), Value::Object(document)) = (recipe, &mut document) {
         recipe.fill(document);
@@ -64,10 +65,11 @@ pub fn from_toml(text: &str) -> Result<JobSpec, Vec<SpecError>> {
 }
 
 /// Reads what another version of this program has stored: every key that can be, with defaults in the place of those
-/// that cannot; those are named. Not for what people submit.
+/// that cannot; those are named. Old names of keys are read as today's. Not for what people submit.
 pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
+    renamed::upgrade(&mut document);
     check_shape(&mut document, &mut errors);
     match serde_json::from_value(document) {
         Ok(spec) => (spec, errors),
@@ -142,12 +144,14 @@ fn check_section(
         }
     }
     let mut untold = 0;
-    table.retain(|key, _| {
+    table.retain(|key, value| {
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
             // A pointer is as long as its key; the detail has the beginning of a very long one.
             let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
-            errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
+            let detail = renamed::said_of(section.name, key, value)
+                .unwrap_or_else(|| unknown_key(key, section.name, names));
+            errors.push(SpecError { pointer, detail });
         } else if !known {
             untold += 1;
         }
@@ -187,7 +191,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
         );
     }
-    if spec.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
+    if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(
             "/model/pretrained",
             "recipe \"finetune\" goes on from trained weights: give a safetensors file with torchvision's names, or a \
@@ -258,7 +262,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
 }
 
 fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
-    let DataSpec { image_size, validation_size, resize, .. } = &spec.data;
+    let DataSpec { image_size, validation_size, resize_size, .. } = &spec.data;
     let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
     let smallest = sizes.first().map(|first| first.size).or(*validation_size);
     if let (Some(size), false) = (smallest, spec.model.arch.is_cifar_family())
@@ -300,14 +304,14 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
         mistake(pointer, format!("{odd} is odd: where a run has several sizes, give even ones"));
     }
-    if let (Some(resize), Some(size)) = (*resize, spec.data.evaluation_size())
-        && resize < size
+    if let (Some(resize_size), Some(size)) = (*resize_size, spec.data.evaluation_size())
+        && resize_size < size
     {
         let key = if validation_size.is_some() { "validation_size" } else { "image_size" };
         mistake(
-            "/data/resize",
+            "/data/resize_size",
             format!(
-                "{resize} pixels are less than the crop of {key} = {size} that is taken then; give {} or more",
+                "{resize_size} pixels are less than the crop of {key} = {size} that is taken then; give {} or more",
                 size.saturating_mul(256) / 224
             ),
         );

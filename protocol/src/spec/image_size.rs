@@ -4,7 +4,10 @@ use super::{DataSpec, keys::shown};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;
-use utoipa::ToSchema;
+use utoipa::{
+    PartialSchema, ToSchema,
+    openapi::{ArrayBuilder, RefOr, Schema},
+};
 
 /// Sizes of one run: an engine keeps memory and plans for each.
 pub const MAX_SIZES: usize = 8;
@@ -24,14 +27,35 @@ pub enum ImageSize {
     Schedule(Vec<SizeFrom>),
 }
 
-/// A size and when it begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
+/// A size and when it begins; in a specification `[epoch, pixels]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(u32, u32)", into = "(u32, u32)")]
 pub struct SizeFrom {
     /// Counted from 1.
     pub epoch: u32,
     /// Height and width, in pixels.
     pub size: u32,
+}
+
+impl From<(u32, u32)> for SizeFrom {
+    fn from((epoch, size): (u32, u32)) -> Self {
+        Self { epoch, size }
+    }
+}
+
+impl PartialSchema for SizeFrom {
+    fn schema() -> RefOr<Schema> {
+        let pair = ArrayBuilder::new().items(u32::schema()).min_items(Some(2)).max_items(Some(2));
+        pair.description(Some("An epoch, from 1, and the pixels of the size that begins in it.")).into()
+    }
+}
+
+impl ToSchema for SizeFrom {}
+
+impl From<SizeFrom> for (u32, u32) {
+    fn from(SizeFrom { epoch, size }: SizeFrom) -> Self {
+        (epoch, size)
+    }
 }
 
 impl From<u32> for ImageSize {
@@ -70,8 +94,8 @@ impl DataSpec {
 /// # Errors
 /// What is wrong, and what would be right.
 pub(super) fn check(value: &Value) -> Result<(), String> {
-    let form = "must be a whole number from 8 to 4,096, or a list of sizes with the epochs that they begin in, such as \
-                [{ epoch = 1, size = 128 }, { epoch = 14, size = 192 }]";
+    let form = "must be a whole number from 8 to 4,096, or a list of [epoch, pixels], sizes with the epochs that they begin in, \
+                such as [[1, 128], [14, 192]]";
     let within = |value: &Value, range: RangeInclusive<u32>| {
         value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| range.contains(n))
     };
@@ -85,10 +109,17 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
     }
     let mut before: Option<SizeFrom> = None;
     for (number, entry) in (1..).zip(list) {
-        let both = entry.as_object().filter(|table| table.len() == 2);
-        let Some((epoch, size)) = both.and_then(|table| Some((table.get("epoch")?, table.get("size")?)))
-        else {
-            return Err(format!("{form}; entry {number} is not of that form"));
+        let [epoch, size] = match (entry.as_array().map(Vec::as_slice), entry.get("epoch"), entry.get("size"))
+        {
+            (Some([epoch, size]), ..) => [epoch, size],
+            (_, Some(epoch), Some(size)) => {
+                return Err(format!(
+                    "{form}; entry {number} is a table: write [{}, {}]",
+                    shown(epoch),
+                    shown(size)
+                ));
+            }
+            _ => return Err(format!("{form}; entry {number} is not of that form")),
         };
         let Some(epoch) = within(epoch, EPOCHS) else {
             return Err(format!(
@@ -98,7 +129,7 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
         };
         let Some(size) = within(size, SIDES) else {
             return Err(format!(
-                "entry {number}: size must be a whole number from 8 to 4,096, is {}",
+                "entry {number}: pixels must be a whole number from 8 to 4,096, is {}",
                 shown(size)
             ));
         };

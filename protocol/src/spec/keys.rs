@@ -79,11 +79,7 @@ const fn number(min: f64, max: f64) -> Kind {
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
-        keys: &[
-            ("name", Kind::Text { min: 1, max: 200 }),
-            ("priority", whole(-1000, 1000)),
-            ("recipe", Kind::Word(&Recipe::NAMES)),
-        ],
+        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
     },
     Section {
         name: "model",
@@ -105,11 +101,11 @@ pub const KEYS: &[Section] = &[
             ("random_resized_crop", Kind::Bool),
             ("crop_scale", Kind::Range { min: 0.001, max: 1.0 }),
             ("crop_ratio", Kind::Range { min: 0.0625, max: 16.0 }),
-            ("resize", whole(8, 8192)),
+            ("resize_size", whole(8, 8192)),
             ("horizontal_flip", Kind::Bool),
             ("vertical_flip", Kind::Bool),
             ("color_jitter", Kind::ColorJitter),
-            ("auto_augment", Kind::Word(&["none", "trivial_augment", "rand_augment"])),
+            ("augment", Kind::Word(&["none", "trivial", "rand"])),
             ("random_erasing", number(0.0, 1.0)),
             ("mean", Kind::Channels { positive: false }),
             ("std", Kind::Channels { positive: true }),
@@ -120,6 +116,7 @@ pub const KEYS: &[Section] = &[
     Section {
         name: "train",
         keys: &[
+            ("recipe", Kind::Word(&Recipe::NAMES)),
             ("epochs", whole(1, 100_000)),
             ("steps", whole(1, MAX_STEPS)),
             ("batch_size", whole(1, 65_536)),
@@ -140,8 +137,8 @@ pub const KEYS: &[Section] = &[
             ("rise", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("final_lr_share", number(0.0, 1.0)),
             ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
-            ("mixup_alpha", number(0.0, MAX_ALPHA)),
-            ("cutmix_alpha", number(0.0, MAX_ALPHA)),
+            ("mixup", number(0.0, MAX_ALPHA)),
+            ("cutmix", number(0.0, MAX_ALPHA)),
             ("ema_decay", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("ema_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),

@@ -44,8 +44,8 @@ const STD: [f64; 3] = [0.229, 0.224, 0.225];
 /// Keys of which one speaks for all: where a job gives the first, a recipe's others are left out.
 const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
-    ("data", "image_size", &["validation_size", "resize"]),
-    ("data", "validation_size", &["resize"]),
+    ("data", "image_size", &["validation_size", "resize_size"]),
+    ("data", "validation_size", &["resize_size"]),
     ("checkpoint", "every_steps", &["every_epochs"]),
 ];
 
@@ -94,14 +94,14 @@ impl Recipe {
                 lr: (0.5, 1024.0),
                 keys: json!({
                     "data": {
-                        "validation": "val", "image_size": 176, "validation_size": 224, "resize": 232,
-                        "random_resized_crop": true, "horizontal_flip": true, "auto_augment": "trivial_augment",
+                        "validation": "val", "image_size": 176, "validation_size": 224, "resize_size": 232,
+                        "random_resized_crop": true, "horizontal_flip": true, "augment": "trivial",
                         "random_erasing": 0.1, "mean": MEAN, "std": STD,
                     },
                     "train": {
                         "epochs": 600, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 2e-5,
                         "decay_norm_and_bias": false, "schedule": "cosine", "warmup_epochs": 5, "label_smoothing": 0.1,
-                        "mixup_alpha": 0.2, "cutmix_alpha": 1.0,
+                        "mixup": 0.2, "cutmix": 1.0,
                         // Its 0.99998, adjusted as its script does: 1 - 2e-5 x 1024 pictures x 32 steps / 600 epochs.
                         "ema_decay": 0.9989, "ema_steps": 32,
                     },
@@ -113,9 +113,9 @@ impl Recipe {
                 keys: json!({
                     "data": {
                         "validation": "val",
-                        "image_size": [{"epoch": 1, "size": 160}, {"epoch": 13, "size": 192}],
+                        "image_size": [[1, 160], [13, 192]],
                         // Of the short side, 224 / 256 are seen.
-                        "validation_size": 256, "resize": 292, "random_resized_crop": true, "horizontal_flip": true,
+                        "validation_size": 256, "resize_size": 292, "random_resized_crop": true, "horizontal_flip": true,
                         "mean": MEAN, "std": STD,
                     },
                     "train": {
@@ -219,13 +219,13 @@ fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
 fn sizes_in_proportion(sizes: &[Value], epochs: u64, own: u64) -> Value {
     let mut scaled: Vec<Value> = Vec::new();
     for (number, entry) in sizes.iter().enumerate() {
-        let passed = entry["epoch"].as_u64().unwrap_or(1).saturating_sub(1) * epochs / own.max(1);
+        let passed = entry[0].as_u64().unwrap_or(1).saturating_sub(1) * epochs / own.max(1);
         let epoch = if number == 0 { 1 } else { passed + 1 };
-        scaled.retain(|before| before["epoch"] != epoch);
-        scaled.push(json!({"epoch": epoch, "size": entry["size"]}));
+        scaled.retain(|before| before[0] != epoch);
+        scaled.push(json!([epoch, entry[1]]));
     }
     match &scaled[..] {
-        [only] => only["size"].clone(),
+        [only] => only[1].clone(),
         _ => scaled.into(),
     }
 }

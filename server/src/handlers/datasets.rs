@@ -15,6 +15,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
+    Job,
     dataset::{Dataset, DatasetInfo},
     spec::SpecError,
 };
@@ -24,6 +25,8 @@ use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_NAME_BYTES: usize = 100;
+/// Jobs that a refusal names.
+const JOBS_NAMED: usize = 10;
 
 /// All registered datasets.
 #[derive(Debug, Serialize, ToSchema)]
@@ -192,18 +195,31 @@ pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Re
     found.map(Json).ok_or_else(|| Error::NotFound("no dataset has this name".into()))
 }
 
-/// Forget a dataset
+/// Remove a dataset
 ///
-/// Its files stay.
+/// Its files stay where they are. Jobs that are over keep its name; they are neither evaluated nor run again until a dataset
+/// is registered under it.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "A job that is not over trains on it")))]
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
 pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
-    let needed = app.store.unfinished().await?.into_iter().find(|job| job.spec.data.dataset == name);
-    if let Some(job) = needed {
-        let detail =
-            format!("job {} ({:?}) is {} and trains on it; cancel it first", job.id, job.name, job.state);
-        return Err(Error::Conflict(detail, Some(job.state)));
+    let mut jobs = app.store.unfinished().await?;
+    jobs.retain(|job| job.spec.data.dataset == name);
+    if let Some(first) = jobs.first() {
+        return Err(Error::Conflict(needed_by(&jobs), Some(first.state)));
     }
     app.store.remove_dataset(&name).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`
+fn needed_by(jobs: &[Job]) -> String {
+    let named = jobs.iter().take(JOBS_NAMED).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
+    let named = named.collect::<Vec<_>>().join(", ");
+    match jobs.len() {
+        1 => format!("a job trains on it: {named}; cancel it first"),
+        n if n > JOBS_NAMED => {
+            format!("{n} jobs train on it: {named} and {} more; cancel them first", n - JOBS_NAMED)
+        }
+        n => format!("{n} jobs train on it: {named}; cancel them first"),
+    }
 }

@@ -7,7 +7,7 @@ use crate::{
     regular,
 };
 use lockstep_protocol::{
-    Job, JobSpec,
+    Job, JobSpec, JobState,
     dataset::{Dataset, classes_differ},
     spec::SpecError,
 };
@@ -103,13 +103,20 @@ pub(super) fn mistakes(
     mistakes
 }
 
-/// Refuses to go on from the newest checkpoint with a dataset that was registered anew under the same name.
+/// Refuses to go on without a dataset, or from the newest checkpoint with one that was registered anew under the same name.
 ///
 /// # Errors
-/// What of the dataset does not fit.
+/// That it is not registered, or what of it does not fit.
 pub(super) async fn check_newest(app: &App, job: &Job) -> Result<()> {
+    let name = &job.spec.data.dataset;
+    let Some(dataset) = app.store.dataset(name).await? else {
+        // In any other state that is what forbids it, and what is said.
+        let could = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
+        let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
+        let mistake = SpecError { pointer: "/data/dataset".into(), detail };
+        return if could { Err(Error::Invalid(vec![mistake])) } else { Ok(()) };
+    };
     let Some(newest) = app.store.checkpoints(&job.id).await?.into_iter().next() else { return Ok(()) };
-    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else { return Ok(()) };
     let trained = Trained::of(&app.checkpoint_dir(&newest)).await;
     let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
     if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }

@@ -134,14 +134,14 @@ async fn make(
 
 /// Another recipe would change nothing but the name: every key has its value already.
 fn check_recipe(source: &Job, document: &Value) -> Result<()> {
-    let wanted = document.get("recipe").and_then(Value::as_str);
-    if wanted.is_none() || wanted == source.spec.recipe.map(Recipe::name) {
+    let wanted = document.pointer("/train/recipe").and_then(Value::as_str);
+    if wanted.is_none() || wanted == source.spec.train.recipe.map(Recipe::name) {
         return Ok(());
     }
     let detail =
         "a fork goes on with its job's settings, all of which have a value: set the keys that should differ"
             .into();
-    Err(Error::Invalid(vec![SpecError { pointer: "/recipe".into(), detail }]))
+    Err(Error::Invalid(vec![SpecError { pointer: "/train/recipe".into(), detail }]))
 }
 
 fn fork_name(name: &str) -> String {

@@ -397,7 +397,7 @@ pub(crate) async fn pause(State(app): State<App>, Path(id): Path<String>) -> Res
 /// As its next attempt, from its newest checkpoint: the weights are those of never having paused.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused"),
-        (status = 422, body = Problem, description = "Its dataset was registered anew, and does not fit its newest checkpoint")))]
+        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
 pub(crate) async fn resume(
     State(app): State<App>,
     Path(id): Path<String>,
@@ -415,7 +415,7 @@ pub(crate) async fn resume(
 /// As its next attempt, from its newest checkpoint.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over"),
-        (status = 422, body = Problem, description = "Its dataset was registered anew, and does not fit its newest checkpoint")))]
+        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
 pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Result<(StatusCode, Json<Job>)> {
     fit::check_newest(&app, &find(&app, &id).await?).await?;
     let at = crate::now();

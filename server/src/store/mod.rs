@@ -172,7 +172,7 @@ pub trait Store: Send + Sync + 'static {
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
     /// Registers a dataset; refuses a name that is taken.
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
-    /// Forgets a dataset; its files stay.
+    /// Removes a dataset; its files stay.
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
     /// Remembers an agent as it introduced itself, or that it was seen.

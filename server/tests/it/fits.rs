@@ -128,6 +128,12 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     assert!(text.contains("at 96 pixels") && text.contains("set model.stem too"), "{text}");
     assert_eq!(fork(json!({"data.image_size": 95})).await.0, 202);
     assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 202);
+    // Names that keys had before, whichever way they are written.
+    for set in [json!({"train.mixup_alpha": 0.1}), json!({"train": {"mixup_alpha": null}})] {
+        let (status, body) = fork(set).await;
+        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/mixup_alpha")), "{body}");
+        assert_eq!(body["errors"][0]["detail"], "train.mixup_alpha is called train.mixup");
+    }
     house.stop().await;
 }
 

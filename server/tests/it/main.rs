@@ -7,6 +7,7 @@ mod house;
 mod postgres;
 
 mod databases;
+mod datasets;
 mod deletion;
 mod dispatching;
 mod document;

@@ -1,11 +1,12 @@
-//! `lockstep dataset prepare`: a copy of a dataset as shards of small pictures.
+//! A copy of a dataset as shards of small pictures: `lockstep dataset prepare`, and `dataset add --prepare` before it
+//! registers.
 
 use super::{SHOW_EVERY, unnamed};
 use crate::cli::{output, wrong};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::spec::BrokenFiles;
-use lockstep_worker::data::{self, PrepareSettings, QUALITIES, SHORT_SIDES};
-use std::path::PathBuf;
+use lockstep_worker::data::{self, PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
+use std::path::{Path, PathBuf};
 
 /// Broken files that are named; all are in `prepared.json`, but those that were broken at the first look.
 const NAMED: usize = 100;
@@ -18,7 +19,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Pictures with a longer short side are resized to it, in pixels
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end())))]
+    #[arg(long, default_value_t = 256, value_parser = side())]
     short_side: u32,
     /// Of JPEG
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
@@ -28,13 +29,18 @@ pub(super) struct Args {
     broken_files: Policy,
 }
 
+/// Reads the pixels of a short side.
+pub(super) fn side() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end()))
+}
+
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum Policy {
     Fail,
     Skip,
 }
 
-/// Writes the copy, with a progress bar.
+/// Writes the copy and says what it holds.
 ///
 /// # Errors
 /// Exit status 2 when the files are no dataset or cannot be copied there, with what is wrong.
@@ -49,22 +55,44 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         },
         ..PrepareSettings::default()
     };
+    let made = copy(&path, &args.to, &settings)?;
+    tell(&args.to, &made)
+}
+
+/// Where `dataset add --prepare` writes the copy of a folder unless it is told: `/data/imagenet-256` beside `/data/imagenet`.
+/// None of what is no folder, such as a pattern of shards.
+pub(super) fn beside(path: &Path, short_side: u32) -> Option<PathBuf> {
+    let name = path.file_name().filter(|_| path.is_dir())?;
+    let mut copy = name.to_owned();
+    copy.push(format!("-{short_side}"));
+    Some(path.with_file_name(copy))
+}
+
+/// Writes the copy, with a progress bar.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
     let style = ProgressStyle::with_template("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left");
     let per_second = (1000 / SHOW_EVERY.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    let made = data::prepare(&path, &args.to, &settings, |progress| {
+    let made = data::prepare(path, to, settings, |progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
     });
     bar.finish_and_clear();
-    let made = made.map_err(|e| wrong(e.to_string()))?;
+    made.map_err(|e| wrong(e.to_string()))
+}
+
+/// Prints what was made.
+pub(super) fn tell(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let splits: Vec<_> = made.splits.iter().map(|(name, pictures)| format!("{pictures} {name}")).collect();
     let kept = match made.kept_shards {
         0 => String::new(),
         kept => format!(", {kept} of them were there"),
     };
-    let (folder, shards, mb) = (args.to.display(), made.shards, made.bytes.div_ceil(1_000_000));
+    let (folder, shards, mb) = (to.display(), made.shards, made.bytes.div_ceil(1_000_000));
     output::line(format_args!("{folder}: {} pictures in {shards} shards{kept}; {mb} MB", splits.join(", ")))?;
     for broken in made.broken.iter().take(NAMED) {
         output::line(format_args!("left out: {}: {}", broken.file, broken.detail))?;

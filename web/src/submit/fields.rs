@@ -58,7 +58,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
-            field("recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
+            field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field(
@@ -87,7 +87,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "resized crop: smallest, largest width / height",
             ),
             more(
-                "data.resize",
+                "data.resize_size",
                 "Validation resize",
                 Kind::Integer,
                 "pixels of the short side, then a centre crop",
@@ -103,12 +103,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Numbers,
                 "brightness, contrast, saturation, hue; 0: none",
             ),
-            more(
-                "data.auto_augment",
-                "Automatic augmentation",
-                Kind::Choice(&["none", "trivial_augment", "rand_augment"]),
-                "",
-            ),
+            more("data.augment", "Automatic augmentation", Kind::Choice(&["none", "trivial", "rand"]), ""),
             more("data.random_erasing", "Random erasing", Kind::Number, "probability, 0 to 1"),
             more("data.drop_remainder", "Leave out an epoch's last, smaller batch", Kind::Switch, ""),
         ],
@@ -145,8 +140,8 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "",
             ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
-            more("train.mixup_alpha", "Mixup alpha", Kind::Number, "such as 0.2; 0: off"),
-            more("train.cutmix_alpha", "Cutmix alpha", Kind::Number, "such as 1; 0: off"),
+            more("train.mixup", "Mixup", Kind::Number, "alpha, such as 0.2; 0: off"),
+            more("train.cutmix", "Cutmix", Kind::Number, "alpha, such as 1; 0: off"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
             more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),
             more("train.gamma", "Gamma", Kind::Number, "step: factor at a milestone"),
@@ -220,7 +215,7 @@ impl Kind {
             Kind::Sizes => or_text(integer(text).or_else(|| number(text)).or_else(|| {
                 let entry = |entry: &str| {
                     let (epoch, size) = entry.split_once(':')?;
-                    Some(json!({"epoch": integer(epoch.trim())?, "size": integer(size.trim())?}))
+                    Some(json!([integer(epoch.trim())?, integer(size.trim())?]))
                 };
                 text.split(',').map(entry).collect::<Option<Vec<_>>>().map(Value::from)
             })),

@@ -1,7 +1,10 @@
 //! What stands in the form, to a specification and back.
 
 use super::fields::{Kind, fields};
-use lockstep_protocol::{JobSpec, spec::Recipe};
+use lockstep_protocol::{
+    JobSpec,
+    spec::{Recipe, is_renamed},
+};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -22,7 +25,8 @@ pub struct Form {
 const FILLED: &str = "filled";
 
 impl Form {
-    /// The fields of a posted form. Names that are no field are left out.
+    /// The fields of a posted form. Names that are no field are left out, but those that a field once had: the check
+    /// names them.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut values: BTreeMap<_, _> =
             fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
@@ -30,7 +34,7 @@ impl Form {
         for (key, value) in pairs {
             if key == FILLED {
                 filled = value;
-            } else if fields().any(|f| f.key == key) {
+            } else if is_renamed(&key) || fields().any(|f| f.key == key) {
                 values.insert(key, value);
             }
         }
@@ -43,7 +47,7 @@ impl Form {
         let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
         let mut form = Self::default();
         form.flatten("", &document.unwrap_or(Value::Null));
-        form.filled = form.text("recipe").to_owned();
+        form.filled = form.text("train.recipe").to_owned();
         form
     }
 
@@ -78,25 +82,31 @@ impl Form {
     /// what its field asks for stays text, so that the check names it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
-        let of_recipe = recipe_values(if self.text("recipe") == self.filled { &self.filled } else { "" });
-        let untouched = (self.text("recipe") != self.filled).then(|| Self::untouched(&self.filled));
+        let mut put = |path: &str, value: Value| match path.split_once('.') {
+            None => drop(document.insert(path.into(), value)),
+            Some((table, key)) => {
+                let table = document.entry(table).or_insert_with(|| Value::Object(Map::new()));
+                if let Value::Object(table) = table {
+                    table.insert(key.into(), value);
+                }
+            }
+        };
+        let of_recipe =
+            recipe_values(if self.text("train.recipe") == self.filled { &self.filled } else { "" });
+        let untouched = (self.text("train.recipe") != self.filled).then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
             let is_scaled = IN_PROPORTION.contains(&field.key)
                 && of_recipe.get(field.key).is_some_and(|value| value == text);
-            if text.is_empty() || is_scaled || (is_untouched && field.key != "recipe") {
+            if text.is_empty() || is_scaled || (is_untouched && field.key != "train.recipe") {
                 continue;
             }
-            let value = field.kind.json(text);
-            match field.key.split_once('.') {
-                None => drop(document.insert(field.key.into(), value)),
-                Some((table, key)) => {
-                    let table = document.entry(table).or_insert_with(|| Value::Object(Map::new()));
-                    if let Value::Object(table) = table {
-                        table.insert(key.into(), value);
-                    }
-                }
+            put(field.key, field.kind.json(text));
+        }
+        for (key, text) in &self.values {
+            if is_renamed(key) && !text.is_empty() {
+                put(key, text.as_str().into());
             }
         }
         Value::Object(document)
@@ -121,8 +131,8 @@ const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "da
 
 /// One of a list: a number, or an epoch and the size that begins in it.
 fn item(value: &Value) -> String {
-    match (value.get("epoch"), value.get("size")) {
-        (Some(epoch), Some(size)) => format!("{epoch}: {size}"),
+    match value.as_array().map(Vec::as_slice) {
+        Some([epoch, size]) => format!("{epoch}: {size}"),
         _ => value.to_string(),
     }
 }

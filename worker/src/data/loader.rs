@@ -348,7 +348,7 @@ impl DataSource {
         let mut skipped: Vec<String> =
             catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
         let sizes = sizes(&catalog, &skipped)?;
-        let whole = spec.random_resized_crop || spec.resize.is_some();
+        let whole = spec.random_resized_crop || spec.resize_size.is_some();
         let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
@@ -414,9 +414,9 @@ impl DataSource {
                 "data.validation_size: {side} pixels are less than training's {largest}; give {largest} or more"
             )));
         }
-        if let Some(resize) = spec.resize.filter(|resize| (*resize as usize) < side) {
+        if let Some(resize) = spec.resize_size.filter(|resize| (*resize as usize) < side) {
             return Err(DataError::Invalid(format!(
-                "data.resize: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
+                "data.resize_size: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
                  lower data.image_size",
                 side * 256 / 224
             )));

@@ -24,7 +24,7 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
         validation_size: None,
         mean: Some(model.mean.clone()),
         std: Some(model.std.clone()),
-        resize: model.resize,
+        resize_size: model.resize,
         // Training's; it would have pictures resized where the model's were not.
         random_resized_crop: false,
         ..spec.data.clone()

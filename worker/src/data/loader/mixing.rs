@@ -17,11 +17,11 @@ const MIXING: u64 = 9;
 /// Of the sum of both weights in the arithmetic on bytes.
 const ONE: u32 = 1 << 16;
 
-/// Which of the two a job uses, by the parameter of lambda's Beta distribution; 0: not.
+/// Which of the two a job uses: both are the parameter of lambda's Beta distribution (alpha); 0: not.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Mixing {
-    pub mixup_alpha: f64,
-    pub cutmix_alpha: f64,
+    pub mixup: f64,
+    pub cutmix: f64,
 }
 
 /// How the pictures of one step are mixed.
@@ -35,13 +35,13 @@ pub struct Mix {
 
 impl From<&TrainSpec> for Mixing {
     fn from(spec: &TrainSpec) -> Self {
-        Self { mixup_alpha: spec.mixup_alpha.into(), cutmix_alpha: spec.cutmix_alpha.into() }
+        Self { mixup: spec.mixup.into(), cutmix: spec.cutmix.into() }
     }
 }
 
 impl Mixing {
     pub(super) fn is_on(self) -> bool {
-        self.mixup_alpha > 0.0 || self.cutmix_alpha > 0.0
+        self.mixup > 0.0 || self.cutmix > 0.0
     }
 
     /// For the step of `epoch` (from 0) that begins at place `first` of its order; `None` when both are off.
@@ -52,10 +52,10 @@ impl Mixing {
         let mut random = Random::new(&[seed, MIXING, u64::from(epoch), first as u64]);
         let coin = random.below(2) == 1;
         let centre = [(); 2].map(|()| random.below(side as u64) as usize);
-        let cuts = self.mixup_alpha <= 0.0 || (coin && self.cutmix_alpha > 0.0);
+        let cuts = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
         Some(match cuts {
-            true => Mix::cutmix(beta(&mut random, self.cutmix_alpha), centre, side),
-            false => Mix { lambda: beta(&mut random, self.mixup_alpha) as f32, cut: None },
+            true => Mix::cutmix(beta(&mut random, self.cutmix), centre, side),
+            false => Mix { lambda: beta(&mut random, self.mixup) as f32, cut: None },
         })
     }
 }
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn lambda_has_the_moments_of_its_beta_distribution() {
         for alpha in [0.05, 0.2, 1.0, 4.0, 100.0] {
-            let all = draws(Mixing { mixup_alpha: alpha, cutmix_alpha: 0.0 });
+            let all = draws(Mixing { mixup: alpha, cutmix: 0.0 });
             let lambdas: Vec<f64> = all.iter().map(|mix| f64::from(mix.lambda)).collect();
             assert!(lambdas.iter().all(|l| (0.0..=1.0).contains(l)), "alpha {alpha}");
             let mean = lambdas.iter().sum::<f64>() / lambdas.len() as f64;
@@ -176,23 +176,23 @@ mod tests {
 
     #[test]
     fn the_smallest_alpha_that_a_job_may_have_takes_one_of_the_two() {
-        let mixing = Mixing { mixup_alpha: f64::from(f32::from_bits(1)), cutmix_alpha: 0.0 };
+        let mixing = Mixing { mixup: f64::from(f32::from_bits(1)), cutmix: 0.0 };
         assert!(draws(mixing).iter().all(|mix| mix.lambda == 0.0 || mix.lambda == 1.0));
     }
 
     #[test]
     fn a_fair_coin_chooses_where_both_are_on() {
-        let all = draws(Mixing { mixup_alpha: 0.2, cutmix_alpha: 1.0 });
+        let all = draws(Mixing { mixup: 0.2, cutmix: 1.0 });
         let cuts = all.iter().filter(|mix| mix.cut.is_some()).count();
         assert!((9_650..=10_350).contains(&cuts), "{cuts} of 20,000 are cut");
-        assert!(draws(Mixing { mixup_alpha: 0.0, cutmix_alpha: 1.0 }).iter().all(|mix| mix.cut.is_some()));
-        assert!(draws(Mixing { mixup_alpha: 1.0, cutmix_alpha: 0.0 }).iter().all(|mix| mix.cut.is_none()));
+        assert!(draws(Mixing { mixup: 0.0, cutmix: 1.0 }).iter().all(|mix| mix.cut.is_some()));
+        assert!(draws(Mixing { mixup: 1.0, cutmix: 0.0 }).iter().all(|mix| mix.cut.is_none()));
         assert!(Mixing::default().draw(7, 3, 0, 20).is_none());
     }
 
     #[test]
     fn lambda_of_a_cut_is_the_share_of_pixels_that_stay() {
-        for mix in draws(Mixing { mixup_alpha: 0.0, cutmix_alpha: 1.0 }) {
+        for mix in draws(Mixing { mixup: 0.0, cutmix: 1.0 }) {
             let bytes: Vec<u8> = [[1u8; 400], [0u8; 400]].concat();
             let batch = Batch { bytes, labels: vec![3, 5], indices: vec![0, 1], ..Batch::default() };
             let mixed = mix.apply(batch, 20, 1);

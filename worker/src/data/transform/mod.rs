@@ -18,7 +18,7 @@ pub(super) use params::AugmentParams;
 pub(super) use pipeline::Pipeline;
 
 use auto_augment::Policy;
-use lockstep_protocol::spec::{AutoAugment, DataSpec};
+use lockstep_protocol::spec::{Augment, DataSpec};
 
 /// How a job's pictures become inputs.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ pub(super) struct Transform {
     pub(super) vertical_flip: bool,
     /// torchvision's `ColorJitter(brightness, contrast, saturation, hue)`.
     pub(super) color_jitter: [f64; 4],
-    auto_augment: Option<Policy>,
+    augment: Option<Policy>,
     /// The probability of `RandomErasing`.
     pub(super) random_erasing: f64,
     pub(super) seed: u64,
@@ -82,10 +82,10 @@ impl Transform {
             horizontal_flip: spec.horizontal_flip,
             vertical_flip: spec.vertical_flip,
             color_jitter: spec.color_jitter.map(f64::from),
-            auto_augment: match spec.auto_augment {
-                AutoAugment::None => None,
-                AutoAugment::TrivialAugment => Some(Policy::TrivialAugmentWide),
-                AutoAugment::RandAugment => Some(Policy::RandAugment),
+            augment: match spec.augment {
+                Augment::None => None,
+                Augment::Trivial => Some(Policy::TrivialAugmentWide),
+                Augment::Rand => Some(Policy::RandAugment),
             },
             random_erasing: spec.random_erasing.into(),
             seed,
@@ -125,7 +125,7 @@ impl Transform {
 
     /// Whether pixels are changed between the crop and its horizontal flip, and normalisation.
     fn changes_after_crop(&self) -> bool {
-        self.vertical_flip || self.color_jitter.iter().any(|v| *v > 0.0) || self.auto_augment.is_some()
+        self.vertical_flip || self.color_jitter.iter().any(|v| *v > 0.0) || self.augment.is_some()
     }
 
     /// Whether some pixels are 0 after normalisation, which no byte is.
@@ -137,5 +137,5 @@ impl Transform {
 /// The short side that evaluation resizes pictures to before it crops `side` pixels: as the job says, or in ImageNet's
 /// proportion (256 to 224, rounded down) where it trains on random resized crops.
 pub(super) fn evaluation_resize(spec: &DataSpec, side: usize) -> Option<u32> {
-    spec.resize.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))
+    spec.resize_size.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))
 }

@@ -52,7 +52,7 @@ impl AugmentParams {
         let flip = random.below(2) == 1 && transform.horizontal_flip;
         let vertical_flip = transform.vertical_flip && stream(VERTICAL_FLIP).below(2) == 1;
         let mut ops = color_jitter(transform.color_jitter, &mut stream(COLOR_JITTER));
-        if let Some(policy) = transform.auto_augment {
+        if let Some(policy) = transform.augment {
             ops.extend(policy.draw(&mut stream(AUTO_AUGMENT), transform.side));
         }
         let mut random = stream(ERASING);

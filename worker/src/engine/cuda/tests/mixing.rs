@@ -55,7 +55,7 @@ fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
 fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/fashion-mnist"));
     let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
-    data.set_mixing(Mixing { mixup_alpha: 0.4, cutmix_alpha: 1.0 });
+    data.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
     let network =
         resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
     let (network, config) = (Arc::new(network), config(16));

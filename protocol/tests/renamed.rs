@@ -1,0 +1,117 @@
+//! Names that keys and values had before: refused with today's name where somebody submits them, read where they are stored.
+
+use lockstep_protocol::spec::{
+    Augment, ImageSize, Recipe, SizeFrom, SpecError, apply_set, from_json, from_toml, is_renamed,
+    read_leniently,
+};
+use serde_json::{Value, json};
+
+/// Section, line with the old name, path of the old name, what is said of it.
+const OLD: [(&str, &str, &str, &str); 7] = [
+    ("", "recipe = \"cifar\"", "recipe", "recipe is called train.recipe"),
+    ("data", "resize = 256", "data.resize", "data.resize is called data.resize_size"),
+    ("data", "auto_augment = \"none\"", "data.auto_augment", "data.auto_augment is called data.augment"),
+    (
+        "data",
+        "auto_augment = \"trivial_augment\"",
+        "data.auto_augment",
+        "data.auto_augment is called data.augment, and \"trivial_augment\" is \"trivial\"",
+    ),
+    (
+        "data",
+        "auto_augment = \"rand_augment\"",
+        "data.auto_augment",
+        "data.auto_augment is called data.augment, and \"rand_augment\" is \"rand\"",
+    ),
+    ("train", "mixup_alpha = 0.2", "train.mixup_alpha", "train.mixup_alpha is called train.mixup"),
+    ("train", "cutmix_alpha = 1.0", "train.cutmix_alpha", "train.cutmix_alpha is called train.cutmix"),
+];
+
+fn toml(section: &str, line: &str) -> String {
+    match section {
+        "" => format!("{line}\n[data]\ndataset = \"d\"\n"),
+        "data" => format!("[data]\ndataset = \"d\"\n{line}\n"),
+        _ => format!("[data]\ndataset = \"d\"\n[{section}]\n{line}\n"),
+    }
+}
+
+#[test]
+fn an_old_name_is_refused_with_the_new_one() {
+    for (section, line, path, said) in OLD {
+        let expected = [SpecError { pointer: format!("/{}", path.replace('.', "/")), detail: said.into() }];
+        assert_eq!(from_toml(&toml(section, line)).unwrap_err(), expected, "{line}");
+        // As a program or `--set` gives it.
+        let mut document = json!({"data": {"dataset": "d"}});
+        apply_set(&mut document, &format!("{path}={}", line.split_once(" = ").unwrap().1)).unwrap();
+        assert_eq!(from_json(&document).unwrap_err(), expected, "{document}");
+        assert!(is_renamed(path), "{path}");
+        // Beside the new name as well, and where it has no value.
+        let new = said.split(' ').nth(3).unwrap().trim_end_matches(',');
+        assert!(!is_renamed(new), "{new}");
+        apply_set(&mut document, &format!("{new}=")).unwrap();
+        apply_set(&mut document, &format!("{path}=")).unwrap();
+        assert_eq!(from_json(&document).unwrap_err()[0].pointer, expected[0].pointer, "{document}");
+    }
+    // The words of an old value under the new name.
+    for (old, new) in [("trivial_augment", "trivial"), ("rand_augment", "rand")] {
+        let found = from_toml(&toml("data", &format!("augment = {old:?}"))).unwrap_err();
+        assert!(found[0].detail.contains(&format!("did you mean {new:?}")), "{found:?}");
+    }
+    let found = from_toml(&toml("data", "image_size = [{ epoch = 1, size = 128 }]")).unwrap_err();
+    assert!(found[0].detail.ends_with("entry 1 is a table: write [1, 128]"), "{found:?}");
+}
+
+#[test]
+fn every_new_name_is_accepted() {
+    let spec = from_toml(
+        "[data]\ndataset = \"d\"\nimage_size = [[1, 128], [4, 192]]\nresize_size = 224\naugment = \"rand\"\n\
+         [train]\nrecipe = \"cifar\"\nmixup = 0.2\ncutmix = 1.0",
+    )
+    .unwrap();
+    let sizes = [(1, 128), (4, 192)].map(|(epoch, size)| SizeFrom { epoch, size }).to_vec();
+    assert_eq!(spec.data.image_size, Some(ImageSize::Schedule(sizes)));
+    assert_eq!((spec.data.resize_size, spec.data.augment), (Some(224), Augment::Rand));
+    assert_eq!((spec.train.recipe, spec.train.mixup, spec.train.cutmix), (Some(Recipe::Cifar), 0.2, 1.0));
+    let stored = serde_json::to_value(&spec).unwrap();
+    assert_eq!(stored["data"]["image_size"], json!([[1, 128], [4, 192]]));
+    assert_eq!((&stored["data"]["augment"], &stored["train"]["recipe"]), (&json!("rand"), &json!("cifar")));
+}
+
+/// What was stored is what it would be with the new names, so no job changes.
+#[test]
+fn a_stored_specification_with_old_names_is_read() {
+    let new = from_toml(
+        "[data]\ndataset = \"d\"\nimage_size = [[1, 128], [4, 192]]\nresize_size = 224\naugment = \"trivial\"\n\
+         [train]\nrecipe = \"cifar\"\nmixup = 0.2\ncutmix = 1.0",
+    )
+    .unwrap();
+    let mut old = serde_json::to_value(&new).unwrap();
+    old["recipe"] = take(&mut old["train"], "recipe");
+    old["data"]["resize"] = take(&mut old["data"], "resize_size");
+    take(&mut old["data"], "augment");
+    old["data"]["auto_augment"] = json!("trivial_augment");
+    old["data"]["image_size"] = json!([{"epoch": 1, "size": 128}, {"epoch": 4, "size": 192}]);
+    old["train"]["mixup_alpha"] = take(&mut old["train"], "mixup");
+    old["train"]["cutmix_alpha"] = take(&mut old["train"], "cutmix");
+    assert_eq!(from_json(&old).unwrap_err().len(), 6, "nobody submits it");
+    assert_eq!(read_leniently(&old), (new.clone(), Vec::new()));
+
+    // Where both names stand, the new one counts, and the other is told of.
+    old["data"]["resize_size"] = json!(224);
+    old["data"]["resize"] = json!(300);
+    let (read, flaws) = read_leniently(&old);
+    assert_eq!((read, flaws.len(), flaws[0].pointer.as_str()), (new, 1, "/data/resize"));
+    // Of what cannot be read nothing else is lost.
+    for broken in [
+        json!({"data": 3, "recipe": "cifar"}),
+        json!({"train": [], "recipe": "cifar"}),
+        json!([1]),
+        Value::Null,
+    ] {
+        assert!(!read_leniently(&broken).1.is_empty(), "{broken}");
+    }
+}
+
+fn take(table: &mut Value, key: &str) -> Value {
+    table.as_object_mut().unwrap().remove(key).unwrap()
+}

@@ -1,0 +1,77 @@
+//! A dataset's name is taken away: not while jobs need it, and what is left of it then.
+
+use crate::{
+    agent::{Agent, running},
+    house::{House, spec},
+};
+use lockstep_protocol::{
+    agent::{Ending, Source},
+    job::JobState,
+};
+use serde_json::{Value, json};
+
+#[tokio::test]
+async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let first = house.submit(|s| s["name"] = json!("first")).await.id.to_string();
+    let second = house.submit(|s| s["name"] = json!("second")).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+
+    let refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
+        let (status, body) = house.delete("/datasets/pictures").await;
+        let detail = body["detail"].as_str().unwrap_or_default();
+        assert_eq!(status, 409, "{body}");
+        for (id, name, state) in all {
+            assert!(detail.contains(&format!("{id} ({name:?}, {state})")), "{detail}");
+        }
+        assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
+    };
+    refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    let attempt = agent.started().await.attempt;
+    refused(&[(&second, "second", "starting")], &[&first]).await;
+    assert_eq!(house.get("/datasets/pictures").await.0, 200, "it is still there");
+    agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+    house.until(&second, JobState::Failed).await;
+
+    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
+    assert_eq!(house.delete("/datasets/pictures").await.0, 404);
+    assert_eq!(house.get("/datasets/pictures").await.0, 404);
+    assert_eq!(house.number("SELECT count(*) FROM datasets").await, 0);
+
+    // What trained on it keeps its name, and says why it cannot be run again.
+    for id in [&first, &second] {
+        assert_eq!(house.job(id).await.spec.data.dataset, "pictures");
+    }
+    let (status, body) = house.post(&format!("/jobs/{second}/retry"), &Value::Null).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
+    let detail = body["errors"][0]["detail"].as_str().unwrap();
+    assert!(detail.contains("\"pictures\" is no longer registered"), "{detail}");
+    assert_eq!(house.job(&second).await.state, JobState::Failed, "it was not queued");
+    // A state that forbids it is said first.
+    assert_eq!(house.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
+    let (status, body) = house.post("/jobs", &spec()).await;
+    assert!(status == 422 && body["detail"].as_str().unwrap().contains("none is registered"), "{body}");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_refusal_names_ten_jobs_and_counts_the_others() {
+    let house = House::new().await;
+    Agent::with_pictures(&house, 2).await.vanish();
+    let mut ids = Vec::new();
+    for (jobs, words) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
+        while ids.len() < jobs {
+            ids.push(house.submit(|_| {}).await.id.to_string());
+        }
+        let (status, body) = house.delete("/datasets/pictures").await;
+        let detail = body["detail"].as_str().unwrap();
+        assert!(status == 409 && detail.starts_with(words), "{body}");
+        assert_eq!(ids.iter().filter(|id| detail.contains(*id)).count(), jobs.min(10), "{detail}");
+        assert_eq!(detail.contains("and 1 more"), jobs == 11, "{detail}");
+    }
+    assert_eq!(house.get("/datasets/pictures").await.0, 200);
+    house.stop().await;
+}

@@ -1,0 +1,87 @@
+//! Datasets from a shell: prepared and registered in one command, and removed.
+
+use crate::{
+    server::{Server, turn},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+
+/// The Parquet files of a repository of the hub, in a folder of their own, as a copy is written beside it.
+fn hub_in(folder: &Path) -> String {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub/data");
+    let to = folder.join("hub");
+    fs::create_dir_all(to.join("data")).expect("a folder");
+    for entry in fs::read_dir(from).expect("the files").flatten() {
+        fs::copy(entry.path(), to.join("data").join(entry.file_name())).expect("copies");
+    }
+    to.to_str().expect("UTF-8").to_owned()
+}
+
+#[tokio::test]
+async fn a_dataset_is_prepared_as_it_is_registered() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let hub = hub_in(server.folder().path());
+    let here = |name: &str| server.folder().path().canonicalize().expect("a folder").join(name);
+    let paths = || {
+        let listed = server.cli(&["dataset", "list", "--json"]).json();
+        let path = |d: &Value| (d["name"].clone(), d["path"].clone());
+        listed.as_array().expect("a list").iter().map(path).collect::<Vec<_>>()
+    };
+    let added = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "16"]);
+    for words in ["hub-16: 9 train, 3 validation pictures in 2 shards", "pets: webdataset, 3 classes"] {
+        assert!(added.ok().contains(words), "{}", added.stdout);
+    }
+    assert_eq!(paths(), [(json!("pets"), json!(here("hub-16")))]);
+    let add = ["dataset", "add", "other", &hub, "--prepare", "16", "--to", "elsewhere", "--json"];
+    assert_eq!(server.cli(&add).json()["info"]["format"], "webdataset");
+    assert_eq!(paths()[0], (json!("other"), json!(here("elsewhere"))));
+
+    // A name that is taken is told of before hours of work, not after.
+    let taken = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
+    taken.wrong(&["already called pets", "hub-16"]);
+    assert!(!here("hub-17").exists());
+    server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).wrong(&["--prepare", "15", "16..=4096"]);
+    server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).wrong(&["--prepare"]);
+    let pattern = format!("{}/train-{{000000..000000}}.tar", here("hub-16").display());
+    server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).wrong(&["--to DIR"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_dataset_is_removed_when_no_job_needs_it() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let hub = hub_in(server.folder().path());
+    server.cli(&["dataset", "add", "pets", &hub]).ok();
+    let long = specs::with(
+        specs::short("long", "pets", 1, 100_000),
+        json!({"data": {"validation": "validation", "crop_padding": 2}, "train": {"batch_size": 4}}),
+    );
+    let id = server.submit(&long).await;
+    server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
+    server.cli(&["dataset", "remove", "pets"]).wrong(&[&id, "long", "running", "cancel it first"]);
+    server.cli(&["cancel", &id]).ok();
+    assert_eq!(server.ended(&id).await["state"], "cancelled");
+
+    // What is no name is none, whatever it would mean in an address.
+    for name in ["pet", "", "pets/", &format!("../jobs/{id}")] {
+        server.cli(&["dataset", "remove", name]).wrong(&["no dataset is called", "dataset list"]);
+    }
+    let removed = server.cli(&["dataset", "remove", "pets"]);
+    assert!(removed.ok().contains("pets removed; its files stay at ") && removed.stdout.contains("hub"));
+    assert!(Path::new(&hub).join("data").is_dir());
+    assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
+
+    // Its job still says what it trained on, and goes on when the name is there again.
+    assert!(server.cli(&["show", &id]).ok().contains("dataset = \"pets\""));
+    server.cli(&["retry", &id]).wrong(&["\"pets\" is no longer registered"]);
+    server.cli(&["dataset", "add", "pets", &hub]).ok();
+    server.cli(&["retry", &id]).ok();
+    server.cli(&["cancel", &id]).ok();
+    server.ended(&id).await;
+    let gone = server.cli(&["dataset", "remove", "pets", "--json"]).json();
+    assert_eq!(gone["removed"], "pets");
+    server.stop().await;
+}

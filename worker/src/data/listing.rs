@@ -2,7 +2,7 @@
 
 use super::{
     DataError, Picture,
-    index::{Entry, Stamp, content_hash},
+    index::{Entry, Remembered, Stamp, content_hash},
     parquet::ParquetFile,
     picture,
 };
@@ -23,6 +23,8 @@ pub(crate) struct Listing {
     /// One after another.
     names: Vec<u8>,
     rows: Vec<Row>,
+    /// To be told of a file that is not what it was.
+    remembered: Remembered,
 }
 
 /// A folder or a shard.
@@ -60,6 +62,11 @@ struct Row {
 impl Listing {
     pub(super) fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), ..Self::default() }
+    }
+
+    /// Tells `remembered` of files that have changed.
+    pub(super) fn remembered(self, remembered: Remembered) -> Self {
+        Self { remembered, ..self }
     }
 
     /// What is pushed next lies in it.
@@ -119,7 +126,7 @@ impl Listing {
         let row = &self.rows[number];
         let container = &self.containers[row.container as usize];
         let found = match &container.place {
-            Place::Folder => read_file(&self.path(number), row),
+            Place::Folder => read_file(&self.path(number), row, &self.remembered),
             Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
             Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
         };
@@ -182,7 +189,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // Its pages may lie elsewhere.
-        let now = ParquetFile::open(path);
+        let now = known.again(path, found);
         let now = now.map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
         now.read(file, found.size, row.offset)?
     };
@@ -199,9 +206,10 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
     Ok((file, Stamp { size, modified_ns }))
 }
 
-fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>, String> {
     let bytes = files::read(path, picture::MAX_BYTES)?;
     if bytes.len() as u64 != row.size {
+        remembered.forget();
         return Err(format!(
             "has changed since it was first looked at: it had {} bytes then, and has {} now",
             row.size,
@@ -211,6 +219,7 @@ fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
     // Who only touches a file, or puts the same one back, changes nothing.
     let same_time = files::look_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
+        remembered.forget();
         return Err("has changed since it was first looked at".into());
     }
     Ok(bytes)

@@ -2,6 +2,7 @@
 //! and its class. A picture is told by its row; reading it decodes the page that it is in, and no other.
 
 mod columns;
+mod pages;
 mod rows;
 mod source;
 #[cfg(test)]
@@ -9,7 +10,7 @@ mod tests;
 
 pub(super) use rows::of as members;
 
-use super::index::Members;
+use super::index::{Members, Stamp};
 use crate::files;
 use ::parquet::{
     basic::CompressionCodec,
@@ -25,6 +26,7 @@ use ::parquet::{
     },
 };
 use columns::Columns;
+use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
 use source::Source;
 use std::{
     fs::File,
@@ -32,7 +34,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 /// A file begins and ends with it.
@@ -51,6 +53,8 @@ pub(crate) struct ParquetFile {
     columns: Columns,
     /// Number of each row group's first row, and behind the last one that of all rows.
     first_rows: Vec<u64>,
+    /// Its footer after it was written again or touched, so that it is not read for each picture.
+    newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
 }
 
 /// Why a file cannot be used.
@@ -84,7 +88,14 @@ impl From<ParquetError> for Trouble {
             && let Some(io) = inner.downcast_ref::<io::Error>()
             && io.raw_os_error().is_some()
         {
-            return Self::passing(format!("cannot be read: {io}"));
+            return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(
+                io.raw_os_error().unwrap_or_default(),
+            )));
+        }
+        if let ParquetError::External(inner) = &error
+            && let Some(page) = inner.downcast_ref::<TooLarge>()
+        {
+            return Self::lasting(page.to_string());
         }
         Self::lasting(format!("is damaged: {error}; get it again"))
     }
@@ -137,7 +148,21 @@ impl ParquetFile {
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
         let metadata =
             guarded(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
-        Ok(Self { metadata, columns, first_rows })
+        Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
+    }
+
+    /// What the file at `path` says now that its stamp is `found`: read once for each stamp.
+    ///
+    /// # Errors
+    /// It cannot be used any more.
+    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, Trouble> {
+        let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(Self::open(path)?);
+        *newer = Some((found, Arc::clone(&file)));
+        Ok(file)
     }
 
     /// What the classes are called, where the file says it.
@@ -191,7 +216,10 @@ impl ParquetFile {
         let index = self.metadata.page_index().and_then(|index| index.offset_index(group, column));
         let locations = index.map(|index| index.page_locations().clone());
         let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
-        let pages = SerializedPageReader::new(Arc::clone(source), row_group.column(column), rows, locations)?;
+        let chunk = row_group.column(column);
+        let gzip = chunk.compression_codec() == CompressionCodec::GZIP;
+        let pages = Pages::new(Arc::clone(source), locations.is_some(), gzip, MAX_PAGE_BYTES);
+        let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
         Ok(Box::new(pages))
     }
 }

@@ -17,7 +17,7 @@ use super::{
     listing::Listing,
     shards,
 };
-use crate::launch::write_whole;
+use crate::{files, launch::write_whole};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
@@ -37,10 +37,6 @@ const SHARD_BYTES: u64 = 256 << 20;
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
 /// So many pictures of a split are made ahead, to know how large one is.
 const MEASURED: usize = 256;
-/// So many may break in any split.
-const ALWAYS: usize = 16;
-/// And this share of it: when more are gone, a disk is, and nobody would want a copy of the rest.
-const SHARE: usize = 10;
 
 /// What a copy is like.
 #[derive(Debug, Clone)]
@@ -112,6 +108,10 @@ fn prepare_with(
                 String::new()
             }
         )));
+    }
+    // One that cannot be read now may be another time: a copy without it would lack it for good.
+    if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
+        return Err(DataError::File { path: file.clone(), detail: unread(detail) });
     }
     let mut destination = Destination::open(path, to)?;
     let plan = |measured: Vec<u32>| Plan {
@@ -243,9 +243,12 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
     })
 }
 
-/// Whether so many broken ones are too many of a split.
-fn too_many(broken: usize, pictures: usize) -> bool {
-    broken > ALWAYS.max(pictures / SHARE) || broken >= pictures
+/// What is said of a picture that could not be read, to stand after its name.
+fn unread(detail: &str) -> String {
+    format!(
+        "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
+         goes on from the shards that are finished"
+    )
 }
 
 fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {

@@ -233,6 +233,26 @@ fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_
 }
 
 #[test]
+fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let catalog = open(dir.path()).expect("opens");
+    let touched = |ahead: u64| {
+        let handle = fs::File::options().write(true).open(&file).unwrap();
+        handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
+        crate::data::index::Stamp { size: ahead, modified_ns: 0 }
+    };
+    let (first, known) = (touched(60), super::ParquetFile::open(&file).unwrap());
+    let once = known.again(&file, first).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&once, &known.again(&file, first).unwrap()));
+    let second = touched(120);
+    let twice = known.again(&file, second).unwrap();
+    assert!(!std::sync::Arc::ptr_eq(&once, &twice));
+    assert!(std::sync::Arc::ptr_eq(&twice, &known.again(&file, second).unwrap()));
+    let listing = listing(&catalog, 0);
+    assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
+}
+
+#[test]
 fn rows_are_looked_at_again_when_their_file_has_changed() {
     let (dir, file) = with("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();

@@ -1,7 +1,10 @@
 //! Writes one shard of a copy.
 
-use super::{Encoder, PrepareSettings, cannot_be_written, record::Finished, too_many};
-use crate::data::{DataError, listing::Listing};
+use super::{Encoder, PrepareSettings, cannot_be_written, record::Finished, unread};
+use crate::{
+    data::{DataError, listing::Listing, loader::replaced::too_many},
+    files,
+};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use rayon::prelude::*;
 use std::{
@@ -79,6 +82,9 @@ impl Task<'_> {
             for sample in made {
                 match sample {
                     Ok(sample) => waiting.push(sample),
+                    Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
+                        return Err(DataError::File { path, detail: unread(&detail) });
+                    }
                     Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
                         finished.broken.push(BrokenFile { file: path, detail });
                     }
@@ -86,9 +92,10 @@ impl Task<'_> {
                 }
             }
             let broken = left_out + finished.broken.len();
-            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, self.labels.len())) {
+            let all = self.labels.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {} pictures cannot be read, the last one {}, which {}. Is the dataset's disk still there?",
+                    "{broken} of {} pictures are broken, the last one {}, which {}. Is the dataset's disk still there?",
                     self.labels.len(),
                     last.file,
                     last.detail

@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::{
     Picture,
-    loader::{DataSource, EpochPlan},
+    loader::{DataSource, EpochPlan, replaced::too_many},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use lockstep_protocol::spec::{DataSpec, Validation};
@@ -327,16 +327,34 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
 
 #[test]
 fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
-    assert!(!too_many(16, 100) && too_many(17, 100), "a few in any dataset");
-    assert!(!too_many(100, 1000) && too_many(101, 1000), "a tenth");
-    assert!(too_many(3, 3));
+    assert!(!too_many(16, 100, 100) && too_many(17, 100, 100), "a few in any dataset");
+    assert!(!too_many(100, 1000, 1000) && too_many(101, 1000, 1000), "a tenth");
+    assert!(too_many(3, 3, 3));
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
     let gone = |_: Progress| {
         let _ = fs::remove_dir_all(from.path().join("val"));
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
     let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
-    assert!(words.contains("4 of 4 pictures cannot be read") && words.contains("disk"), "{words}");
+    assert!(words.contains("cannot be read: No such file") && words.contains("disk still there?"), "{words}");
+    let names: Vec<_> = files_of(to.path()).into_keys().collect();
+    assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
+}
+
+#[test]
+fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
+    let (from, to) = (folder(10), tempfile::tempdir().unwrap());
+    let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
+    fs::rename(&odd, &kept).unwrap();
+    // Its first byte is an input/output error.
+    std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..in_parts() };
+    let words = refused(from.path(), to.path(), &skip);
+    assert!(words.contains("003.png cannot be read: Input/output error"), "{words}");
+    assert!(files_of(to.path()).is_empty());
+    fs::rename(&kept, &odd).unwrap();
+    let made = run(from.path(), to.path(), &skip).unwrap();
+    assert_eq!((made.splits[0].1, made.broken.len()), (20, 0));
 }
 
 #[test]

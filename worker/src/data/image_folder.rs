@@ -83,7 +83,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     // `train` first, as everywhere.
     splits.sort_by_key(|s| s.name != "train");
     let splits = look(dir, splits, recalled, store, began)?;
-    Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken })
+    Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
 /// A split whose folders are listed.

@@ -324,8 +324,9 @@ impl DataSource {
             && catalog.split(name).is_none()
         {
             let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
+            let why = if catalog.unlabelled.contains(name) { " that has labels" } else { "" };
             return Err(DataError::Invalid(format!(
-                "data.validation: the dataset has no split {name:?}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
+                "data.validation: the dataset has no split {name:?}{why}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
                 names.join(", ")
             )));
         }

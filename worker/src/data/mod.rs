@@ -101,6 +101,8 @@ pub(crate) struct Catalog {
     splits: Vec<Split>,
     /// What should be a split and is none.
     broken: Vec<BrokenFile>,
+    /// Splits that were left out, as none of their samples has a label.
+    unlabelled: Vec<String>,
 }
 
 /// One split: as many labels as samples.

@@ -8,7 +8,7 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-pub(super) use rows::of as members;
+pub(super) use rows::{NO_LABEL, of as members};
 
 use super::index::{Members, Stamp};
 use crate::files;
@@ -195,6 +195,32 @@ impl ParquetFile {
         let found =
             guarded(read).map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
         found.ok_or_else(|| rows::NO_PICTURE.into())
+    }
+
+    /// As [`ParquetFile::read`], of `count` rows of one row group from `first` on; `None` where a picture is null.
+    ///
+    /// # Errors
+    /// They are not in one row group, or what is wrong with the file.
+    pub(super) fn read_run(
+        &self,
+        file: File,
+        size: u64,
+        first: u64,
+        count: u64,
+    ) -> Result<Vec<Option<Vec<u8>>>, String> {
+        let group = self.first_rows.partition_point(|row| *row <= first).saturating_sub(1);
+        let end = self.first_rows.get(group + 1).copied().unwrap_or(0);
+        if first.checked_add(count).is_none_or(|last| last > end) {
+            return Err("has other row groups".into());
+        }
+        let source = Arc::new(Source::new(file, size));
+        let read = || {
+            let mut column = self.pictures(&source, group)?;
+            column.skip_records((first - self.first_rows[group]) as usize)?;
+            rows::next(&mut column, count as usize)
+        };
+        let values = guarded(read).map_err(|trouble| trouble.detail)?;
+        Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
     }
 
     fn pictures(

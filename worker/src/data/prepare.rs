@@ -3,6 +3,7 @@
 //! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
 //! first one. So an interrupted copy goes on with the shard that it was at, and has the same bytes as one that was not.
 
+mod order;
 mod picture;
 mod record;
 mod shard;
@@ -12,7 +13,7 @@ mod tests;
 pub(super) use record::is_unfinished;
 
 use super::{
-    Catalog, DataError, MAX_NAMES_BYTES, Random, Samples, Split,
+    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
     index::{IndexStore, Progress},
     listing::Listing,
     shards,
@@ -118,6 +119,7 @@ fn prepare_with(
         short_side: settings.short_side,
         quality: settings.quality,
         source: catalog.fingerprint(path),
+        rows_in_runs: sources.iter().any(|(_, listing)| listing.is_of_rows()),
         per_shard: measured,
     };
     if !destination.goes_on(&plan(Vec::new()))? {
@@ -130,7 +132,7 @@ fn prepare_with(
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
     let mut done = 0;
     for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
-        let order = Random::new(&[ORDER_SEED, number as u64]).permutation(listing.len());
+        let order = order::of(number, listing, destination.per_shard(number));
         let (mut pictures, mut left_out) = (0, 0);
         for (file, range) in planned(name, listing.len(), destination.per_shard(number)) {
             let order = &order[range.clone()];

@@ -139,6 +139,54 @@ fn a_copy_is_read_as_the_dataset_that_it_is_of() {
 }
 
 #[test]
+fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/parquet/plain");
+    let source = open(&from).unwrap();
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let made = run(&from, one.path(), &in_parts()).unwrap();
+    assert!(made.shards > 1 && made.splits == [("train".into(), 160)], "{made:?}");
+    run(&from, two.path(), &in_parts()).unwrap();
+    assert!(files_of(one.path()) == files_of(two.path()));
+    let copy = open(one.path()).unwrap();
+    // Classes and colours of all, in any order.
+    let all = |catalog: &Catalog| {
+        let listing = listing(&catalog.splits[0]);
+        let one = |(number, label): (usize, &u32)| {
+            let pixels = listing.picture(number).unwrap().pixels;
+            (*label, pixels.iter().map(|p| u32::from(*p)).sum::<u32>() / pixels.len() as u32)
+        };
+        catalog.splits[0].labels.iter().enumerate().map(one).collect::<Vec<_>>()
+    };
+    let (before, after) = (all(&source), all(&copy));
+    assert_ne!(before, after, "mixed");
+    let labels = |all: &[(u32, u32)]| {
+        let mut labels: Vec<_> = all.iter().map(|(label, _)| *label).collect();
+        labels.sort_unstable();
+        labels
+    };
+    assert_eq!(labels(&before), labels(&after));
+}
+
+#[test]
+fn runs_of_rows_are_read_as_each_row_is() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/parquet");
+    for name in ["plain", "hub", "odd/rows.parquet"] {
+        let catalog = open(&from.join(name)).unwrap();
+        let listing = listing(&catalog.splits[0]);
+        for count in [1, 2, 7] {
+            for first in 0..=listing.len().saturating_sub(count) {
+                let run: Vec<_> = listing.read_run(first, count).into_iter().map(Result::unwrap).collect();
+                let each: Vec<_> = (first..first + count).map(|i| listing.read(i).unwrap()).collect();
+                assert!(run == each, "{name}: {count} from {first}");
+            }
+            if listing.len() < 7 {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
 fn ranks_train_from_a_copy() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(20)).unwrap();

@@ -86,16 +86,13 @@ impl From<ParquetError> for Trouble {
     fn from(error: ParquetError) -> Self {
         if let ParquetError::External(inner) = &error
             && let Some(io) = inner.downcast_ref::<io::Error>()
-            && io.raw_os_error().is_some()
         {
-            return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(
-                io.raw_os_error().unwrap_or_default(),
-            )));
-        }
-        if let ParquetError::External(inner) = &error
-            && let Some(page) = inner.downcast_ref::<TooLarge>()
-        {
-            return Self::lasting(page.to_string());
+            if let Some(code) = io.raw_os_error() {
+                return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+            }
+            if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
+                return Self::lasting(page.to_string());
+            }
         }
         Self::lasting(format!("is damaged: {error}; get it again"))
     }

@@ -72,7 +72,10 @@ impl Folder {
         let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
         // Whatever else it is needs a longer look.
         let Some(found) = plain else { return look_with_time(path) };
-        let changed = newest((found.st_mtime, found.st_mtime_nsec as i64), (found.st_ctime, found.st_ctime_nsec as i64));
+        let changed = newest(
+            (found.st_mtime, found.st_mtime_nsec as i64),
+            (found.st_ctime, found.st_ctime_nsec as i64),
+        );
         Ok((Found::File { size_bytes: found.st_size.cast_unsigned() }, changed))
     }
 }

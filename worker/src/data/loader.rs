@@ -310,12 +310,7 @@ impl DataSource {
         Self::of_catalog(Catalog::open(path)?, spec, seed, room)
     }
 
-    fn of_catalog(
-        mut catalog: Catalog,
-        spec: &DataSpec,
-        seed: u64,
-        room: usize,
-    ) -> Result<Self, DataError> {
+    fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
             _ => None,

@@ -126,14 +126,7 @@ impl IndexStore {
     /// The user's.
     pub(crate) fn of_user() -> Self {
         let dir = crate::cache::dir().map(|dir| dir.join("datasets"));
-        Self {
-            dir,
-            worth: WORTH,
-            few: FEW,
-            reader: READER,
-            trusts_folders: false,
-            settled: Some(SETTLED),
-        }
+        Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, settled: Some(SETTLED) }
     }
 
     /// For a look that lists and stats no folder that is as it was when all its files were looked at (see `folders.rs`).

@@ -169,7 +169,10 @@ impl Remembered {
         };
         // Only time depends on it.
         if let Err(error) = write() {
-            tracing::warn!("{}: {error}; the dataset's files will be looked at again at the next start", path.display());
+            tracing::warn!(
+                "{}: {error}; the dataset's files will be looked at again at the next start",
+                path.display()
+            );
         }
     }
 

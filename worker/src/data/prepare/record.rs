@@ -137,7 +137,9 @@ impl Destination {
             }
         }
         if begun.source == plan.source && begun.rows_in_runs != plan.rows_in_runs {
-            return wrong(format!("was begun by a version of lockstep that mixed pictures otherwise; {instead}"));
+            return wrong(format!(
+                "was begun by a version of lockstep that mixed pictures otherwise; {instead}"
+            ));
         }
         if begun.source != plan.source {
             return wrong(format!(

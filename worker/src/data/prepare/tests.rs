@@ -173,14 +173,11 @@ fn runs_of_rows_are_read_as_each_row_is() {
     for name in ["plain", "hub", "odd/rows.parquet"] {
         let catalog = open(&from.join(name)).unwrap();
         let listing = listing(&catalog.splits[0]);
-        for count in [1, 2, 7] {
-            for first in 0..=listing.len().saturating_sub(count) {
+        for count in [1, 2, 7].into_iter().filter(|count| *count <= listing.len()) {
+            for first in 0..=listing.len() - count {
                 let run: Vec<_> = listing.read_run(first, count).into_iter().map(Result::unwrap).collect();
                 let each: Vec<_> = (first..first + count).map(|i| listing.read(i).unwrap()).collect();
                 assert!(run == each, "{name}: {count} from {first}");
-            }
-            if listing.len() < 7 {
-                break;
             }
         }
     }

@@ -22,7 +22,8 @@ function found({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => `${count(s.samples)} ${s.name}`).join(", ");
   const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
-  return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}.`;
+  const left = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
+  return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
 /** Asks until the look at the files is done, and says how far it is: the first at a million pictures takes minutes. */

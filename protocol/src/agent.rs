@@ -321,6 +321,9 @@ pub enum Question {
     /// Which pictures the dataset at `path` holds. Only an agent asks this, of a process of its own.
     Fingerprint {
         path: String,
+        /// The job began with it: files in folders that are the same are not looked at one by one.
+        #[serde(default)]
+        known: bool,
     },
     /// Pictures of the dataset at `path`.
     Samples {
@@ -342,7 +345,7 @@ impl Question {
             Question::HasFiles { paths } => paths.clone(),
             Question::InspectDataset { path }
             | Question::InspectProgress { path }
-            | Question::Fingerprint { path }
+            | Question::Fingerprint { path, .. }
             | Question::Samples { path, .. } => vec![path.clone()],
             Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
             Question::Predict { model, .. } => vec![model.clone()],

@@ -21,6 +21,24 @@ pub struct DatasetInfo {
     /// Files that could not be read, with what is wrong; at most 100 are named.
     pub broken: Vec<BrokenFile>,
     pub broken_count: u64,
+    /// Splits whose samples have no labels, as of a test split whose labels are kept secret: left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unlabelled: Vec<String>,
+}
+
+impl DatasetInfo {
+    /// Says which splits are left out as they have no labels, and what measures a job instead; `None` where there is none.
+    pub fn unlabelled_note(&self) -> Option<String> {
+        let (first, rest) = self.unlabelled.split_first()?;
+        let names = rest.iter().fold(first.clone(), |all, name| format!("{all} and {name}"));
+        let have = if rest.is_empty() { "has no labels and is" } else { "have no labels and are" };
+        let other = self.splits.iter().find(|split| split.name != "train");
+        let instead = other.map_or_else(
+            || "pictures held out of the training split (data.validation = 0.1)".to_owned(),
+            |split| format!("{} (data.validation = \"{}\")", split.name, split.name),
+        );
+        Some(format!("{names} {have} left out: measure jobs by {instead}"))
+    }
 }
 
 /// One split of a dataset.

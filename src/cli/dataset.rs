@@ -243,6 +243,9 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
 
 /// What is left out, each with the reason.
 fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
+    if let Some(note) = info.unlabelled_note() {
+        output::line(note)?;
+    }
     for broken in &info.broken {
         output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
     }

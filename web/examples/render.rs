@@ -169,6 +169,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 detail: "not a JPEG: starts with text".into(),
             }],
             broken_count: 1,
+            unlabelled: Vec::new(),
         },
         added_at: now - SignedDuration::from_hours(3),
     }];

@@ -3,7 +3,11 @@
 //! One place decides it, for whoever looks: registering a dataset, a job's ranks, the check before they start. Only
 //! regular files are opened: a pipe or a device may keep its reader waiting for ever.
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fd::OwnedFd,
+    fs::{AtFlags, FileType, Mode, OFlags},
+    io::Errno,
+};
 use std::{
     fs::{self, File, Metadata, OpenOptions},
     io::{self, Read},
@@ -47,11 +51,45 @@ pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     Ok((Found::File { size_bytes: found.len() }, modified))
 }
 
+/// A folder whose files are looked at: a path need not be followed for each.
+#[derive(Debug)]
+pub(crate) struct Folder(Option<OwnedFd>);
+
+impl Folder {
+    /// What cannot be opened is looked at by paths.
+    pub(crate) fn open(path: &Path) -> Self {
+        let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
+        Self(rustix::fs::open(path, flags, Mode::empty()).ok())
+    }
+
+    /// As [`look_with_time`], of a path that lies in this folder.
+    ///
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub(crate) fn look_with_time(&self, path: &Path) -> Result<(Found, i64), String> {
+        let found = self.0.as_ref().zip(path.file_name());
+        let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
+        let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
+        // Whatever else it is needs a longer look.
+        let Some(found) = plain else { return look_with_time(path) };
+        let changed = newest(
+            (found.st_mtime, found.st_mtime_nsec as i64),
+            (found.st_ctime, found.st_ctime_nsec as i64),
+        );
+        Ok((Found::File { size_bytes: found.st_size.cast_unsigned() }, changed))
+    }
+}
+
 /// When a file was last written or its times or owner were set, in nanoseconds since 1970: `rsync -t` and `cp -p` write
 /// other content and set the old time of writing.
 pub(crate) fn modified_ns(found: &Metadata) -> i64 {
-    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
-    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
+    newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
+}
+
+/// The later of two times, seconds and nanoseconds each, in nanoseconds.
+fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
+    let ns = |(secs, rest): (i64, i64)| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(a).max(ns(b))
 }
 
 /// Opens a regular file and tells its size.
@@ -87,8 +125,16 @@ pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
 }
 
 pub(crate) fn cannot_be_read(error: io::Error) -> String {
-    format!("cannot be read: {error}")
+    format!("{UNREAD}{error}")
 }
+
+/// Whether what is wrong is an error of the system (see [`cannot_be_read`]), which may be over at the next try; not what a
+/// file is or holds.
+pub(crate) fn is_unread(detail: &str) -> bool {
+    detail.contains(UNREAD)
+}
+
+const UNREAD: &str = "cannot be read: ";
 
 fn regular(found: &Metadata) -> Result<(), String> {
     let kind = found.file_type();
@@ -113,7 +159,7 @@ fn cannot_follow(path: &Path, error: &io::Error) -> String {
         (Ok(target), io::ErrorKind::NotFound) => {
             format!("is a link to {}, which is not there; mend or remove it", target.display())
         }
-        _ => format!("cannot be read: {error}"),
+        _ => format!("{UNREAD}{error}"),
     }
 }
 

@@ -5,6 +5,7 @@
 
 use crate::{
     comm::{Alone, Communicator, nccl, ring::Ring, shared::Host, watchdog::Watchdog},
+    data::Look,
     engine::{EngineError, cuda::CudaError},
     fence,
     gpu::{
@@ -293,6 +294,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let outcome = train(&Training {
         spec: &start.spec,
         dataset: Path::new(&start.dataset_path),
+        look: if config.lease.is_some() { Look::Folders } else { Look::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
         device: config.device(),

@@ -16,7 +16,7 @@ use crate::{
     checkpoint::{CheckpointError, DataPosition, Keeper, Kept, OptimizerNote, RandomState, Snapshot, State},
     comm::{CommError, Communicator, watchdog::Watchdog},
     data::{
-        DataError,
+        DataError, Look,
         loader::{Batch, DataSource, EpochPlan, replaced},
     },
     engine::{Engine, EngineError, NamedTensors, StepResult},
@@ -71,6 +71,8 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
+    /// What it is opened with: an agent has looked at its files before ranks start.
+    pub look: Look,
     /// Where checkpoints go: the job's `checkpoints`.
     pub checkpoints: &'a Path,
     /// The checkpoint to go on from; read by rank 0 alone.

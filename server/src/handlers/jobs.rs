@@ -289,11 +289,12 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         && !info.splits.iter().any(|s| s.name == *name)
     {
         let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
+        let why = if info.unlabelled.contains(name) { " that has labels" } else { "" };
         let there = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
         mistake(
             "/data/validation",
             format!(
-                "{} has no split {name:?}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
+                "{} has no split {name:?}{why}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
                 dataset.name
             ),
         );

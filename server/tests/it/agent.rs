@@ -178,6 +178,7 @@ pub fn info() -> DatasetInfo {
         std: vec![0.5],
         broken: Vec::new(),
         broken_count: 0,
+        unlabelled: Vec::new(),
     }
 }
 

@@ -94,8 +94,9 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
     // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
     let not_looked =
         |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
-    let by_pictures = || {
-        let question = Question::Fingerprint { path: path.display().to_string() };
+    // A job's first start looks at each file, so that ranks need not; later ones at folders.
+    let by_pictures = |known: bool| {
+        let question = Question::Fingerprint { path: path.display().to_string(), known };
         match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {
             Ok(Answer::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
             Ok(_) => Err(not_looked("the process that looks at files answered something else".into())),
@@ -106,12 +107,12 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
     let before = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok());
     let found = match &before {
         Some(Note::Files(_)) => by_files()?,
-        Some(Note::Pictures(_)) => match by_pictures()? {
+        Some(Note::Pictures(_)) => match by_pictures(true)? {
             Ok(found) => found.map_or_else(by_files, Ok)?,
             Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
         },
         // What is no dataset is left to the ranks, who say why.
-        None if fingerprint::has_pictures(path) => match by_pictures()? {
+        None if fingerprint::has_pictures(path) => match by_pictures(false)? {
             Ok(Some(found)) => found,
             Ok(None) => by_files()?,
             // A pattern of shards is no file.

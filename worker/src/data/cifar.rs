@@ -74,7 +74,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             broken,
         });
     }
-    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new() })
+    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
 }
 
 /// Checks a whole file before it takes anything of it.

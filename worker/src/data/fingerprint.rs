@@ -1,9 +1,9 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
 //! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! change is another. A copy of a dataset is the same one, and so is one whose files were only touched.
+//! change is another; a [`Look`] at folders does not ask for those of files in folders that are the same. A copy of a dataset is the same one, and so is one whose files were only touched.
 
-use super::{Catalog, DataError, Format, Samples};
+use super::{Catalog, DataError, Format, Look, Samples};
 use crate::files::{self, Found};
 use lockstep_protocol::dataset::PicturesFingerprint;
 use serde::{Deserialize, Serialize};
@@ -76,8 +76,8 @@ impl Fingerprint {
 ///
 /// # Errors
 /// It is no dataset any more.
-pub fn of_pictures(path: &Path) -> Result<Option<PicturesFingerprint>, DataError> {
-    Catalog::open(path).map(|catalog| catalog.fingerprint(path))
+pub fn of_pictures(path: &Path, look: Look) -> Result<Option<PicturesFingerprint>, DataError> {
+    Catalog::open_with(path, &look.store()).map(|catalog| catalog.fingerprint(path))
 }
 
 /// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.

@@ -73,7 +73,7 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
     }
     let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
     let classes = names_from(&dir.join("classes.txt"), classes)?;
-    Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new() })
+    Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
 }
 
 fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {

@@ -2,11 +2,13 @@
 //! time of change is another.
 
 mod file;
+mod folders;
 #[cfg(test)]
 mod tests;
 
 pub use file::Progress;
 pub(crate) use file::{Entry, IndexStore, Stamp, content_hash};
+pub(super) use folders::{FolderStamp, Recalled, Remembered, recall};
 
 use super::picture;
 use crate::files;
@@ -17,6 +19,7 @@ use std::{
     ffi::OsString,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 /// Pictures that are looked at between two writes of what was found: about a second's work.
@@ -29,7 +32,9 @@ const PICTURE_BYTES: u64 = 64 << 10;
 pub(super) struct Folder {
     /// Relative to the dataset.
     pub(super) path: PathBuf,
-    /// By name.
+    /// From before it was listed; `None` when it is to be listed at every look.
+    pub(super) stamp: Option<FolderStamp>,
+    /// By name; none where it was not listed, being [`Recalled`].
     pub(super) files: Vec<FoundFile>,
     /// Something else in it was named as broken.
     pub(super) has_broken: bool,
@@ -55,29 +60,52 @@ pub(super) struct Members {
     pub(super) passing: bool,
 }
 
-/// The pictures of each folder, in the order of the files. Only those are read of which nothing is known.
-pub(super) fn of_files(root: &Path, folders: &[Folder], store: &IndexStore) -> Vec<Vec<Entry>> {
-    let mut known = matched(&store.load(root), root, folders);
+/// The pictures of each folder, in the order of the files. Only those are read of which nothing is known. `began`: when the
+/// first folder's stamp was taken.
+pub(super) fn of_files(
+    root: &Path,
+    folders: &[Folder],
+    recalled: Recalled,
+    store: &IndexStore,
+    began: SystemTime,
+) -> Vec<Vec<Entry>> {
+    let Recalled { facts, folders: mut same } = recalled;
+    let mut known = matched(&facts, root, folders);
+    drop(facts);
     let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
-    if missing > 0 {
-        let mut making = None;
-        if store.keeps(folders.iter().map(|f| f.files.len()).sum(), missing) {
-            match store.begin(root) {
-                Ok(Some((begun, facts))) => {
-                    known = matched(&facts, root, folders);
-                    making = Some(begun);
-                }
-                Ok(None) => {}
-                Err(error) => not_kept(&error),
+    let mut making = None;
+    let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
+        + same.values().map(|(_, entries)| entries.len()).sum::<usize>();
+    if missing > 0 && store.keeps(files, missing) {
+        match store.begin(root) {
+            Ok(Some((begun, facts))) => {
+                known = matched(&facts, root, folders);
+                making = Some(begun);
             }
+            Ok(None) => {}
+            Err(error) => not_kept(&error),
         }
+    }
+    for (folder, slots) in folders.iter().zip(&mut known) {
+        if let Some((_, entries)) = same.remove(&folder.path) {
+            *slots = entries.into_iter().map(Slot::Known).collect();
+        }
+    }
+    if missing > 0 {
         look(root, folders, &mut known, making);
     }
     let entry = |slot| match slot {
         Slot::Known(entry) => Some(entry),
         Slot::Unknown | Slot::NoPicture => None,
     };
-    known.into_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect()
+    let entries: Vec<Vec<Entry>> =
+        known.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
+    if store.keeps(files, usize::MAX) {
+        let looked = folders.iter().zip(&entries);
+        let looked = looked.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
+        store.remembered(root).note(looked, store.settled(), began);
+    }
+    entries
 }
 
 /// What is known of a file.

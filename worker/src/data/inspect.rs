@@ -90,6 +90,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         mean,
         std,
         broken_count: broken.len() as u64,
+        unlabelled: catalog.unlabelled,
         broken: broken.into_iter().take(NAMED).collect(),
     })
 }

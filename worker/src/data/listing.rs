@@ -2,7 +2,7 @@
 
 use super::{
     DataError, Picture,
-    index::{Entry, Stamp, content_hash},
+    index::{Entry, Remembered, Stamp, content_hash},
     parquet::ParquetFile,
     picture,
 };
@@ -23,6 +23,8 @@ pub(crate) struct Listing {
     /// One after another.
     names: Vec<u8>,
     rows: Vec<Row>,
+    /// To be told of a file that is not what it was.
+    remembered: Remembered,
 }
 
 /// A folder or a shard.
@@ -62,6 +64,11 @@ struct Row {
 impl Listing {
     pub(super) fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), ..Self::default() }
+    }
+
+    /// Tells `remembered` of files that have changed.
+    pub(super) fn remembered(self, remembered: Remembered) -> Self {
+        Self { remembered, ..self }
     }
 
     /// What is pushed next lies in it.
@@ -127,11 +134,43 @@ impl Listing {
         let row = &self.rows[number];
         let container = &self.containers[row.container as usize];
         let found = match &container.place {
-            Place::Folder => read_file(&self.path(number), row),
+            Place::Folder => read_file(&self.path(number), row, &self.remembered),
             Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
             Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
         };
         found.map_err(|detail| self.broken(number, detail))
+    }
+
+    /// Whether pictures are rows of Parquet files, which are read best in their order.
+    pub(super) fn is_of_rows(&self) -> bool {
+        self.containers.iter().any(|container| matches!(container.place, Place::Parquet(..)))
+    }
+
+    /// As [`Listing::read`] of `count` pictures that follow each other; rows of one file are read in one go.
+    pub(super) fn read_run(&self, first: usize, count: usize) -> Vec<Result<Vec<u8>, DataError>> {
+        let rows = &self.rows[first..first + count];
+        let run = || -> Option<Vec<Vec<u8>>> {
+            let (begin, last) = (rows.first()?, rows.last()?);
+            let container = &self.containers[begin.container as usize];
+            let Place::Parquet(stamp, known) = &container.place else { return None };
+            // Rows that are none lie between, at times.
+            let length = last.offset.checked_sub(begin.offset)?.checked_add(1)?;
+            if begin.container != last.container || length > 2 * count as u64 {
+                return None;
+            }
+            let (file, found) = open(&self.root.join(&container.path)).ok()?;
+            let read = known.read_run(file, found.size, begin.offset, length).ok()?;
+            let one = |row: &Row| {
+                let bytes = read.get((row.offset - begin.offset) as usize)?.clone()?;
+                (bytes.len() as u64 == row.size && content_hash(&bytes) == row.hash).then_some(bytes)
+            };
+            (found == *stamp).then(|| rows.iter().map(one).collect())?
+        };
+        match run() {
+            Some(read) => read.into_iter().map(Ok).collect(),
+            // One by one, to say of each what is wrong.
+            None => (first..first + count).map(|number| self.read(number)).collect(),
+        }
     }
 
     /// The whole picture, decoded as RGB.
@@ -190,7 +229,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // Its pages may lie elsewhere.
-        let now = ParquetFile::open(path);
+        let now = known.again(path, found);
         let now = now.map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
         now.read(file, found.size, row.offset)?
     };
@@ -207,9 +246,10 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
     Ok((file, Stamp { size, modified_ns }))
 }
 
-fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>, String> {
     let bytes = files::read(path, picture::MAX_BYTES)?;
     if bytes.len() as u64 != row.size {
+        remembered.forget();
         return Err(format!(
             "has changed since it was first looked at: it had {} bytes then, and has {} now",
             row.size,
@@ -219,6 +259,7 @@ fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
     // Who only touches a file, or puts the same one back, changes nothing.
     let same_time = files::look_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
+        remembered.forget();
         return Err("has changed since it was first looked at".into());
     }
     Ok(bytes)

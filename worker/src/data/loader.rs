@@ -1,7 +1,7 @@
 //! Batches, prepared ahead of the step by threads of their own.
 
 use super::{
-    Catalog, DataError, Picture,
+    Catalog, DataError, Look, Picture,
     device::{Decoded, DeviceDecoder, OnDevice},
     listing::Listing,
     picture::{Decoder, PictureRef, Resize},
@@ -323,12 +323,24 @@ impl DataSource {
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
-        Self::open_with_room(path, spec, seed, splits::CACHE_BYTES)
+        Self::open_as(path, spec, seed, Look::Files)
+    }
+
+    /// As [`DataSource::open`], which looks at each file.
+    ///
+    /// # Errors
+    /// As [`DataSource::open`].
+    pub fn open_as(path: &Path, spec: &DataSpec, seed: u64, look: Look) -> Result<Self, DataError> {
+        Self::of_catalog(Catalog::open_with(path, &look.store())?, spec, seed, splits::CACHE_BYTES)
     }
 
     /// As [`DataSource::open`], with other room for decoded pictures, in bytes a split.
+    #[cfg(test)]
     fn open_with_room(path: &Path, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
-        let mut catalog = Catalog::open(path)?;
+        Self::of_catalog(Catalog::open(path)?, spec, seed, room)
+    }
+
+    fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" => Some(name.clone()),
             _ => None,
@@ -337,8 +349,9 @@ impl DataSource {
             && catalog.split(name).is_none()
         {
             let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
+            let why = if catalog.unlabelled.contains(name) { " that has labels" } else { "" };
             return Err(DataError::Invalid(format!(
-                "data.validation: the dataset has no split {name:?}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
+                "data.validation: the dataset has no split {name:?}{why}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
                 names.join(", ")
             )));
         }

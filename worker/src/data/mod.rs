@@ -50,6 +50,25 @@ pub enum DataError {
     },
 }
 
+/// How closely a dataset of pictures in folders is looked at when it is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Look {
+    /// At each file's size and time of change.
+    Files,
+    /// At the folders': files that were added, removed, renamed or put in another's place are noticed. One that was written
+    /// in place is when it is read.
+    Folders,
+}
+
+impl Look {
+    fn store(self) -> IndexStore {
+        match self {
+            Look::Files => IndexStore::of_user(),
+            Look::Folders => IndexStore::of_user().trusting_folders(),
+        }
+    }
+}
+
 /// The formats that are found by looking.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -83,6 +102,8 @@ pub(crate) struct Catalog {
     splits: Vec<Split>,
     /// What should be a split and is none.
     broken: Vec<BrokenFile>,
+    /// Splits that were left out, as none of their samples has a label.
+    unlabelled: Vec<String>,
 }
 
 /// One split: as many labels as samples.

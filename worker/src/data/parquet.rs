@@ -2,14 +2,15 @@
 //! and its class. A picture is told by its row; reading it decodes the page that it is in, and no other.
 
 mod columns;
+mod pages;
 mod rows;
 mod source;
 #[cfg(test)]
 mod tests;
 
-pub(super) use rows::of as members;
+pub(super) use rows::{NO_LABEL, of as members};
 
-use super::index::Members;
+use super::index::{Members, Stamp};
 use crate::files;
 use ::parquet::{
     basic::CompressionCodec,
@@ -25,6 +26,7 @@ use ::parquet::{
     },
 };
 use columns::Columns;
+use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
 use source::Source;
 use std::{
     fs::File,
@@ -32,7 +34,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 /// A file begins and ends with it.
@@ -51,6 +53,8 @@ pub(crate) struct ParquetFile {
     columns: Columns,
     /// Number of each row group's first row, and behind the last one that of all rows.
     first_rows: Vec<u64>,
+    /// Its footer after it was written again or touched, so that it is not read for each picture.
+    newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
 }
 
 /// Why a file cannot be used.
@@ -82,9 +86,13 @@ impl From<ParquetError> for Trouble {
     fn from(error: ParquetError) -> Self {
         if let ParquetError::External(inner) = &error
             && let Some(io) = inner.downcast_ref::<io::Error>()
-            && io.raw_os_error().is_some()
         {
-            return Self::passing(format!("cannot be read: {io}"));
+            if let Some(code) = io.raw_os_error() {
+                return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+            }
+            if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
+                return Self::lasting(page.to_string());
+            }
         }
         Self::lasting(format!("is damaged: {error}; get it again"))
     }
@@ -137,7 +145,21 @@ impl ParquetFile {
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
         let metadata =
             guarded(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
-        Ok(Self { metadata, columns, first_rows })
+        Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
+    }
+
+    /// What the file at `path` says now that its stamp is `found`: read once for each stamp.
+    ///
+    /// # Errors
+    /// It cannot be used any more.
+    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, Trouble> {
+        let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(Self::open(path)?);
+        *newer = Some((found, Arc::clone(&file)));
+        Ok(file)
     }
 
     /// What the classes are called, where the file says it.
@@ -172,6 +194,32 @@ impl ParquetFile {
         found.ok_or_else(|| rows::NO_PICTURE.into())
     }
 
+    /// As [`ParquetFile::read`], of `count` rows of one row group from `first` on; `None` where a picture is null.
+    ///
+    /// # Errors
+    /// They are not in one row group, or what is wrong with the file.
+    pub(super) fn read_run(
+        &self,
+        file: File,
+        size: u64,
+        first: u64,
+        count: u64,
+    ) -> Result<Vec<Option<Vec<u8>>>, String> {
+        let group = self.first_rows.partition_point(|row| *row <= first).saturating_sub(1);
+        let end = self.first_rows.get(group + 1).copied().unwrap_or(0);
+        if first.checked_add(count).is_none_or(|last| last > end) {
+            return Err("has other row groups".into());
+        }
+        let source = Arc::new(Source::new(file, size));
+        let read = || {
+            let mut column = self.pictures(&source, group)?;
+            column.skip_records((first - self.first_rows[group]) as usize)?;
+            rows::next(&mut column, count as usize)
+        };
+        let values = guarded(read).map_err(|trouble| trouble.detail)?;
+        Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
+    }
+
     fn pictures(
         &self,
         source: &Arc<Source>,
@@ -191,7 +239,10 @@ impl ParquetFile {
         let index = self.metadata.page_index().and_then(|index| index.offset_index(group, column));
         let locations = index.map(|index| index.page_locations().clone());
         let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
-        let pages = SerializedPageReader::new(Arc::clone(source), row_group.column(column), rows, locations)?;
+        let chunk = row_group.column(column);
+        let gzip = chunk.compression_codec() == CompressionCodec::GZIP;
+        let pages = Pages::new(Arc::clone(source), locations.is_some(), gzip, MAX_PAGE_BYTES);
+        let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
         Ok(Box::new(pages))
     }
 }

@@ -3,6 +3,7 @@
 //! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
 //! first one. So an interrupted copy goes on with the shard that it was at, and has the same bytes as one that was not.
 
+mod order;
 mod picture;
 mod record;
 mod shard;
@@ -12,12 +13,12 @@ mod tests;
 pub(super) use record::is_unfinished;
 
 use super::{
-    Catalog, DataError, MAX_NAMES_BYTES, Random, Samples, Split,
+    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
     index::{IndexStore, Progress},
     listing::Listing,
     shards,
 };
-use crate::launch::write_whole;
+use crate::{files, launch::write_whole};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
@@ -37,10 +38,6 @@ const SHARD_BYTES: u64 = 256 << 20;
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
 /// So many pictures of a split are made ahead, to know how large one is.
 const MEASURED: usize = 256;
-/// So many may break in any split.
-const ALWAYS: usize = 16;
-/// And this share of it: when more are gone, a disk is, and nobody would want a copy of the rest.
-const SHARE: usize = 10;
 
 /// What a copy is like.
 #[derive(Debug, Clone)]
@@ -113,11 +110,16 @@ fn prepare_with(
             }
         )));
     }
+    // One that cannot be read now may be another time: a copy without it would lack it for good.
+    if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
+        return Err(DataError::File { path: file.clone(), detail: unread(detail) });
+    }
     let mut destination = Destination::open(path, to)?;
     let plan = |measured: Vec<u32>| Plan {
         short_side: settings.short_side,
         quality: settings.quality,
         source: catalog.fingerprint(path),
+        rows_in_runs: sources.iter().any(|(_, listing)| listing.is_of_rows()),
         per_shard: measured,
     };
     if !destination.goes_on(&plan(Vec::new()))? {
@@ -130,7 +132,7 @@ fn prepare_with(
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
     let mut done = 0;
     for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
-        let order = Random::new(&[ORDER_SEED, number as u64]).permutation(listing.len());
+        let order = order::of(number, listing, destination.per_shard(number));
         let (mut pictures, mut left_out) = (0, 0);
         for (file, range) in planned(name, listing.len(), destination.per_shard(number)) {
             let order = &order[range.clone()];
@@ -243,9 +245,12 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
     })
 }
 
-/// Whether so many broken ones are too many of a split.
-fn too_many(broken: usize, pictures: usize) -> bool {
-    broken > ALWAYS.max(pictures / SHARE) || broken >= pictures
+/// What is said of a picture that could not be read, to stand after its name.
+fn unread(detail: &str) -> String {
+    format!(
+        "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
+         goes on from the shards that are finished"
+    )
 }
 
 fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {

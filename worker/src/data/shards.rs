@@ -292,8 +292,12 @@ fn read(
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
         found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
     }
-    let mut all = Vec::new();
+    let (mut all, mut unlabelled) = (Vec::new(), Vec::new());
     for (name, found) in splits {
+        if name != "train" && found.is_unlabelled() {
+            unlabelled.push(name.to_owned());
+            continue;
+        }
         let label = |label: &String| classes.number(label).ok_or_else(|| unknown(root, name, label));
         let labels = found.labels.iter().map(label).collect::<Result<Vec<_>, _>>()?;
         if !labels.is_empty() || !found.broken.is_empty() {
@@ -313,7 +317,7 @@ fn read(
             why.join("; ")
         )));
     }
-    Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken })
+    Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken, unlabelled })
 }
 
 /// What the shards of a split hold.
@@ -322,11 +326,18 @@ struct Found {
     /// As the shards have them.
     labels: Vec<String>,
     broken: Vec<BrokenFile>,
+    /// So many are broken for nothing but that.
+    without_label: usize,
 }
 
 impl Found {
     fn new(root: &Path) -> Self {
-        Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new() }
+        Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new(), without_label: 0 }
+    }
+
+    /// Whether there are samples, and all that is wrong with any is that it has no label.
+    fn is_unlabelled(&self) -> bool {
+        self.labels.is_empty() && self.without_label > 0 && self.without_label == self.broken.len()
     }
 
     fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
@@ -342,6 +353,9 @@ impl Found {
                 (broken, _) => {
                     let name = path.join(String::from_utf8_lossy(&entry.name).as_ref());
                     let detail = broken.clone().unwrap_or_else(|| members::NO_LABEL.into());
+                    if [members::NO_LABEL, parquet::NO_LABEL].contains(&detail.as_str()) {
+                        self.without_label += 1;
+                    }
                     self.broken.push(named_broken(&name, detail));
                 }
             }
@@ -354,6 +368,7 @@ impl Found {
         for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
             let detail = format!("has the label {label}, which is no class of the training split");
             self.broken.push(BrokenFile { file: self.listing.name(number), detail });
+            self.without_label += 1;
         }
         self.listing.retain(&keep);
         let mut keep = keep.into_iter();

@@ -171,8 +171,9 @@ pub fn answer(question: Question) -> Result<Answer, String> {
             let looked = data::index_progress(&path).map(|progress| (progress.done, progress.total));
             Ok(Answer::Progress { looked })
         }
-        Question::Fingerprint { path } => {
-            let found = data::fingerprint::of_pictures(Path::new(&path)).map_err(|e| e.to_string())?;
+        Question::Fingerprint { path, known } => {
+            let look = if known { data::Look::Folders } else { data::Look::Files };
+            let found = data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(Answer::Fingerprint { found })
         }
         Question::InspectDataset { path } => {
@@ -238,7 +239,7 @@ mod tests {
             assert!(made.unwrap().success());
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let question = Question::Fingerprint { path: "/data".into() };
+                let question = Question::Fingerprint { path: "/data".into(), known: false };
                 let _ = tell.send(ask_and_wait(&program, &question, &AtomicBool::new(false)));
             });
             told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")

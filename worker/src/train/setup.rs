@@ -98,7 +98,7 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let mut data = DataSource::open(training.dataset, &spec.data, spec.train.seed)?;
+    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.look)?;
     data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.comm.rank() == 0 && !skipped.is_empty() {

@@ -265,6 +265,30 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
     assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
 }
 
+#[test]
+fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_ones() {
+    use super::super::preflight::check;
+    use lockstep_protocol::{agent::Answer, dataset::PicturesFingerprint};
+    let found = PicturesFingerprint {
+        pictures: 1,
+        picture_bytes: 2,
+        names_sha256: "aa".into(),
+        contents_sha256: "bb".into(),
+    };
+    let answer = serde_json::to_string(&Ok::<_, String>(Answer::Fingerprint { found: Some(found) })).unwrap();
+    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
+    fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
+    place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
+    let asked = || {
+        let said = check(&place.held, &place.around.program, &std::sync::atomic::AtomicBool::new(false));
+        assert_eq!(said, Ok(()));
+        let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
+        fs::remove_file(place.dir.path().join("asked")).unwrap();
+        asked.contains("\"known\":true")
+    };
+    assert_eq!([asked(), asked(), asked()], [false, true, true]);
+}
+
 #[tokio::test]
 async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {

@@ -15,8 +15,9 @@
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
 //! block's container is the dataset's own path, its body the number of the [`READER`] (u32). Of several entries of one name the last counts. `<key>.part` has the
 //! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
-//! begins. `<key>.lock` is held by whoever makes an index, `<key>.progress` says how far that is.
+//! begins. `<key>.lock` is held by whoever makes an index, `<key>.folders` is described in `folders.rs`, `<key>.progress` says how far that is.
 
+use super::Remembered;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -44,6 +45,8 @@ const COPIES: usize = 64;
 /// Nor those that nobody has used for so long.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
+/// File systems' times have steps, of two seconds at most; a change within one is not seen.
+const SETTLED: Duration = Duration::from_secs(3);
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
 /// What is known of one picture.
@@ -114,25 +117,60 @@ pub(crate) struct IndexStore {
     worth: usize,
     few: usize,
     reader: u32,
+    /// Folders that are the same are not listed.
+    trusts_folders: bool,
+    settled: Option<Duration>,
 }
 
 impl IndexStore {
     /// The user's.
     pub(crate) fn of_user() -> Self {
         let dir = crate::cache::dir().map(|dir| dir.join("datasets"));
-        Self { dir, worth: WORTH, few: FEW, reader: READER }
+        Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, settled: Some(SETTLED) }
+    }
+
+    /// For a look that lists and stats no folder that is as it was when all its files were looked at (see `folders.rs`).
+    pub(in crate::data) fn trusting_folders(self) -> Self {
+        Self { trusts_folders: true, ..self }
+    }
+
+    pub(super) fn trusts_folders(&self) -> bool {
+        self.trusts_folders
+    }
+
+    /// How long a folder must not have changed to be known; `None`: no time at all.
+    pub(super) fn settled(&self) -> Option<Duration> {
+        self.settled
+    }
+
+    /// Which folders of a dataset are known.
+    pub(in crate::data) fn remembered(&self, dataset: &Path) -> Remembered {
+        Remembered::at(self.file(dataset, "folders"))
     }
 
     /// In `dir`, of datasets of `worth` pictures or more.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, worth: usize) -> Self {
-        Self { dir: Some(dir.to_owned()), worth, few: 1, reader: READER }
+        Self {
+            dir: Some(dir.to_owned()),
+            worth,
+            few: 1,
+            reader: READER,
+            trusts_folders: false,
+            settled: None,
+        }
     }
 
     /// Of another version of the program.
     #[cfg(test)]
     pub(super) fn of_reader(self, reader: u32) -> Self {
         Self { reader, ..self }
+    }
+
+    /// Folders must not have changed for so long.
+    #[cfg(test)]
+    pub(super) fn settling(self, settled: Duration) -> Self {
+        Self { settled: Some(settled), ..self }
     }
 
     /// Of what is worth it only when so many pictures are unknown.
@@ -263,7 +301,7 @@ fn remove_unused(index: &Path, dataset: &Path) {
     others.sort_by(|a, b| b.cmp(a));
     for (number, (used, path)) in others.into_iter().enumerate() {
         if number + 1 >= COPIES || used.elapsed().is_ok_and(|since| since > UNUSED) {
-            for extension in ["index", "part", "lock", "progress"] {
+            for extension in ["index", "folders", "part", "lock", "progress"] {
                 let _ = fs::remove_file(path.with_extension(extension));
             }
         }

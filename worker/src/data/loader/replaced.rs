@@ -16,12 +16,12 @@ use std::{
 const REPLACEMENT: u64 = 10;
 /// So many may break in any split.
 const ALWAYS: usize = 16;
-/// And this share of it: when more are gone, a disk is, and nobody would want to train on the rest.
+/// And this share of it: when more are gone, a disk is, and nobody would want the rest.
 const SHARE: usize = 10;
 /// Pictures drawn for one place: with a tenth of them broken, more than a few are never needed.
 const DRAWN: usize = 1000;
 
-/// Whether so many of the `seen` pictures of a split of `all` are more than may break.
+/// Whether so many of the `seen` pictures of a split of `all` are more than may break, while a job trains or a copy is made.
 pub(crate) fn too_many(broken: usize, seen: usize, all: usize) -> bool {
     broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
 }

@@ -22,7 +22,7 @@ const BATCH: usize = 256;
 
 pub(super) const NO_PICTURE: &str =
     "has no picture: its bytes are null; a path alone is not followed, so write the pictures into the file";
-const NO_LABEL: &str = "has no class: its label is null, negative, empty or too long";
+pub(in crate::data) const NO_LABEL: &str = "has no class: its label is null, negative, empty or too long";
 
 /// Looks at all rows of the file at `path`.
 pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
@@ -80,7 +80,7 @@ impl ParquetFile {
 }
 
 /// The next `count` values, `None` where they are null.
-fn next<T: DataType>(
+pub(super) fn next<T: DataType>(
     column: &mut ColumnReaderImpl<T>,
     count: usize,
 ) -> Result<Vec<Option<T::T>>, ParquetError> {

@@ -233,6 +233,26 @@ fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_
 }
 
 #[test]
+fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let catalog = open(dir.path()).expect("opens");
+    let touched = |ahead: u64| {
+        let handle = fs::File::options().write(true).open(&file).unwrap();
+        handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
+        crate::data::index::Stamp { size: ahead, modified_ns: 0 }
+    };
+    let (first, known) = (touched(60), super::ParquetFile::open(&file).unwrap());
+    let once = known.again(&file, first).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&once, &known.again(&file, first).unwrap()));
+    let second = touched(120);
+    let twice = known.again(&file, second).unwrap();
+    assert!(!std::sync::Arc::ptr_eq(&once, &twice));
+    assert!(std::sync::Arc::ptr_eq(&twice, &known.again(&file, second).unwrap()));
+    let listing = listing(&catalog, 0);
+    assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
+}
+
+#[test]
 fn rows_are_looked_at_again_when_their_file_has_changed() {
     let (dir, file) = with("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();
@@ -246,6 +266,64 @@ fn rows_are_looked_at_again_when_their_file_has_changed() {
     fs::write(&file, &bytes).unwrap();
     let third = Catalog::open_with(dir.path(), &store).expect("opens");
     assert!(third.splits[0].labels.len() < 40 && !broken(&third).is_empty());
+}
+
+/// A file with a picture for each label.
+fn write(path: &Path, labels: &[i64]) {
+    use ::parquet::{
+        data_type::{ByteArray, ByteArrayType, Int64Type},
+        file::{properties::WriterProperties, writer::SerializedFileWriter},
+        schema::parser::parse_message_type,
+    };
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let picture = ByteArray::from(png.into_inner());
+    let schema = parse_message_type("message rows { required binary image; required int64 label; }").unwrap();
+    let file = fs::File::create(path).unwrap();
+    let mut writer =
+        SerializedFileWriter::new(file, schema.into(), WriterProperties::builder().build().into()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<ByteArrayType>().write_batch(&vec![picture; labels.len()], None, None).unwrap();
+    column.close().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<Int64Type>().write_batch(labels, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+#[test]
+fn a_test_split_without_labels_is_left_out_and_said() {
+    use crate::data::{inspect, loader::DataSource};
+    use lockstep_protocol::spec::{DataSpec, Validation};
+
+    let dir = tempfile::tempdir().unwrap();
+    let place = |split: &str| dir.path().join(format!("{split}-00000-of-00001.parquet"));
+    write(&place("train"), &[0, 1, 0, 1]);
+    write(&place("validation"), &[1, 0]);
+    write(&place("test"), &[-1, -1, -1]);
+    let info = inspect(dir.path()).expect("opens");
+    assert_eq!((info.splits.len(), info.broken_count, info.unlabelled.join(" ")), (2, 0, "test".into()));
+    let note = info.unlabelled_note().expect("a note");
+    assert_eq!(
+        note,
+        "test has no labels and is left out: measure jobs by validation (data.validation = \"validation\")"
+    );
+    let open = |split: &str| {
+        let validation = Validation::Split(split.into());
+        DataSource::open(dir.path(), &DataSpec { validation, crop_padding: 0, ..DataSpec::default() }, 0)
+    };
+    assert_eq!(open("validation").expect("opens").shape.validation_samples, 2);
+    let words = open("test").expect_err("refused").to_string();
+    assert!(words.contains("no split \"test\" that has labels; it has train, validation"), "{words}");
+    // A training split is never left out, nor one of which only some have none.
+    write(&place("test"), &[-1, 0, -1]);
+    let info = inspect(dir.path()).expect("opens");
+    assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
+    write(&place("train"), &[-1, -1]);
+    let catalog = Catalog::open_with(dir.path(), &nowhere()).expect("opens");
+    assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }
 
 /// By hand: `LOCKSTEP_PARQUET=FILE cargo test -p lockstep-worker --lib -- --ignored --nocapture reading_speed` says how

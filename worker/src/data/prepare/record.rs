@@ -29,6 +29,9 @@ pub(super) struct Plan {
     pub(super) short_side: u32,
     pub(super) quality: u8,
     pub(super) source: Option<PicturesFingerprint>,
+    /// Rows of Parquet files are mixed in runs, which copies of earlier versions are not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) rows_in_runs: bool,
     /// Pictures in a shard, of each split.
     pub(super) per_shard: Vec<u32>,
 }
@@ -132,6 +135,11 @@ impl Destination {
                     "holds a copy with {what} of {begun}, not {given}: give {begun} to go on with it, or another folder"
                 ));
             }
+        }
+        if begun.source == plan.source && begun.rows_in_runs != plan.rows_in_runs {
+            return wrong(format!(
+                "was begun by a version of lockstep that mixed pictures otherwise; {instead}"
+            ));
         }
         if begun.source != plan.source {
             return wrong(format!(

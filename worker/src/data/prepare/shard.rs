@@ -1,7 +1,15 @@
 //! Writes one shard of a copy.
 
-use super::{Encoder, PrepareSettings, cannot_be_written, record::Finished, too_many};
-use crate::data::{DataError, listing::Listing};
+use super::{
+    Encoder, PrepareSettings, cannot_be_written,
+    order::{WINDOW, runs},
+    record::Finished,
+    unread,
+};
+use crate::{
+    data::{DataError, listing::Listing, loader::replaced::too_many},
+    files,
+};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use rayon::prelude::*;
 use std::{
@@ -69,7 +77,8 @@ impl Task<'_> {
         let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
         let mut finished = Finished::default();
         let (mut waiting, mut done) = (Vec::new(), 0);
-        for chunk in self.order.chunks(EACH * rayon::current_num_threads()) {
+        let at_once = if self.listing.is_of_rows() { WINDOW } else { EACH * rayon::current_num_threads() };
+        for chunk in self.order.chunks(at_once) {
             let first = self.first + done;
             let (made, written) = rayon::join(
                 || self.make(chunk, first, settings),
@@ -79,6 +88,9 @@ impl Task<'_> {
             for sample in made {
                 match sample {
                     Ok(sample) => waiting.push(sample),
+                    Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
+                        return Err(DataError::File { path, detail: unread(&detail) });
+                    }
                     Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
                         finished.broken.push(BrokenFile { file: path, detail });
                     }
@@ -86,9 +98,10 @@ impl Task<'_> {
                 }
             }
             let broken = left_out + finished.broken.len();
-            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, self.labels.len())) {
+            let all = self.labels.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {} pictures cannot be read, the last one {}, which {}. Is the dataset's disk still there?",
+                    "{broken} of {} pictures are broken, the last one {}, which {}. Is the dataset's disk still there?",
                     self.labels.len(),
                     last.file,
                     last.detail
@@ -107,23 +120,31 @@ impl Task<'_> {
         Ok(finished)
     }
 
+    /// In the order of the places, which a window's rows are not read in.
     fn make(
         &self,
         places: &[u32],
         first: usize,
         settings: &PrepareSettings,
     ) -> Vec<Result<Sample, DataError>> {
-        let one = |encoder: &mut Encoder, (number, place): (usize, &u32)| -> Result<Sample, DataError> {
-            let place = *place as usize;
-            let bytes = self.listing.read(place)?;
-            let bytes = encoder.prepared(bytes).map_err(|detail| self.listing.broken(place, detail))?;
-            Ok((first + number, self.labels[place], bytes))
+        let mut by_place: Vec<(u32, usize)> = places.iter().copied().zip(first..).collect();
+        by_place.sort_unstable();
+        let ascending: Vec<u32> = by_place.iter().map(|(place, _)| *place).collect();
+        let runs: Vec<&[u32]> = runs(&ascending).collect();
+        let run = |encoder: &mut Encoder, run: &&[u32]| -> Vec<Result<(u32, Vec<u8>), DataError>> {
+            let read = self.listing.read_run(run[0] as usize, run.len());
+            let one = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
+                let prepared = encoder.prepared(bytes?);
+                let bytes = prepared.map_err(|detail| self.listing.broken(*place as usize, detail))?;
+                Ok((self.labels[*place as usize], bytes))
+            };
+            run.iter().zip(read).map(one).collect()
         };
-        places
-            .par_iter()
-            .enumerate()
-            .map_init(|| Encoder::new(settings), |e, (i, p)| one(e, (i, p)))
-            .collect()
+        let made: Vec<Vec<_>> = runs.par_iter().map_init(|| Encoder::new(settings), run).collect();
+        let numbers = by_place.into_iter().map(|(_, number)| number);
+        let mut made: Vec<_> = numbers.zip(made.into_iter().flatten()).collect();
+        made.sort_unstable_by_key(|(number, _)| *number);
+        made.into_iter().map(|(number, made)| made.map(|(label, bytes)| (number, label, bytes))).collect()
     }
 }
 

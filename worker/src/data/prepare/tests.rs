@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::{
     Picture,
-    loader::{DataSource, EpochPlan},
+    loader::{DataSource, EpochPlan, replaced::too_many},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use lockstep_protocol::spec::{DataSpec, Validation};
@@ -136,6 +136,51 @@ fn a_copy_is_read_as_the_dataset_that_it_is_of() {
     // Classes are mixed: no run of one class is nearly as long as a folder of it.
     let labels = &copy.splits[0].labels;
     assert!(labels.chunk_by(|a, b| a == b).all(|run| run.len() < 12), "{labels:?}");
+}
+
+#[test]
+fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/parquet/plain");
+    let source = open(&from).unwrap();
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let made = run(&from, one.path(), &in_parts()).unwrap();
+    assert!(made.shards > 1 && made.splits == [("train".into(), 160)], "{made:?}");
+    run(&from, two.path(), &in_parts()).unwrap();
+    assert!(files_of(one.path()) == files_of(two.path()));
+    let copy = open(one.path()).unwrap();
+    // Classes and colours of all, in any order.
+    let all = |catalog: &Catalog| {
+        let listing = listing(&catalog.splits[0]);
+        let one = |(number, label): (usize, &u32)| {
+            let pixels = listing.picture(number).unwrap().pixels;
+            (*label, pixels.iter().map(|p| u32::from(*p)).sum::<u32>() / pixels.len() as u32)
+        };
+        catalog.splits[0].labels.iter().enumerate().map(one).collect::<Vec<_>>()
+    };
+    let (before, after) = (all(&source), all(&copy));
+    assert_ne!(before, after, "mixed");
+    let labels = |all: &[(u32, u32)]| {
+        let mut labels: Vec<_> = all.iter().map(|(label, _)| *label).collect();
+        labels.sort_unstable();
+        labels
+    };
+    assert_eq!(labels(&before), labels(&after));
+}
+
+#[test]
+fn runs_of_rows_are_read_as_each_row_is() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/parquet");
+    for name in ["plain", "hub", "odd/rows.parquet"] {
+        let catalog = open(&from.join(name)).unwrap();
+        let listing = listing(&catalog.splits[0]);
+        for count in [1, 2, 7].into_iter().filter(|count| *count <= listing.len()) {
+            for first in 0..=listing.len() - count {
+                let run: Vec<_> = listing.read_run(first, count).into_iter().map(Result::unwrap).collect();
+                let each: Vec<_> = (first..first + count).map(|i| listing.read(i).unwrap()).collect();
+                assert!(run == each, "{name}: {count} from {first}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -327,16 +372,34 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
 
 #[test]
 fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
-    assert!(!too_many(16, 100) && too_many(17, 100), "a few in any dataset");
-    assert!(!too_many(100, 1000) && too_many(101, 1000), "a tenth");
-    assert!(too_many(3, 3));
+    assert!(!too_many(16, 100, 100) && too_many(17, 100, 100), "a few in any dataset");
+    assert!(!too_many(100, 1000, 1000) && too_many(101, 1000, 1000), "a tenth");
+    assert!(too_many(3, 3, 3));
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
     let gone = |_: Progress| {
         let _ = fs::remove_dir_all(from.path().join("val"));
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
     let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
-    assert!(words.contains("4 of 4 pictures cannot be read") && words.contains("disk"), "{words}");
+    assert!(words.contains("cannot be read: No such file") && words.contains("disk still there?"), "{words}");
+    let names: Vec<_> = files_of(to.path()).into_keys().collect();
+    assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
+}
+
+#[test]
+fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
+    let (from, to) = (folder(10), tempfile::tempdir().unwrap());
+    let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
+    fs::rename(&odd, &kept).unwrap();
+    // Its first byte is an input/output error.
+    std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..in_parts() };
+    let words = refused(from.path(), to.path(), &skip);
+    assert!(words.contains("003.png cannot be read: Input/output error"), "{words}");
+    assert!(files_of(to.path()).is_empty());
+    fs::rename(&kept, &odd).unwrap();
+    let made = run(from.path(), to.path(), &skip).unwrap();
+    assert_eq!((made.splits[0].1, made.broken.len()), (20, 0));
 }
 
 #[test]

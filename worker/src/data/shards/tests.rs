@@ -304,9 +304,15 @@ fn negative_labels_outside_of_the_training_split_are_none() {
         assert_eq!(catalog.classes.join(" "), classes);
         let counts: Vec<_> =
             catalog.splits.iter().map(|s| (&s.name[..], s.labels.len(), s.broken.len())).collect();
-        assert_eq!(counts, [("train", 2, 0), ("test", 0, 2), ("val", 2, 0)]);
+        assert_eq!(counts, [("train", 2, 0), ("val", 2, 0)]);
+        assert_eq!((broken(&catalog).len(), catalog.unlabelled.join(" ")), (0, "test".into()));
+        // One that has a label makes the other a mistake.
+        shard("test.tar", [train[0], b"-1"]);
+        let catalog = open(dir.path()).expect("opens");
+        assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
         let words = broken(&catalog).join("\n");
         assert!(words.contains("test.tar/b.png has the label -1, which is no class"), "{words}");
+        std::fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
     // Two classes that are called so.
     shard("train.tar", [b"-1", b"1"]);

@@ -1,0 +1,185 @@
+//! Which folders of a dataset are as they were when all of their files were looked at: `<key>.folders` beside the index.
+//!
+//! A file that is added, removed, renamed or put in another's place changes its folder's times, so a folder that is the
+//! same holds the files that the index has. One that is written in place does not: that is found out when it is read, and
+//! then [`Remembered::forget`] has the next look stat every file.
+
+use super::{Entry, Facts, IndexStore};
+use crate::files;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    io::Write,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+/// Of the file's format: what another one says is not used.
+const VERSION: u32 = 1;
+/// A hundred thousand folders have 10 MB.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// Tells a folder from another, and from itself with other files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::data) struct FolderStamp {
+    inode: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl FolderStamp {
+    /// To be taken before the folder is listed. `None` where it cannot be: the folder is listed at every look.
+    pub(in crate::data) fn of(folder: &Path) -> Option<Self> {
+        let found = fs::metadata(folder).ok()?;
+        Some(Self {
+            inode: found.ino(),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+
+    /// Whether it changed so long before `now` that a change to come has another time.
+    fn is_settled(self, settled: Option<Duration>, now: SystemTime) -> bool {
+        let Some(settled) = settled else { return true };
+        let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let newest = self.modified.max(self.changed).0;
+        u64::try_from(newest).is_ok_and(|secs| secs + settled.as_secs() < now.as_secs())
+    }
+}
+
+/// A folder whose files are all in the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Known {
+    stamp: FolderStamp,
+    files: u64,
+    /// Of the entries: an index may have been made anew since.
+    check: u32,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    /// By their path in the dataset.
+    folders: BTreeMap<String, Known>,
+}
+
+fn check(entries: &[Entry]) -> u32 {
+    let mut hash = crc32fast::Hasher::new();
+    for entry in entries {
+        hash.update(&(entry.name.len() as u64).to_le_bytes());
+        hash.update(&entry.name);
+        hash.update(&entry.size.to_le_bytes());
+        hash.update(&entry.modified_ns.to_le_bytes());
+        hash.update(&entry.hash.to_le_bytes());
+    }
+    hash.finalize()
+}
+
+/// What is known of a dataset before its class folders are listed.
+#[derive(Debug, Default)]
+pub(in crate::data) struct Recalled {
+    pub(super) facts: Facts,
+    /// All pictures of folders that need not be listed, by the folder's path in the dataset, in the order of their names.
+    pub(super) folders: HashMap<PathBuf, (FolderStamp, Vec<Entry>)>,
+}
+
+impl Recalled {
+    /// The stamp of a folder, by its path in the dataset, that need not be listed.
+    pub(in crate::data) fn stamp(&self, folder: &Path) -> Option<FolderStamp> {
+        self.folders.get(folder).map(|(stamp, _)| *stamp)
+    }
+}
+
+/// Reads what is known of the dataset at `root`; of folders only where `store` trusts them.
+pub(in crate::data) fn recall(root: &Path, store: &IndexStore) -> Recalled {
+    let facts = store.load(root);
+    let record = if store.trusts_folders() { store.remembered(root).read() } else { Record::default() };
+    let same = |(path, known): (&String, &Known)| {
+        if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
+            return None;
+        }
+        let entries = in_order(&facts, path.as_bytes());
+        let whole = entries.len() as u64 == known.files && check(&entries) == known.check;
+        whole.then(|| (PathBuf::from(path), (known.stamp, entries)))
+    };
+    let folders = record.folders.par_iter().filter_map(same).collect();
+    Recalled { facts, folders }
+}
+
+/// What the index has of a folder, by name.
+fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
+    let mut blocks: Vec<_> = facts.of(container).collect();
+    let ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
+    if let [block] = &mut blocks[..]
+        && ordered(&block.entries)
+    {
+        return std::mem::take(&mut block.entries);
+    }
+    let all = blocks.into_iter().flat_map(|block| block.entries);
+    // Of several the last counts.
+    all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
+}
+
+/// The file that says which folders are known.
+#[derive(Debug, Clone, Default)]
+pub(in crate::data) struct Remembered {
+    /// None: nothing is kept.
+    path: Option<PathBuf>,
+}
+
+impl Remembered {
+    pub(super) fn at(path: Option<PathBuf>) -> Self {
+        Self { path }
+    }
+
+    fn read(&self) -> Record {
+        let text = self.path.as_ref().and_then(|path| files::read(path, MAX_BYTES).ok());
+        let record: Option<Record> = text.and_then(|text| rmp_serde::from_slice(&text).ok());
+        record.filter(|record| record.version == VERSION).unwrap_or_default()
+    }
+
+    /// Notes the folders that were looked at: their stamps from before they were listed, and all their entries. What could
+    /// not be read or has just changed is not noted. `began`: when the first stamp was taken.
+    pub(super) fn note<'a>(
+        &self,
+        looked: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
+        settled: Option<Duration>,
+        began: SystemTime,
+    ) {
+        let Some(path) = &self.path else { return };
+        let known = looked.filter_map(|(path, stamp, entries)| {
+            let whole = !entries.is_empty() && entries.iter().all(|entry| !entry.passing);
+            let fits = whole && stamp.is_settled(settled, began);
+            let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
+            Some((path.to_str().filter(|_| fits)?.to_owned(), known()))
+        });
+        let record = Record { version: VERSION, folders: known.collect() };
+        let Ok(text) = rmp_serde::to_vec(&record) else { return };
+        if fs::read(path).is_ok_and(|before| before == text) {
+            return;
+        }
+        let write = || -> std::io::Result<()> {
+            let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
+            file.write_all(&text)?;
+            file.persist(path)?;
+            Ok(())
+        };
+        // Only time depends on it.
+        if let Err(error) = write() {
+            tracing::warn!(
+                "{}: {error}; the dataset's files will be looked at again at the next start",
+                path.display()
+            );
+        }
+    }
+
+    /// A file was not as the index says: the next look is at all of them.
+    pub(in crate::data) fn forget(&self) {
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
+        }
+    }
+}

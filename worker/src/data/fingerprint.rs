@@ -1,7 +1,8 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
 //! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! change is another; a [`Look`] at folders does not ask for those of files in folders that are the same. A copy of a dataset is the same one, and so is one whose files were only touched.
+//! change is another; a [`Look`] at folders does not ask for those of files in folders that are the same. A copy of a dataset
+//! is the same one, and so is one whose files were only touched.
 
 use super::{Catalog, DataError, Format, Look, Samples};
 use crate::files::{self, Found};

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::data::loader::{Batch, DataSource, EpochPlan, Form, Mixing};
-use lockstep_protocol::spec::{AutoAugment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
+use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
     collections::BTreeMap,
     fs,
@@ -175,7 +175,7 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
     let changed = DataSpec {
         vertical_flip: true,
         color_jitter: [0.4, 0.4, 0.4, 0.1],
-        auto_augment: AutoAugment::TrivialAugment,
+        augment: Augment::Trivial,
         ..photographs.clone()
     };
     for (name, dir, spec, forms) in [
@@ -192,10 +192,10 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
         (
             "squares",
             &of_all_sizes,
-            DataSpec { image_size: Some(ImageSize::Fixed(24)), resize: Some(28), ..spec() },
+            DataSpec { image_size: Some(ImageSize::Fixed(24)), resize_size: Some(28), ..spec() },
             &[Form::Bytes][..],
         ),
-        ("as they are", &of_one_size, DataSpec { resize: Some(50), ..spec() }, &[Form::Bytes][..]),
+        ("as they are", &of_one_size, DataSpec { resize_size: Some(50), ..spec() }, &[Form::Bytes][..]),
     ] {
         for form in forms {
             let on_cores = open(dir.path(), &spec, *form);
@@ -279,13 +279,11 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
     for spec in [
         DataSpec { random_resized_crop: true, ..sized.clone() },
         // The largest centred square, then a padded crop.
-        DataSpec { resize: Some(36), ..sized },
+        DataSpec { resize_size: Some(36), ..sized },
     ] {
-        for mixing in [
-            Mixing::default(),
-            Mixing { mixup_alpha: 0.4, cutmix_alpha: 0.0 },
-            Mixing { mixup_alpha: 0.0, cutmix_alpha: 1.0 },
-        ] {
+        for mixing in
+            [Mixing::default(), Mixing { mixup: 0.4, cutmix: 0.0 }, Mixing { mixup: 0.0, cutmix: 1.0 }]
+        {
             let (mut on_cores, mut elsewhere) =
                 (open(dir.path(), &spec, Form::Bytes), open(dir.path(), &spec, Form::Bytes));
             on_cores.set_mixing(mixing);

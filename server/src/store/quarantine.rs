@@ -55,6 +55,7 @@ mod tests {
     #[test]
     fn a_specification_with_old_names_is_read_without_a_flaw() {
         let mut spec = JobSpec::default();
+        spec.data.dataset = "d".into();
         spec.train.mixup = 0.2;
         spec.data.resize_size = Some(256);
         let mut document = serde_json::to_value(&spec).unwrap();

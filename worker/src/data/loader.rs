@@ -2,7 +2,7 @@
 
 use super::{
     Catalog, DataError, Look, Picture,
-    device::{Decoded, DeviceDecoder, OnDevice},
+    device::{Decoded, DeviceDecoder, OnDevice, Sharing},
     listing::Listing,
     picture::{Decoder, PictureRef, Resize},
     shard,
@@ -108,8 +108,9 @@ pub struct DataSource {
     form: Form,
     mixing: Mixing,
     device: Option<Arc<OnDevice>>,
-    /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for.
-    workers: Mutex<Option<(usize, Arc<Workers>)>>,
+    /// Kept from epoch to epoch, with their buffers; for as many threads as were last asked for, with a device
+    /// or not.
+    workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
 }
 
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and augments itself.
@@ -580,16 +581,16 @@ impl DataSource {
         self.mixing = mixing;
     }
 
-    /// Has JPEG files decoded by `decoder`, from the next batch that is begun; by cores alone without one. Batches that
+    /// Has JPEG files decoded by `decoder`, shared with cores or not, from the next batch that is begun; by cores alone without one. Batches that
     /// are under way keep theirs.
-    pub fn set_decoder(&mut self, decoder: Option<Arc<dyn DeviceDecoder>>) {
-        self.device = decoder.map(|decoder| Arc::new(OnDevice::new(decoder)));
+    pub fn set_decoder(&mut self, decoder: Option<Arc<dyn DeviceDecoder>>, sharing: Sharing) {
+        self.device = decoder.map(|decoder| Arc::new(OnDevice::new(decoder, sharing)));
     }
 
     /// As [`DataSource::set_decoder`], with `most_held` bytes of a batch's files at most.
     #[cfg(test)]
     pub(crate) fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, most_held: usize) {
-        self.device = Some(Arc::new(OnDevice::with_room(decoder, most_held)));
+        self.device = Some(Arc::new(OnDevice::with_room(decoder, Sharing::DeviceAlone, most_held)));
     }
 
     /// Who has decoded how many pictures; `None` where it is the cores alone.
@@ -751,18 +752,20 @@ impl DataSource {
     /// Threads that put batches together, how many batches wait for each, and what they have their pictures made by.
     ///
     /// Simple pictures are made by the thread itself. Where there is more to do, all threads work on the pictures of two
-    /// batches: the second one keeps them busy at the end of the first, and memory does not grow with their number.
+    /// batches: the second one keeps them busy at the end of the first, and memory does not grow with their number. A device
+    /// that decodes has a third one, to go on with at once.
     fn workers(&self, threads: usize) -> Result<(usize, usize, Arc<Workers>), DataError> {
         const AHEAD: usize = 2;
         if threads <= 1 || !self.is_prepared_each_step() {
             return Ok((threads, AHEAD, Arc::new(Workers::alone(threads))));
         }
         let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
-        let workers = match kept.as_ref().filter(|(of, _)| *of == threads) {
+        let wanted = (threads, self.device.is_some());
+        let workers = match kept.as_ref().filter(|(of, _)| *of == wanted) {
             Some((_, workers)) => workers.clone(),
-            None => Arc::new(Workers::pool(threads)?),
+            None => Arc::new(Workers::pool(threads, wanted.1)?),
         };
-        *kept = Some((threads, workers.clone()));
-        Ok((2, 1, workers))
+        *kept = Some((wanted, workers.clone()));
+        Ok((if wanted.1 { 3 } else { 2 }, 1, workers))
     }
 }

@@ -4,7 +4,10 @@ use super::{TrainError, Training};
 use crate::{
     checkpoint,
     comm::Communicator,
-    data::loader::{DataSource, Mixing, Shape},
+    data::{
+        device::Sharing,
+        loader::{DataSource, Mixing, Shape},
+    },
     engine::{self, Engine, EngineConfig, Optimizer},
     gpu::{DeviceChoice, GpuConfig},
     net,
@@ -151,10 +154,10 @@ const DECODER: &str = "LOCKSTEP_DECODER";
 /// What a rank asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU where it can.
+    /// The GPU where it can, and cores beside it.
     Auto,
     Cores,
-    /// The GPU, or the job fails.
+    /// The GPU alone where it can; without one that can, the job fails.
     Gpu,
 }
 
@@ -209,8 +212,14 @@ pub(super) fn choose_decoder(
     };
     match opened {
         Ok(decoder) => {
-            say(&format!("JPEG files are decoded by the GPU ({})", decoder.name()));
-            data.set_decoder(Some(decoder));
+            let (sharing, who) = match choice {
+                DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
+                DecoderChoice::Auto | DecoderChoice::Cores => {
+                    (Sharing::WithCores, ", and by cores beside it")
+                }
+            };
+            say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
+            data.set_decoder(Some(decoder), sharing);
         }
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
             return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));

@@ -3,7 +3,7 @@
 use super::{
     Batch, Form, Part,
     on_device::{self, Begun},
-    workers::{Scratch, Workers},
+    workers::{Scratch, Work, Workers},
 };
 use crate::data::{
     DataError,
@@ -11,6 +11,7 @@ use crate::data::{
     picture::{PictureRef, Region},
     transform::{AugmentParams, Transform},
 };
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Makes batches of a split's pictures.
 pub(super) struct Maker<'a> {
@@ -43,69 +44,101 @@ impl Maker<'_> {
             batch.draws = chosen.iter().map(packed).collect();
             return Ok(batch);
         }
-        let device = self.device.filter(|device| device.is_in_use());
-        let fill = |begun: &[Begun<'_>]| self.fill(&mut batch, chosen, epoch, begun);
-        match device {
-            Some(device) => on_device::begin(device, part, transform, chosen, epoch, workers, fill)?,
-            None => self.fill(&mut batch, chosen, epoch, &[])?,
+        let all: Vec<usize> = (0..chosen.len()).collect();
+        let pictures = Pictures {
+            outputs: match form {
+                Form::Bytes => Outputs::Bytes(batch.bytes.chunks_exact_mut(size).map(Mutex::new).collect()),
+                _ => Outputs::Normalised(batch.images.chunks_exact_mut(size).map(Mutex::new).collect()),
+            },
+            maker: self,
+            chosen,
+            epoch,
+        };
+        match self.device.filter(|device| device.is_in_use()) {
+            Some(device) => {
+                let fill =
+                    |work: Work, numbers: &[usize], begun: &[Begun<'_>]| pictures.fill(work, numbers, begun);
+                on_device::make(device, part, transform, chosen, epoch, workers, &fill)?;
+            }
+            None => pictures.fill(Work::Decoding, &all, &[])?,
         }
         Ok(batch)
     }
+}
 
-    /// Makes all pictures of a batch; `begun` says how far they are, if any is.
-    fn fill(
-        &self,
-        batch: &mut Batch,
-        chosen: &[u32],
-        epoch: Option<u32>,
-        begun: &[Begun<'_>],
-    ) -> Result<(), DataError> {
-        let Self { part, transform, form, workers, .. } = *self;
+/// A batch whose pictures are made, each by whoever comes to it.
+struct Pictures<'a> {
+    maker: &'a Maker<'a>,
+    chosen: &'a [u32],
+    epoch: Option<u32>,
+    outputs: Outputs<'a>,
+}
+
+/// Where each picture goes.
+enum Outputs<'a> {
+    Bytes(Vec<Mutex<&'a mut [u8]>>),
+    Normalised(Vec<Mutex<&'a mut [f32]>>),
+}
+
+impl Pictures<'_> {
+    /// Makes the pictures of these numbers; `begun` says how far all of the batch's are, if any is.
+    fn fill(&self, work: Work, numbers: &[usize], begun: &[Begun<'_>]) -> Result<(), DataError> {
+        let Maker { transform, workers, .. } = *self.maker;
         let Transform { side, channels, .. } = *transform;
-        let size = side * side * channels;
-        type Then<'a> = &'a mut dyn FnMut(&[u8], Option<Region>);
-        let make = |number: usize, scratch: &mut Scratch, then: Then<'_>| -> Result<(), DataError> {
-            let place = chosen[number] as usize;
-            let Scratch { opener, pipeline } = scratch;
-            let params = epoch.map(|epoch| AugmentParams::new(transform, epoch, place as u64));
-            let erased = params.as_ref().and_then(|params| params.erased);
-            let [height, width, _] = part.size.map(|length| length as u32);
-            let picture = match begun.get(number).copied().unwrap_or(Begun::Nothing) {
-                Begun::Nothing => part.picture(place, opener)?,
-                Begun::Read(bytes) => part.decoded(place, bytes, opener)?,
-                Begun::Picture(pixels) => PictureRef { width, height, channels: channels as u32, pixels },
-                Begun::Cropped(pixels) => {
-                    then(
-                        match &params {
-                            Some(params) => pipeline.train_cropped(transform, pixels, params),
-                            None => pixels,
-                        },
-                        erased,
-                    );
-                    return Ok(());
-                }
-            };
-            match &params {
-                Some(params) => then(pipeline.train(transform, picture, params), erased),
-                None => then(pipeline.evaluate(transform, picture), None),
-            }
-            Ok(())
-        };
-        match form {
-            Form::Draws => Ok(()),
-            Form::Bytes => workers.each(&mut batch.bytes, size, |number, out, scratch| {
-                make(number, scratch, &mut |bytes, _| out.copy_from_slice(bytes))
-            }),
-            Form::Normalised => workers.each(&mut batch.images, size, |number, out, scratch| {
-                make(number, scratch, &mut |bytes, erased| {
-                    transform.normalise(bytes, out);
+        workers.each(work, numbers, |number, scratch| {
+            let begun = begun.get(number).copied().unwrap_or(Begun::Nothing);
+            self.one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
+                Outputs::Bytes(outputs) => locked(&outputs[number]).copy_from_slice(bytes),
+                Outputs::Normalised(outputs) => {
+                    let mut out = locked(&outputs[number]);
+                    transform.normalise(bytes, &mut out);
                     if let Some(erased) = erased {
-                        erase(out, side * channels, channels, erased);
+                        erase(&mut out, side * channels, channels, erased);
                     }
-                })
-            }),
-        }
+                }
+            })
+        })
     }
+
+    /// Gives `then` the pixels of a picture, and what of it is to be erased.
+    fn one(
+        &self,
+        number: usize,
+        begun: Begun<'_>,
+        scratch: &mut Scratch,
+        then: &mut dyn FnMut(&[u8], Option<Region>),
+    ) -> Result<(), DataError> {
+        let Maker { part, transform, .. } = *self.maker;
+        let place = self.chosen[number] as usize;
+        let Scratch { opener, pipeline } = scratch;
+        let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, place as u64));
+        let erased = params.as_ref().and_then(|params| params.erased);
+        let [height, width, _] = part.size.map(|length| length as u32);
+        let channels = transform.channels as u32;
+        let picture = match begun {
+            Begun::Nothing => part.picture(place, opener)?,
+            Begun::Read(bytes) => part.decoded(place, bytes, opener)?,
+            Begun::Picture(pixels) => PictureRef { width, height, channels, pixels },
+            Begun::Cropped(pixels) => {
+                let made = match &params {
+                    Some(params) => pipeline.train_cropped(transform, pixels, params),
+                    None => pixels,
+                };
+                then(made, erased);
+                return Ok(());
+            }
+        };
+        match &params {
+            Some(params) => then(pipeline.train(transform, picture, params), erased),
+            None => then(pipeline.evaluate(transform, picture), None),
+        }
+        Ok(())
+    }
+}
+
+/// Each picture is made by one, so nobody waits here.
+fn locked<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
+    output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes a rectangle 0, as torchvision's `RandomErasing` does after normalisation.

@@ -1,13 +1,22 @@
-//! A batch's pictures as far as a device makes them: it decodes, crops and resizes those that it takes.
+//! A batch's pictures where a device decodes: it also crops and resizes those that it takes. Cores make the others at the same
+//! time, and some that it would take, too: as many as keep both busy equally long.
 
-use super::{Part, workers::Workers};
+use super::{
+    Part,
+    workers::{Work, Workers},
+};
 use crate::data::{
     DataError,
     device::{Encoded, ForCores, OnDevice},
     picture::{Area, PictureRef, ScaleTable, jpeg},
     transform::{AugmentParams, Crop, Transform},
 };
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    panic::resume_unwind,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::Instant,
+};
 
 /// How far a picture is when cores go on with it.
 #[derive(Debug, Clone, Copy)]
@@ -39,21 +48,26 @@ struct Wanted {
     flip: bool,
 }
 
-/// Calls `then` with how far each of the pictures at `chosen` is, or with nothing if they are in memory; `epoch` is `None`
-/// for evaluation. What the device fails at, cores have to do.
+/// Makes pictures of a batch: those of these numbers, each of all as far as it is begun.
+type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[Begun<'_>]) -> Result<(), DataError> + Sync);
+
+/// Has `fill` make each of the pictures at `chosen` once; `epoch` is `None` for evaluation. What the device fails at, cores
+/// have to do.
 ///
 /// # Errors
-/// [`DataError::File`], by the name of its place: a picture that cannot be read. What cannot be decoded is for `then` to find.
-pub(super) fn begin<T>(
+/// [`DataError::File`], by the name of its place: a picture that cannot be read; and those of `fill`, which finds what cannot
+/// be decoded.
+pub(super) fn make(
     device: &OnDevice,
     part: &Part,
     transform: &Transform,
     chosen: &[u32],
     epoch: Option<u32>,
     workers: &Workers,
-    then: impl FnOnce(&[Begun<'_>]) -> Result<T, DataError>,
-) -> Result<T, DataError> {
-    let Some(listing) = part.files() else { return then(&[]) };
+    fill: Fill<'_>,
+) -> Result<(), DataError> {
+    let numbers = 0..chosen.len();
+    let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
     let goal = Goal::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
     let held = AtomicUsize::new(0);
@@ -74,49 +88,80 @@ pub(super) fn begin<T>(
             }
         })
     })?;
-    let encoded: Vec<Encoded<'_>> = files
+    let takes = |number: &usize| matches!(files[*number], File::OnDevice(..));
+    let (mut of_device, mut of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(takes);
+    if workers.is_pool() {
+        let shared = of_device.split_off(device.share(of_device.len()));
+        device.for_cores(ForCores::Beside, shared.len() as u64);
+        of_cores.extend(shared);
+    }
+    let read: Vec<Begun<'_>> = files
         .iter()
-        .filter_map(|file| match file {
+        .map(|file| match file {
+            File::Passed => Begun::Nothing,
+            File::OnCores(bytes) | File::OnDevice(bytes, _) => Begun::Read(bytes),
+        })
+        .collect();
+    if of_device.is_empty() {
+        return fill(Work::Decoding, &of_cores, &read);
+    }
+    let timed = || {
+        let began = Instant::now();
+        fill(Work::Decoding, &of_cores, &read).map(|()| began.elapsed())
+    };
+    thread::scope(|scope| {
+        let beside = scope.spawn(timed);
+        let began = Instant::now();
+        let done = decode(device, &goal, &files, &of_device, &read, fill);
+        let took = began.elapsed();
+        let cores = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let is_decoded = done?;
+        let cores = cores?;
+        if is_decoded {
+            device.took((of_device.len(), took), (of_cores.len(), cores));
+        }
+        Ok(())
+    })
+}
+
+/// Has the device decode the files of these numbers, and `fill` make them; says whether it did.
+fn decode(
+    device: &OnDevice,
+    goal: &Goal,
+    files: &[File],
+    numbers: &[usize],
+    read: &[Begun<'_>],
+    fill: Fill<'_>,
+) -> Result<bool, DataError> {
+    let encoded: Vec<Encoded<'_>> = numbers
+        .iter()
+        .filter_map(|number| match &files[*number] {
             File::OnDevice(bytes, Wanted { stored, left, top, rows, columns, flip }) => {
                 Some(Encoded { bytes, stored: *stored, left: *left, top: *top, rows, columns, flip: *flip })
             }
             File::OnCores(_) | File::Passed => None,
         })
         .collect();
-    let (mut then, mut result) = (Some(then), None);
-    let mut go_on = |made: &[Option<&[u8]>]| {
-        let mut made = made.iter();
-        let begun: Vec<Begun<'_>> = files
-            .iter()
-            .map(|file| match file {
-                File::Passed => Begun::Nothing,
-                File::OnCores(bytes) => Begun::Read(bytes),
-                File::OnDevice(bytes, _) => match made.next().copied().flatten() {
-                    Some(pixels) if goal.is_input => Begun::Cropped(pixels),
-                    Some(pixels) => Begun::Picture(pixels),
-                    None => Begun::Read(bytes),
-                },
-            })
-            .collect();
-        if let Some(then) = then.take() {
-            result = Some(then(&begun));
+    let (mut counts, mut filled) = ((0, 0), None);
+    let outcome = device.decoder.decode(&encoded, goal.size, &mut |made| {
+        let done = made.iter().flatten().count();
+        counts = (done as u64, (made.len() - done) as u64);
+        let mut begun = read.to_vec();
+        for (number, made) in numbers.iter().zip(made) {
+            if let Some(pixels) = made {
+                begun[*number] = if goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
+            }
         }
-    };
-    if !encoded.is_empty() {
-        let mut counts = (0, 0);
-        let outcome = device.decoder.decode(&encoded, goal.size, &mut |made| {
-            let done = made.iter().flatten().count();
-            counts = (done as u64, (made.len() - done) as u64);
-            go_on(made);
-        });
-        match outcome {
-            Ok(()) => device.done(counts.0, counts.1),
-            Err(why) => device.failed(why, encoded.len() as u64),
-        }
+        filled = Some(fill(Work::Beside, numbers, &begun));
+    });
+    match outcome {
+        Ok(()) => device.done(counts.0, counts.1),
+        Err(why) => device.failed(why, encoded.len() as u64),
     }
-    // Without effect if the device has made some.
-    go_on(&[]);
-    result.unwrap_or_else(|| Err(DataError::Invalid("a batch that nobody made".into())))
+    match filled {
+        Some(filled) => filled.map(|()| true),
+        None => fill(Work::Decoding, numbers, read).map(|()| false),
+    }
 }
 
 /// What is made of each picture of a batch.

@@ -12,10 +12,21 @@ pub(super) struct Scratch {
     pub(super) pipeline: Pipeline,
 }
 
+/// Which threads do it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    /// What cores decode.
+    Decoding,
+    /// What is done before and after a device decodes.
+    Beside,
+}
+
 #[derive(Debug)]
 pub(super) struct Workers {
     /// Absent: whoever asks does the work.
     pool: Option<ThreadPool>,
+    /// For what must not wait until the others have decoded: reading files for a device, and what comes after it.
+    beside: Option<ThreadPool>,
     /// One for each that works at a time.
     scratch: Vec<Mutex<Scratch>>,
 }
@@ -23,48 +34,63 @@ pub(super) struct Workers {
 impl Workers {
     /// For up to `callers` threads that do the work themselves.
     pub(super) fn alone(callers: usize) -> Self {
-        Self { pool: None, scratch: scratch(callers) }
+        Self { pool: None, beside: None, scratch: scratch(callers) }
     }
 
-    /// `threads` of their own.
+    /// `threads` of their own, and half as many for [`Work::Beside`] if a device decodes.
     ///
     /// # Errors
     /// The system gives no more threads.
-    pub(super) fn pool(threads: usize) -> Result<Self, DataError> {
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|number| format!("pictures {number}"))
-            .build()
-            .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))?;
-        Ok(Self { pool: Some(pool), scratch: scratch(threads) })
+    pub(super) fn pool(threads: usize, has_device: bool) -> Result<Self, DataError> {
+        let pool = |threads: usize| {
+            ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|number| format!("pictures {number}"))
+                .build()
+                .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))
+        };
+        let others = threads.div_ceil(2);
+        let beside = has_device.then(|| pool(others)).transpose()?;
+        Ok(Self { pool: Some(pool(threads)?), beside, scratch: scratch(threads + others) })
     }
 
-    /// Calls `make(0, ...)`, `make(1, ...)` for each `size` values.
+    /// Absent: whoever asks does the work.
+    fn threads(&self, work: Work) -> Option<&ThreadPool> {
+        match work {
+            Work::Decoding => self.pool.as_ref(),
+            Work::Beside => self.beside.as_ref().or(self.pool.as_ref()),
+        }
+    }
+
+    /// Calls `make` with each of `numbers`.
     ///
     /// # Errors
     /// The first one in this order, whichever came first in time.
-    pub(super) fn each<T: Send>(
+    pub(super) fn each(
         &self,
-        values: &mut [T],
-        size: usize,
-        make: impl Fn(usize, &mut [T], &mut Scratch) -> Result<(), DataError> + Sync,
+        work: Work,
+        numbers: &[usize],
+        make: impl Fn(usize, &mut Scratch) -> Result<(), DataError> + Sync,
     ) -> Result<(), DataError> {
-        match &self.pool {
+        match self.threads(work) {
             None => {
                 let mut scratch = self.scratch();
-                let mut all = values.chunks_exact_mut(size).enumerate();
-                all.try_for_each(|(number, values)| make(number, values, &mut scratch))
+                numbers.iter().try_for_each(|number| make(*number, &mut scratch))
             }
             Some(pool) => pool.install(|| {
-                let all = values.par_chunks_exact_mut(size).with_max_len(1).enumerate();
-                let made: Vec<_> =
-                    all.map(|(number, values)| make(number, values, &mut self.scratch())).collect();
+                let all = numbers.par_iter().with_max_len(1);
+                let made: Vec<_> = all.map(|number| make(*number, &mut self.scratch())).collect();
                 made.into_iter().collect()
             }),
         }
     }
 
-    /// `make(0)`, `make(1)`, ... up to `count`.
+    /// Whether others than who asks do the work.
+    pub(super) fn is_pool(&self) -> bool {
+        self.pool.is_some()
+    }
+
+    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::Beside`].
     ///
     /// # Errors
     /// The first one in this order, whichever came first in time.
@@ -73,7 +99,7 @@ impl Workers {
         count: usize,
         make: impl Fn(usize) -> Result<T, DataError> + Sync,
     ) -> Result<Vec<T>, DataError> {
-        match &self.pool {
+        match self.threads(Work::Beside) {
             None => (0..count).map(&make).collect(),
             Some(pool) => pool.install(|| {
                 let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();

@@ -35,6 +35,8 @@ pub enum ForCores {
     Refused,
     /// The GPU could not decode the batch that it was in.
     Failed,
+    /// The GPU decodes others meanwhile.
+    Beside,
 }
 
 impl fmt::Display for ForCores {
@@ -53,6 +55,7 @@ impl fmt::Display for ForCores {
             ForCores::Damaged => "damaged",
             ForCores::Refused => "refused by nvJPEG",
             ForCores::Failed => "in batches that the GPU could not decode",
+            ForCores::Beside => "while the GPU decoded others",
         })
     }
 }

@@ -213,7 +213,8 @@ struct Cropper {
 
 impl Cropper {
     fn new() -> Result<Self, CudaError> {
-        let stream = OwnedStream::new(false)?;
+        // Its kernels are few and short, and would wait for all of a training step's.
+        let stream = OwnedStream::new(true)?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }
 

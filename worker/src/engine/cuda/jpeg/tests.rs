@@ -2,6 +2,7 @@
 //! host decodes and does with the pixels what the kernel does, from the same descriptions.
 
 use super::*;
+use crate::data::device::Sharing;
 use crate::data::loader::{Batch, DataSource, EpochPlan, Form, Mixing};
 use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
@@ -201,13 +202,40 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             let on_cores = open(dir.path(), &spec, *form);
             let mut elsewhere = open(dir.path(), &spec, *form);
             assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
-            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
             assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {form:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = elsewhere.decoded().unwrap();
             let cores = BTreeMap::from([(ForCores::OtherFormat, 1), (ForCores::Grey, 1)]);
             assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
         }
+    }
+}
+
+#[test]
+fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    for form in [Form::Bytes, Form::Normalised] {
+        let wanted = batches(&open(dir.path(), &spec, form));
+        let mut data = open(dir.path(), &spec, form);
+        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
+        assert!(batches(&data) == wanted);
+        let decoded = data.decoded().unwrap();
+        let beside = decoded.by_cores[&ForCores::Beside];
+        assert!(decoded.by_device > 0 && beside > 0 && decoded.by_device + beside == 16, "{decoded:?}");
+        assert!(decoded.to_string().contains("while the GPU decoded others"), "{decoded}");
+
+        // Who does not decode at all leaves them to cores, all of them.
+        let broken = OnTheHost { fails: true, ..OnTheHost::default() };
+        data.set_decoder(Some(Arc::new(broken)), Sharing::WithCores);
+        assert!(batches(&data) == wanted);
+        assert_eq!(data.decoded().unwrap().by_device, 0);
+
+        // A single thread has none to share with.
+        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
+        assert!(data.epoch(EpochPlan { threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
+        assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Beside));
     }
 }
 
@@ -220,7 +248,10 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
     let mut data = open(dir.path(), &spec, Form::Bytes);
 
-    data.set_decoder(Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })));
+    data.set_decoder(
+        Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })),
+        Sharing::DeviceAlone,
+    );
     assert!(batches(&data) == wanted);
     let decoded = data.decoded().unwrap();
     let refused = decoded.by_cores[&ForCores::Refused];
@@ -231,7 +262,7 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
 
     // Four batches that fail one after another are enough.
     let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
-    data.set_decoder(Some(broken.clone()));
+    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
     for epoch in 0..4 {
         assert!(data.epoch(EpochPlan { epoch, threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
     }
@@ -288,7 +319,7 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
                 (open(dir.path(), &spec, Form::Bytes), open(dir.path(), &spec, Form::Bytes));
             on_cores.set_mixing(mixing);
             elsewhere.set_mixing(mixing);
-            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
             for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
                 let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
                 let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
@@ -314,7 +345,7 @@ fn pictures_in_shards_are_decoded_as_files_are() {
     let on_cores = open(to.path(), &spec, Form::Bytes);
     let mut elsewhere = open(to.path(), &spec, Form::Bytes);
     assert!(elsewhere.decodes_jpeg());
-    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
     assert!(batches(&elsewhere) == batches(&on_cores));
     // Grey pictures and PNG files have become ordinary JPEG.
     let decoded = elsewhere.decoded().unwrap();
@@ -360,7 +391,7 @@ fn a_picture_that_breaks_is_named_whoever_decodes() {
         }
         let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
         let mut data = open(dir.path(), &spec, Form::Bytes);
-        data.set_decoder(Some(Arc::new(OnTheHost::default())));
+        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
         if content.is_none() {
             fs::write(&path, "I am no picture").unwrap();
         }
@@ -383,7 +414,7 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
     };
     let on_cores = open(dir.path(), &spec, Form::Bytes);
     let mut elsewhere = open(dir.path(), &spec, Form::Bytes);
-    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())));
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
     fs::remove_file(home.join("11.jpg")).unwrap();
     let wanted = batches(&on_cores);
     assert!(batches(&elsewhere) == wanted);
@@ -456,7 +487,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
 fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let wanted = batches(&open(dir, spec, Form::Bytes));
     let mut data = open(dir, spec, Form::Bytes);
-    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     let found = batches(&data);
     let pairs = || {
         wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
@@ -506,7 +537,7 @@ fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
     fs::write(&path, cut).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, Form::Bytes);
-    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     for epoch in 0..3 {
         let pictures: usize =
             data.epoch(EpochPlan { epoch, ..PLAN }).map(|batch| batch.unwrap().labels.len()).sum();
@@ -525,7 +556,7 @@ fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
     let dir = folder(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, Form::Bytes);
-    data.set_decoder(Some(super::open(0, DType::F16).unwrap()));
+    data.set_decoder(Some(super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     assert_eq!(batches(&data).len(), batches(&data).len());
     data.close_decoder();
     assert!(batches(&data) == batches(&open(dir.path(), &spec, Form::Bytes)));

@@ -9,6 +9,8 @@ import { RANK_COLOURS } from "../chart/palette.js";
 const WINDOW = 50;
 /** A rank this much slower than the median of the others is worth a sentence. */
 const SLOW = 1.2;
+/** With this share of a step spent waiting for pictures, a faster network would not train faster. */
+const STARVED = 0.05;
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
@@ -73,6 +75,15 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
+  /** What the job's speed depends on, in words, or "" while there are too few steps to tell. */
+  #limit(splits) {
+    const known = splits.filter((s, rank) => s.step > 0 && this.metrics.of("step_ms", rank).last?.lastStep >= WINDOW);
+    if (!known.length) return "";
+    // All wait for the rank whose pictures come last.
+    const share = Math.max(...known.map((s) => s.data / s.step));
+    return share > STARVED ? ` · limited by pictures (${percent(share, 0)} of a step waits for them)` : " · limited by computing";
+  }
+
   /** The rank that holds the others up: `{ rank, share, since, cause }`, or null. */
   slow() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
@@ -127,6 +138,7 @@ export class Ranks {
   draw(live, cause = null) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {

@@ -109,16 +109,19 @@ for decoder in given.decoders:
         text=True,
         env={**os.environ, "LOCKSTEP_DECODER": "cpu" if decoder == "prepared" else decoder},
     )
-    # When which step was said to be done.
-    lines, done = [], {}
+    # When which step was said to be done; steps are counted in each epoch.
+    lines, done, epoch_steps = [], {}, 0
     for line in run.stdout:
         lines.append(line)
-        if found := re.search(r"step: (\d+), loss is", line):
-            done[int(found[1])] = time.time()
+        if found := re.search(r"steps, ([\d,]+) an epoch", line):
+            epoch_steps = int(found[1].replace(",", ""))
+        if found := re.search(r"epoch: (\d+) step: (\d+), loss is", line):
+            done[(int(found[1]) - 1) * epoch_steps + int(found[2])] = time.time()
     run.wait()
     text = "".join(lines)
     steps = [step for step in sorted(done) if step >= 60]
     rate = lambda a, b: round((b - a) * given.batch * given.ranks / max(done[b] - done[a], 1e-9))
+    # Lines come every ten steps and at the end of an epoch: about 40 steps in a row.
     windows = [rate(a, b) for a, b in zip(steps, steps[4:])]
     print(
         json.dumps(

@@ -92,7 +92,7 @@ impl Nvjpeg {
     fn symbols(library: &Handle) -> Result<Self, String> {
         fn symbol<T: Copy>(library: &Handle, name: &str) -> Result<T, String> {
             // SAFETY: each symbol has the type that nvjpeg.h gives it.
-            unsafe { library.get::<T>(name.as_bytes()) }.map(|s| *s).map_err(|e| e.to_string())
+            unsafe { library.get::<T>(name.as_bytes()) }.map(|s| *s).map_err(|e| format!("{name}: {e}"))
         }
         Ok(Self {
             create: symbol(library, "nvjpegCreateEx")?,

@@ -6,7 +6,7 @@ use crate::data::device::Sharing;
 use crate::data::loader::{Batch, DataSource, EpochPlan, Form, Mixing};
 use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
@@ -326,8 +326,8 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
                 let found: Vec<Batch> = elsewhere.epoch(plan).map(Result::unwrap).collect();
                 assert!(found == wanted, "{mixing:?}, epoch {epoch}");
                 assert!(found.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
-                let pictures: usize = found.iter().map(|batch| batch.labels.len()).sum();
-                assert_eq!(pictures as u64, elsewhere.shape.train_samples, "{mixing:?}, epoch {epoch}");
+                let seen: BTreeSet<u64> = found.iter().flat_map(|batch| &batch.indices).copied().collect();
+                assert_eq!(seen.len() as u64, elsewhere.shape.train_samples, "{mixing:?}, epoch {epoch}");
             }
             assert!(batches(&elsewhere) == batches(&on_cores), "{mixing:?}, validation");
             assert!(elsewhere.decoded().unwrap().by_device > 0);

@@ -110,11 +110,15 @@ pub(super) fn make(
         fill(Work::Decoding, &of_cores, &read).map(|()| began.elapsed())
     };
     thread::scope(|scope| {
-        let beside = scope.spawn(timed);
+        let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, timed);
         let began = Instant::now();
         let done = decode(device, &goal, &files, &of_device, &read, fill);
         let took = began.elapsed();
-        let cores = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let cores = match beside {
+            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            // The system gives no more threads: one after the other, then.
+            Err(_) => timed(),
+        };
         let is_decoded = done?;
         let cores = cores?;
         if is_decoded {

@@ -26,7 +26,11 @@ function typed(field) {
   const words = valueOf(field);
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
-  switch (field.dataset.kind) {
+  const { kind } = field.dataset;
+  if (words.startsWith("[") && ["sizes", "numbers"].includes(kind)) {
+    try { const list = JSON.parse(words); return Array.isArray(list) ? list : words; } catch { return words; }
+  }
+  switch (kind) {
     case "integer": return whole(words) ?? number(words) ?? words;
     case "number": case "number-or-text": return number(words) ?? words;
     case "switch": return field.checked;

@@ -200,7 +200,11 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state != JobState::Paused {
-        let hint = if state.is_final() { "; retry it instead" } else { "" };
+        let hint = match state {
+            JobState::Succeeded => "; to train longer, fork it with another train.epochs",
+            state if state.is_final() => "; retry it instead",
+            _ => "",
+        };
         return Err(refused(state, format!("the job is {state}; only a paused one can be resumed{hint}")));
     }
     row.restarts = 0;

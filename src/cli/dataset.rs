@@ -45,6 +45,8 @@ enum Action {
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
         #[command(flatten)]
+        pictures: prepare::Pictures,
+        #[command(flatten)]
         server: ServerArgs,
     },
     /// Write a copy to train from faster: shards of small pictures (no server needed; register it with `dataset add`)
@@ -77,12 +79,12 @@ enum Action {
 /// Exit status 2 when the files are no dataset, there is none of the name, or jobs need it, with what is wrong.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Add { name, path, prepare, to, server } => {
+        Action::Add { name, path, prepare, to, pictures, server } => {
             let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = Api::new(&server.server)?;
             if let Some(short_side) = prepare {
-                path = prepared(&api, &name, &path, short_side, to, server.json)?;
+                path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
             let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
             if server.json {
@@ -118,7 +120,7 @@ fn prepared(
     api: &Api,
     name: &str,
     path: &Path,
-    short_side: u32,
+    settings: &PrepareSettings,
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
@@ -129,10 +131,10 @@ fn prepared(
             taken.path
         )));
     }
-    let to = to.or_else(|| prepare::beside(path, short_side)).ok_or_else(|| {
+    let to = to.or_else(|| prepare::beside(path, settings.short_side)).ok_or_else(|| {
         wrong(format!("{}: is no folder to put a copy beside; say where with --to DIR", path.display()))
     })?;
-    let made = prepare::copy(path, &to, &PrepareSettings { short_side, ..PrepareSettings::default() })?;
+    let made = prepare::copy(path, &to, settings)?;
     if !quiet {
         prepare::tell(&to, &made)?;
     }

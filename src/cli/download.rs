@@ -93,6 +93,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let accuracy = chosen
             .info
             .val_accuracy
+            // It was measured with the model's own weights.
+            .filter(|_| args.weights == Weights::Model)
             .map(|a| format!(", validation accuracy {:.1} %", a * 100.0))
             .unwrap_or_default();
         output::line(format_args!(

@@ -3,10 +3,13 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    download::{Weights, choose},
+    download::{Listed, Weights, choose},
     output, wrong,
 };
-use lockstep_protocol::look::Prediction;
+use lockstep_protocol::{
+    Job,
+    look::{Prediction, Probability},
+};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -51,35 +54,31 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         pictures.push((image.display().to_string(), bytes));
     }
-    let predictions = match &args.model {
-        Some(model) => lockstep_worker::look::predict(model, pictures).map_err(wrong)?,
+    let (answering, mut predictions) = match &args.model {
+        Some(model) => (None, lockstep_worker::look::predict(model, pictures).map_err(wrong)?),
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
-            if args.server.json {
-                let each = predictions.iter().map(|prediction| Answered { prediction, by: &answering });
-                return output::json(&each.collect::<Vec<_>>());
-            }
-            // Whoever named no job reads which one was taken.
-            if args.job.is_none() {
-                output::warn(format_args!("{}, checkpoint {}", answering.job, answering.checkpoint));
-            }
-            predictions
+            (Some(answering), predictions)
         }
     };
-    if args.server.json {
-        return output::json(&predictions);
-    }
-    for prediction in &predictions {
-        if prediction.error.is_some() {
-            continue;
+    predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
+    match &answering {
+        Some(by) if args.server.json => {
+            let each = predictions.iter().map(|prediction| Answered { prediction, by });
+            output::json(&each.collect::<Vec<_>>())?;
         }
-        let top: Vec<String> = prediction
-            .classes
-            .iter()
-            .take(args.top)
-            .map(|c| format!("{} {:.1} %", c.class, c.probability * 100.0))
-            .collect();
-        output::line(format_args!("{}: {}", prediction.name, top.join(", ")))?;
+        None if args.server.json => output::json(&predictions)?,
+        _ => {
+            // Whoever named no job reads which one was taken.
+            if let Some(by) = answering.as_ref().filter(|_| args.job.is_none()) {
+                output::warn(format_args!("{}, checkpoint {}", by.job, by.checkpoint));
+            }
+            for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
+                let words = |c: &Probability| format!("{} {:.1} %", c.class, c.probability * 100.0);
+                let top: Vec<String> = prediction.classes.iter().map(words).collect();
+                output::line(format_args!("{}: {}", prediction.name, top.join(", ")))?;
+            }
+        }
     }
     let unread: Vec<String> =
         predictions.iter().filter_map(|p| p.error.as_ref().map(|e| format!("{} {e}", p.name))).collect();
@@ -104,16 +103,32 @@ struct Answered<'a> {
     by: &'a Answering,
 }
 
+/// The newest job with a checkpoint, and which of its checkpoints is wanted.
+async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
+    for job in api.jobs().await? {
+        // None of a job that has not taken a step.
+        if job.step == 0 && job.best.is_none() {
+            continue;
+        }
+        let answer: serde_json::Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
+        if !super::api::list::<Listed>(&answer, "checkpoints")?.is_empty() {
+            let checkpoint = choose(api, &job, wanted).await?;
+            return Ok((job, checkpoint));
+        }
+    }
+    Err(wrong("no job has a checkpoint yet; `lockstep list` shows how far they are"))
+}
+
 async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(Answering, Vec<Prediction>)> {
     let api = Api::new(&args.server.server)?;
-    let job = match &args.job {
-        Some(id) => api.find_job(id).await?,
-        None => {
-            let trained = api.jobs().await?.into_iter().find(|job| job.best.is_some());
-            trained.ok_or_else(|| wrong("no job has been evaluated yet; name one with --job"))?
+    let (job, checkpoint) = match &args.job {
+        Some(id) => {
+            let job = api.find_job(id).await?;
+            let checkpoint = choose(&api, &job, &args.checkpoint).await?;
+            (job, checkpoint)
         }
+        None => newest(&api, &args.checkpoint).await?,
     };
-    let checkpoint = choose(&api, &job, &args.checkpoint).await?;
     let by = if args.weights == Weights::Ema { "?weights=ema" } else { "" };
     let path = format!("/checkpoints/{}/predict{by}", checkpoint.id);
     let mut predictions = Vec::new();

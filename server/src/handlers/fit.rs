@@ -61,7 +61,12 @@ pub(super) fn mistakes(
     let mut mistakes = Vec::new();
     let mut mistake = |pointer: &str, detail: String| {
         let detail = format!(
-            "does not fit the checkpoint: {detail}; a new job with model.pretrained takes over the weights that fit"
+            "does not fit the checkpoint: {detail}{}",
+            if pointer == "/model/arch" {
+                "; begin a new job for another network"
+            } else {
+                "; a new job with model.pretrained takes over the weights that fit"
+            }
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     };

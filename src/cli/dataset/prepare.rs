@@ -21,12 +21,29 @@ pub(super) struct Args {
     /// Pictures with a longer short side are resized to it, in pixels
     #[arg(long, default_value_t = 256, value_parser = side())]
     short_side: u32,
-    /// Of JPEG
+    #[command(flatten)]
+    pictures: Pictures,
+}
+
+/// How pictures of a copy are written, and which are left out.
+#[derive(Clone, Copy, clap::Args)]
+pub(super) struct Pictures {
+    /// Of the copy's JPEG
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
-    /// What a picture does that cannot be decoded: end it, or be left out and named
+    /// What a picture does that cannot be decoded for a copy: end it, or be left out and named
     #[arg(long, default_value = "fail")]
     broken_files: Policy,
+}
+
+impl Pictures {
+    pub(super) fn settings(self, short_side: u32) -> PrepareSettings {
+        let broken_files = match self.broken_files {
+            Policy::Fail => BrokenFiles::Fail,
+            Policy::Skip => BrokenFiles::Skip,
+        };
+        PrepareSettings { short_side, quality: self.quality, broken_files, ..PrepareSettings::default() }
+    }
 }
 
 /// Reads the pixels of a short side.
@@ -46,16 +63,7 @@ enum Policy {
 /// Exit status 2 when the files are no dataset or cannot be copied there, with what is wrong.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let path = data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
-    let settings = PrepareSettings {
-        short_side: args.short_side,
-        quality: args.quality,
-        broken_files: match args.broken_files {
-            Policy::Fail => BrokenFiles::Fail,
-            Policy::Skip => BrokenFiles::Skip,
-        },
-        ..PrepareSettings::default()
-    };
-    let made = copy(&path, &args.to, &settings)?;
+    let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
     tell(&args.to, &made)
 }
 

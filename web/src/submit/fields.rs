@@ -207,8 +207,11 @@ impl Kind {
         let number = |text: &str| text.parse::<f64>().ok().filter(|v| v.is_finite()).map(Value::from);
         let integer =
             |text: &str| text.parse::<i64>().map(Value::from).or(text.parse::<u64>().map(Value::from)).ok();
+        // As in TOML, JSON and the words of a mistake.
+        let list = || serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from);
         match self {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
+            Kind::Sizes | Kind::Numbers if text.starts_with('[') => or_text(list()),
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),
             Kind::Number | Kind::NumberOrText => or_text(number(text)),
             Kind::Switch => or_text(text.parse::<bool>().ok().map(Value::from)),

@@ -169,6 +169,16 @@ impl Catalog {
         } else {
             ""
         };
+        let classes = folders_of_pictures(path);
+        let hint = match classes.len() {
+            0 => hint.to_owned(),
+            more => {
+                let named = classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
+                let others = if more > 3 { format!(" and {} more", more - 3) } else { String::new() };
+                let are = if more == 1 { "is a folder" } else { "are folders" };
+                format!("; {named}{others} {are} of pictures: put each class in train/, as train/<class>/")
+            }
+        };
         Err(DataError::Invalid(format!(
             "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
@@ -180,6 +190,25 @@ impl Catalog {
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
+}
+
+/// Names of the folders in `path` that have pictures, as far as names tell.
+fn folders_of_pictures(path: &Path) -> Vec<String> {
+    const EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
+    /// Entries that are looked at in a folder: the first ones tell.
+    const LOOKED_AT: usize = 1000;
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(LOOKED_AT);
+    let is_picture = |name: &Path| {
+        let extension = name.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+        extension.is_some_and(|extension| EXTENSIONS.contains(&&*extension))
+    };
+    let has_pictures = |folder: &Path| entries(folder).any(|entry| is_picture(&entry.path()));
+    let mut names: Vec<String> = entries(path)
+        .filter(|entry| has_pictures(&entry.path()))
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
 }
 
 /// A dataset's path without links, also where it is a pattern of shards (`train-{000..127}.tar`).

@@ -393,6 +393,20 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
             ));
         }
     }
+    let (ema_steps, warmup) = (spec.train.ema_steps, f64::from(spec.train.warmup_epochs));
+    if spec.train.ema_decay > 0.0 && plan.total_steps < ema_steps {
+        observer.log(&format!(
+            "there will be no moving average of the weights: one is made every train.ema_steps = {ema_steps} steps, and the \
+             run has {}",
+            plan.total_steps
+        ));
+    }
+    if warmup > 0.0 && warmup * plan.steps_per_epoch as f64 >= plan.total_steps as f64 {
+        observer.log(&format!(
+            "the learning rate warms up for {warmup} epochs: the run of {} steps ends before it is reached",
+            plan.total_steps
+        ));
+    }
     observer.log(&format!(
         "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
         comm.world_size(),

@@ -1,5 +1,6 @@
 //! What is known of a dataset.
 
+use crate::limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use utoipa::ToSchema;
@@ -27,6 +28,19 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// What is too long in it to be stored and shown, in words.
+    pub fn too_long(&self) -> Option<String> {
+        let long = |file: &BrokenFile| {
+            [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
+        };
+        class_names_mistake(&self.classes).or_else(|| {
+            self.broken
+                .iter()
+                .any(long)
+                .then(|| format!("tells of a broken file in more than {BROKEN_FILE_CHARS} characters"))
+        })
+    }
+
     /// Says which splits are left out as they have no labels, and what measures a job instead; `None` where there is none.
     pub fn unlabelled_note(&self) -> Option<String> {
         let (first, rest) = self.unlabelled.split_first()?;
@@ -39,6 +53,36 @@ impl DatasetInfo {
         );
         Some(format!("{names} {have} left out: measure jobs by {instead}"))
     }
+}
+
+impl BrokenFile {
+    /// With a name and words of [`BROKEN_FILE_CHARS`] at most.
+    #[must_use]
+    pub fn shortened(self) -> Self {
+        let short = |text: String| match text.char_indices().nth(BROKEN_FILE_CHARS) {
+            Some(_) => text.chars().take(BROKEN_FILE_CHARS - 3).chain("...".chars()).collect(),
+            None => text,
+        };
+        Self { file: short(self.file), detail: short(self.detail) }
+    }
+}
+
+/// What is too long about a dataset's classes, in words.
+pub fn class_names_mistake(classes: &[String]) -> Option<String> {
+    if let Some(name) = classes.iter().find(|name| name.len() > CLASS_NAME_BYTES) {
+        let begin: String = name.chars().take(30).collect();
+        let bytes = name.len();
+        return Some(format!(
+            "has a class whose name takes {bytes} bytes ({begin}...); up to {CLASS_NAME_BYTES} are allowed: give it a shorter one"
+        ));
+    }
+    let all: usize = classes.iter().map(String::len).sum();
+    (all > CLASS_NAMES_BYTES).then(|| {
+        format!(
+            "has {} classes whose names take {all} bytes; up to {CLASS_NAMES_BYTES} are allowed",
+            classes.len()
+        )
+    })
 }
 
 /// One split of a dataset.
@@ -119,6 +163,23 @@ mod tests {
 
     fn names(text: &str) -> Vec<String> {
         text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn class_names_and_broken_files_are_as_long_as_may_be_and_no_longer() {
+        let name = |bytes: usize| "n".repeat(bytes);
+        assert_eq!(class_names_mistake(&[name(CLASS_NAME_BYTES)]), None);
+        let said = class_names_mistake(&["a".into(), name(CLASS_NAME_BYTES + 1)]).unwrap();
+        assert!(said.contains("256 bytes (nnnn") && said.len() < 200, "{said}");
+        let mut all = vec![name(128); CLASS_NAMES_BYTES / 128];
+        assert_eq!(class_names_mistake(&all), None);
+        all.push(name(1));
+        assert!(class_names_mistake(&all).unwrap().contains("take 4194305 bytes"));
+
+        let file = |chars: usize| BrokenFile { file: "\u{e9}".repeat(chars), detail: "is empty".into() };
+        assert_eq!(file(BROKEN_FILE_CHARS).shortened(), file(BROKEN_FILE_CHARS));
+        let short = file(BROKEN_FILE_CHARS + 1).shortened();
+        assert!(short.file.chars().count() == BROKEN_FILE_CHARS && short.file.ends_with("\u{e9}..."));
     }
 
     #[test]

@@ -23,3 +23,11 @@ pub const MESSAGE_BYTES: usize = 64 << 20;
 pub const PART_BYTES: usize = 1 << 20;
 /// Messages of which some parts have come and others not.
 pub const UNFINISHED_MESSAGES: usize = 8;
+/// A class's name, in bytes: what file systems allow a folder's.
+pub const CLASS_NAME_BYTES: usize = 255;
+/// The names of a dataset's classes, in bytes together. ImageNet-21k's take 300 kB.
+pub const CLASS_NAMES_BYTES: usize = 4 << 20;
+/// The name of a picture in a shard, in bytes: what systems allow a path.
+pub const MEMBER_NAME_BYTES: usize = 4096;
+/// Where a dataset's broken files are told: a file's name, or what is wrong with it, in characters.
+pub const BROKEN_FILE_CHARS: usize = 1000;

@@ -42,6 +42,10 @@ pub(crate) async fn guard(request: Request, next: Next) -> Response {
 }
 
 fn check(method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
+    // Databases end a text there, or refuse it: no name and no text to search for has it.
+    if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
+        return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
+    }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
     let host = text(header::HOST).or(uri.authority().map(|a| a.as_str()));
     let Some(host) = host.filter(|h| is_loopback(h)) else {

@@ -93,6 +93,9 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
     {
         mistake("/name", "must have 1 to 100 letters, digits, '-', '_' or '.', and not start with a dot");
     }
+    if new.name == "inspect" {
+        mistake("/name", "is taken: /api/v1/datasets/inspect looks at a folder; choose another name");
+    }
     if let Some(detail) = path_mistake(&new.path) {
         mistake("/path", detail);
     }
@@ -133,7 +136,7 @@ fn info_mistake(info: &DatasetInfo) -> Option<String> {
     } else if !info.std.iter().all(|std| std.is_finite() && *std > 0.0) {
         Some("has pictures whose standard deviation is not a number above 0".into())
     } else {
-        None
+        info.too_long()
     }
 }
 

@@ -33,6 +33,15 @@ async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
     let attempt = agent.started().await.attempt;
     refused(&[(&second, "second", "starting")], &[&first]).await;
     assert_eq!(house.get("/datasets/pictures").await.0, 200, "it is still there");
+    // A database may read a name up to its NUL.
+    for path in ["/datasets/pictures%00", "/datasets/%00", "/jobs?q=%00"] {
+        let (status, body) = house.get(path).await;
+        assert!(status == 400 && body["detail"].as_str().unwrap().contains("%00"), "{path}: {body}");
+    }
+    assert_eq!(house.delete("/datasets/pictures%00").await.0, 400);
+    assert_eq!(house.get("/datasets/pictures").await.0, 200, "it is still there");
+    let (status, body) = house.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
+    assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
     agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
     house.until(&second, JobState::Failed).await;
 

@@ -28,7 +28,7 @@ pub use stored::{Stored, stored};
 use crate::files;
 use index::IndexStore;
 use listing::Listing;
-use lockstep_protocol::dataset::BrokenFile;
+use lockstep_protocol::dataset::{BrokenFile, class_names_mistake};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -133,9 +133,15 @@ impl Catalog {
 
     /// As [`Catalog::open`], with an index of its own.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
-        let usable = |catalog: Catalog| match catalog.splits.iter().any(|s| s.name == "train") {
-            true => Ok(catalog),
-            false => Err(DataError::Invalid(format!("{} has no training split", path.display()))),
+        let usable = |catalog: Catalog| {
+            let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
+                true => class_names_mistake(&catalog.classes),
+                false => Some("has no training split".to_owned()),
+            };
+            match wrong {
+                None => Ok(catalog),
+                Some(wrong) => Err(DataError::Invalid(format!("{} {wrong}", path.display()))),
+            }
         };
         if let Some(found) = shards::named(path, store) {
             return found.and_then(usable);
@@ -173,7 +179,8 @@ impl Catalog {
         let hint = match classes.len() {
             0 => hint.to_owned(),
             more => {
-                let named = classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
+                let named =
+                    classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
                 let others = if more > 3 { format!(" and {} more", more - 3) } else { String::new() };
                 let are = if more == 1 { "is a folder" } else { "are folders" };
                 format!("; {named}{others} {are} of pictures: put each class in train/, as train/<class>/")

@@ -193,6 +193,20 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
     );
 }
 
+/// A picture whose bytes have changed may decode: a page's checksum tells.
+#[test]
+fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
+    let (dir, file) = with("odd/checksums.parquet");
+    let whole = open(dir.path()).expect("opens");
+    assert_eq!((whole.splits[0].labels.len(), broken(&whole)), (8, vec![]));
+    let mut bytes = fs::read(&file).unwrap();
+    let pixels = bytes.windows(4).position(|found| found == b"IDAT").expect("a picture") + 10;
+    bytes[pixels] ^= 0x10;
+    fs::write(&file, &bytes).unwrap();
+    let words = refused(dir.path());
+    assert!(words.contains("damaged") && words.contains("row group 0"), "{words}");
+}
+
 /// Whatever a byte becomes, a file is read or refused, and nothing else happens.
 #[test]
 fn no_damage_ends_the_program() {

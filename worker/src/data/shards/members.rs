@@ -7,6 +7,7 @@ use crate::{
     },
     files,
 };
+use lockstep_protocol::limits::MEMBER_NAME_BYTES;
 use rayon::prelude::*;
 use std::{
     fs::File,
@@ -92,6 +93,13 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         };
         let offset = member.raw_file_position();
         let name = member.path_bytes().into_owned();
+        if name.len() > MEMBER_NAME_BYTES {
+            let detail = format!(
+                "has a member whose name takes {} bytes, after {count} others; up to {MEMBER_NAME_BYTES} are read",
+                name.len()
+            );
+            return (samples, End::Damaged(detail));
+        }
         if offset.saturating_add(length) > size {
             // What there is of its sample is no sample.
             let key = parts(&name).map(|(key, _)| key);

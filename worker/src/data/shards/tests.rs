@@ -144,6 +144,35 @@ fn write(path: &Path, members: &[(&str, &[u8])]) {
 }
 
 #[test]
+fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let png = png.into_inner();
+    let most = lockstep_protocol::limits::MEMBER_NAME_BYTES;
+    for (length, samples) in [(most, 2), (most + 1, 1)] {
+        let dir = tempfile::tempdir().unwrap();
+        let key = "k".repeat(length - ".png".len());
+        write(
+            &dir.path().join("train.tar"),
+            &[("a.png", &png), ("a.cls", b"0"), (&format!("{key}.cls"), b"1"), (&format!("{key}.png"), &png)],
+        );
+        let catalog = open(dir.path()).unwrap();
+        assert_eq!(catalog.splits[0].labels.len(), samples, "{length}");
+        let words = broken(&catalog).join("\n");
+        assert_eq!(words.contains("whose name takes 4097 bytes"), samples == 1, "{words}");
+        assert!(words.len() < 1000, "it is not repeated whole");
+    }
+    let most = lockstep_protocol::limits::CLASS_NAME_BYTES;
+    for (length, refused) in [(most, false), (most + 1, true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let class = "c".repeat(length);
+        write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", class.as_bytes())]);
+        let words = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
+        assert_eq!(words.contains("a class whose name takes 256 bytes (cccc"), refused, "{words}");
+    }
+}
+
+#[test]
 fn samples_that_are_none_are_named_with_what_they_lack() {
     let dir = tempfile::tempdir().unwrap();
     let mut png = std::io::Cursor::new(Vec::new());

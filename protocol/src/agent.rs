@@ -18,10 +18,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Raised when a message changes in a way that older programs cannot read.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
-/// The oldest version whose agents a server still understands: 1 told why an attempt failed in words alone.
-pub const OLDEST_PROTOCOL_VERSION: u32 = 1;
+/// The oldest version whose agents a server still understands: up to 2, some of a job's keys were called something else.
+pub const OLDEST_PROTOCOL_VERSION: u32 = 3;
 
 /// One place a rank can run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -15,7 +15,7 @@ pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section, nearest};
 pub use recipe::Recipe;
-pub use renamed::is_renamed;
+pub use renamed::{is_renamed, upgrade};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

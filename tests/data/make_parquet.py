@@ -85,7 +85,7 @@ def odd():
     labels = pa.array([0, 1, 2, 1, None, -1, 2], pa.int8())
     write("rows", {"image": pa.array(rows, image), "label": labels})
     whole = {"jpg": pa.array([png(number) for number in range(8)], pa.binary()), "label": pa.array(range(8), pa.int8())}
-    write("checksums", whole, write_page_checksum=True, compression="none", use_dictionary=False)
+    write("checksums", whole, write_page_checksum=True, compression="none", use_dictionary=False, write_statistics=False)
     pictures = pa.array([png(0)], pa.binary())
     write("no-label", {"image": pictures, "id": [1], "caption": ["a cat"]})
     write("no-picture", {"url": ["http://localhost/1.png"], "label": [0], "tags": [["a", "b"]]})

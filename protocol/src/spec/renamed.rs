@@ -33,7 +33,7 @@ pub(super) fn said_of(section: &str, key: &str, value: &Value) -> Option<String>
 }
 
 /// Gives a specification that was stored with old names today's. A key that has its new name, too, stays as it is.
-pub(super) fn upgrade(document: &mut Value) {
+pub fn upgrade(document: &mut Value) {
     for (old, new) in KEYS {
         let is_there = document.pointer(&format!("/{}", new.replace('.', "/"))).is_some();
         let (table, key) = match old.split_once('.') {

@@ -9,8 +9,12 @@
 //! ```
 
 use crate::launch::{write_private, write_whole};
-use lockstep_protocol::agent::{AttemptRef, StartAttempt};
+use lockstep_protocol::{
+    agent::{AttemptRef, StartAttempt},
+    spec::upgrade,
+};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::{
     fs::{self, File, TryLockError},
     io::{self, Read, Seek, Write},
@@ -61,6 +65,15 @@ pub enum HomeError {
         /// The other agent's process.
         pid: Option<i32>,
     },
+}
+
+/// An attempt, also of a version that called some of a job's keys something else: its ranks train on meanwhile.
+fn read_held(text: &[u8]) -> serde_json::Result<Held> {
+    let mut held: Value = serde_json::from_slice(text)?;
+    if let Some(spec) = held.pointer_mut("/start/spec") {
+        upgrade(spec);
+    }
+    serde_json::from_value(held)
 }
 
 impl Home {
@@ -145,7 +158,7 @@ impl Home {
             .flatten()
             .map(|entry| entry.path())
             .filter(|path| path.extension().is_some_and(|e| e == "json"))
-            .filter_map(|path| match fs::read(&path).map(|text| serde_json::from_slice(&text)) {
+            .filter_map(|path| match fs::read(&path).map(|text| read_held(&text)) {
                 Ok(Ok(held)) => Some(held),
                 Ok(Err(error)) => {
                     tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
@@ -224,6 +237,31 @@ pub fn running_agent(dir: &Path) -> Option<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The program was replaced while ranks train: an attempt that was noted with yesterday's names of keys is taken over.
+    #[test]
+    fn an_attempt_of_a_version_with_other_names_of_keys_is_held_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::open(dir.path()).unwrap();
+        let mut spec = serde_json::to_value(lockstep_protocol::JobSpec::default()).unwrap();
+        for (section, now, before) in [("train", "mixup", "mixup_alpha"), ("data", "augment", "auto_augment")]
+        {
+            let value = spec[section].as_object_mut().unwrap().remove(now).unwrap();
+            spec[section][before] = value;
+        }
+        let note = serde_json::json!({
+            "start": {
+                "attempt": { "job": lockstep_protocol::JobId::generate(), "attempt": 1, "token": 1 },
+                "spec": spec, "dataset_path": "/none", "world_size": 1, "ranks": [[0, 0]], "master_addr": "127.0.0.1",
+                "master_port": 1, "secret": "", "job_dir": null, "resume": null,
+            },
+            "job_dir": "/none",
+        });
+        fs::write(dir.path().join("attempts/one.json"), note.to_string()).unwrap();
+        let held = home.held();
+        assert_eq!(held.len(), 1);
+        assert_eq!(held[0].start.spec, lockstep_protocol::JobSpec::default());
+    }
 
     #[test]
     fn an_agent_stays_the_same_and_is_alone_on_its_folder() {

@@ -247,7 +247,8 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
 }
 
 fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>, String> {
-    let bytes = files::read(path, picture::MAX_BYTES)?;
+    // Where a link leads to has times of its own.
+    let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| remembered.forget())?;
     if bytes.len() as u64 != row.size {
         remembered.forget();
         return Err(format!(

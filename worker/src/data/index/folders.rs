@@ -151,7 +151,9 @@ impl Remembered {
     ) {
         let Some(path) = &self.path else { return };
         let known = looked.filter_map(|(path, stamp, entries)| {
-            let whole = !entries.is_empty() && entries.iter().all(|entry| !entry.passing);
+            // A broken file is not read again, so that it was mended in place must be seen by looking at it.
+            let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
+            let whole = !entries.is_empty() && entries.iter().all(sound);
             let fits = whole && stamp.is_settled(settled, began);
             let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
             Some((path.to_str().filter(|_| fits)?.to_owned(), known()))

@@ -7,7 +7,7 @@ use crate::{
     },
     files,
 };
-use lockstep_protocol::limits::MEMBER_NAME_BYTES;
+use lockstep_protocol::limits::{CLASS_NAME_BYTES, MEMBER_NAME_BYTES};
 use rayon::prelude::*;
 use std::{
     fs::File,
@@ -200,7 +200,10 @@ impl Sample {
         let second = || format!("has a second class, in {file_name}, in its sample; keep one of them");
         match (extension, unfit) {
             ("cls", Some(unfit)) => broken(format!("has a class in {file_name}, which {unfit}")),
-            ("cls", None) => match read(LABEL_BYTES)?.map(|text| class_name(text.trim())) {
+            ("cls", None) => match read(LABEL_BYTES)?
+                .filter(|text| text.trim().len() <= CLASS_NAME_BYTES)
+                .map(|text| class_name(text.trim()))
+            {
                 Some(class) if !class.is_empty() => match &self.class {
                     Some(first) if *first != class => broken(second()),
                     _ => self.class = Some(class),

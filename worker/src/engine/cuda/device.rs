@@ -268,6 +268,14 @@ impl Stream {
         unsafe { result::stream::synchronize(self.0) }.map_err(CudaError::driver("waiting for a stream"))
     }
 
+    /// Makes `bytes` of a buffer 0.
+    pub(super) fn clear(self, buffer: &Buffer, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= buffer.bytes, "{bytes} of {} bytes", buffer.bytes);
+        // SAFETY: the buffer has that many bytes, and the stream is alive.
+        unsafe { result::memset_d8_async(buffer.ptr, 0, bytes, self.0) }
+            .map_err(CudaError::driver("clearing memory"))
+    }
+
     /// Whether something that was started here, or on the GPU before it, has failed.
     pub(super) fn failure(self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive.

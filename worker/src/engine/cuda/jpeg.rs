@@ -181,8 +181,12 @@ impl Session {
         for group in groups(&rooms, MOST_DECODED) {
             // The decoder does not wait for this stream: whoever has read the memory before must have ended.
             stream.synchronize().map_err(said)?;
-            let base =
-                at_least(&mut self.decoded, device, rooms[group.clone()].iter().sum()).map_err(said)?;
+            let bytes = rooms[group.clone()].iter().sum();
+            let base = at_least(&mut self.decoded, device, bytes).map_err(said)?;
+            // Of a damaged picture the decoder may write a part alone: the rest is black, and not of another picture.
+            if let Some(decoded) = &self.decoded {
+                stream.clear(decoded, bytes).and_then(|()| stream.synchronize()).map_err(said)?;
+            }
             let (mut at, mut tables) = (base, Vec::new());
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             for ((number, picture), room) in numbered[group.clone()].iter().zip(&rooms[group]) {
@@ -191,8 +195,15 @@ impl Session {
                 croppings.push(Cropping::new(picture, at, *number as u32, &mut tables));
                 at += *room as u64;
             }
-            self.hardware.decode(&decoded, stream.0)?;
-            self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
+            let started = self
+                .hardware
+                .decode(&decoded, stream.0)
+                .and_then(|()| self.cropper.run(device, kernels, &croppings, &tables).map_err(said));
+            if started.is_err() {
+                // Some may be under way, and callers let go of the files.
+                let _ = stream.synchronize();
+            }
+            started?;
         }
         self.cropper.end(pictures.len()).map_err(said)?;
         Ok(taken)

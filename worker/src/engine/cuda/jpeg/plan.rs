@@ -8,6 +8,8 @@ use std::ops::Range;
 
 /// Decoded pictures that lie on the GPU at a time, in bytes.
 pub(super) const MOST_DECODED: usize = 1 << 30;
+/// Pictures of a launch: a grid's second dimension.
+const MOST_PICTURES: usize = 65_535;
 /// Between pictures: nobody's rows share a cache line.
 const ALIGN: usize = 256;
 /// Shared memory that a block takes without asking.
@@ -48,12 +50,12 @@ pub(super) fn room(picture: &Encoded<'_>) -> usize {
     (pitch(picture) * picture.stored.height as usize).next_multiple_of(ALIGN)
 }
 
-/// Runs of pictures of these `rooms` that take `most` bytes together, or are one that takes more.
+/// Runs of pictures of these `rooms`, up to [`MOST_PICTURES`], that take `most` bytes together, or are one that takes more.
 pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     let mut taken = 0;
     for (number, room) in rooms.iter().enumerate() {
-        match groups.last_mut().filter(|_| taken + room <= most) {
+        match groups.last_mut().filter(|group| taken + room <= most && group.len() < MOST_PICTURES) {
             Some(group) => {
                 group.end = number + 1;
                 taken += room;
@@ -126,6 +128,10 @@ mod tests {
         assert!(groups(&[], 10).is_empty());
         assert_eq!(groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
         assert_eq!(groups(&[4, 7], 10), [0..1, 1..2]);
+        assert_eq!(
+            groups(&[1; MOST_PICTURES + 1], 1 << 20),
+            [0..MOST_PICTURES, MOST_PICTURES..MOST_PICTURES + 1]
+        );
     }
 
     #[test]

@@ -75,7 +75,7 @@ async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
     server.cli(&["pause", &id]).wrong(&["the job is succeeded"]);
-    server.cli(&["resume", &id]).wrong(&["the job is succeeded", "retry"]);
+    server.cli(&["resume", &id]).wrong(&["the job is succeeded", "fork it"]);
     server.stop().await;
 }
 

@@ -5,7 +5,7 @@ use crate::{
     house::{House, spec},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source},
+    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, OLDEST_PROTOCOL_VERSION, Source},
     job::JobState,
     reason::{Facts, Reason, ReasonCode},
 };
@@ -132,14 +132,17 @@ async fn a_change_of_format_is_told_while_the_job_runs_on() {
 }
 
 #[tokio::test]
-async fn an_agent_of_an_earlier_version_and_one_of_a_later_are_understood() {
+async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
     let house = House::new().await;
     Agent::with_pictures(&house, 1).await.vanish();
+    // One that could not read the jobs that it is given.
     let mut earlier = hello("b", 2, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
-        *protocol = 1;
+        *protocol = OLDEST_PROTOCOL_VERSION - 1;
     }
-    let mut agent = Agent::greet(&house, earlier).await.unwrap();
+    let told = Agent::greet(&house, earlier).await.err().unwrap();
+    assert!(told.contains("run the same version of lockstep on both"), "{told}");
+    let mut agent = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
     for reason in [
         // Words alone.
         json!("rank 0 was killed by signal 9 at step 3"),

@@ -26,8 +26,11 @@ parser.add_argument("--steps", type=int, default=10)
 a = parser.parse_args()
 # Of which a tenth is held out: four steps of 192 and one of 60, ranks of which may have different numbers of pictures.
 PICTURES = 920
-# What rounding may grow to in so few steps, with blocks that begin as nothing and a small learning rate.
-MOST = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 5e-2}
+# What rounding may grow to, with blocks that begin as nothing and a small learning rate: in the first steps, up to one after
+# the ragged one, and in the others. The CPU's own losses move by 1e-5 and 1.2e-4 in the first six steps when the learning rate
+# is a hundred-thousandth higher, and by 9e-4 in the last four.
+FIRST = 6
+MOST = {"fp32": (5e-4, 5e-3), "fp16": (1e-2, 2e-2), "bf16": (2e-2, 5e-2)}
 # Over ranks, by the environment that asks for it: what the log says of the way that statistics take.
 WAYS = {
     "memory": ({}, "through the GPUs' memory"),
@@ -110,7 +113,7 @@ def show(name, values, note=""):
 wanted = losses("cpu", "cpu", 1)
 show("CPU", wanted)
 if a.device == "cuda":
-    cases = [("fp32", False), ("fp16", False), ("bf16", False), ("fp16", True)]
+    cases = [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False), ("fp16", True)]
     runs = [(p, d, 1, None) for p, d in cases]
     runs += [(p, d, a.ranks, way) for p, d in cases for way in WAYS if a.ranks > 1]
 else:
@@ -121,8 +124,10 @@ for precision, deterministic, ranks, way in runs:
     found = losses(name, a.device, ranks, precision, deterministic, way)
     # The ragged step's own loss is a mean over ranks of different numbers of pictures; what it does to the weights shows in
     # the steps after it.
-    far = max(abs(x - y) / y for step, (x, y) in enumerate(zip(found, wanted), 1) if step % 5)
-    show(name, found, f"at most {far:.1e} apart")
-    if not far < MOST[precision]:
-        wrong.append(f"{name}: {far:.1e} apart, more than {MOST[precision]}")
+    apart = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(found, wanted), 1) if step % 5]
+    parts = [max(x for step, x in apart if step <= FIRST), max(x for step, x in apart if step > FIRST)]
+    show(name, found, "at most {:.1e} apart, later {:.1e}".format(*parts))
+    for far, most in zip(parts, MOST[precision]):
+        if not far < most:
+            wrong.append(f"{name}: {far:.1e} apart, more than {most}")
 sys.exit("\n".join(wrong) or 0)

@@ -7,7 +7,6 @@ use std::{
     collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
 };
 
 pub use super::picture::jpeg::ForCores;
@@ -38,15 +37,21 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     /// For the log.
     fn name(&self) -> String;
 
-    /// Makes `size` (width, height) RGB pixels of each picture, and calls `then` once with them, in order: `None` where
-    /// the device does not take a picture. May be called from several threads at a time.
+    /// How many calls of [`DeviceDecoder::decode`] make progress at a time; others wait for their turn.
+    fn at_a_time(&self) -> usize {
+        1
+    }
+
+    /// Asks `next` for pictures once it can begin, with how many it decodes together; makes `size` (width, height) RGB
+    /// pixels of each, and calls `then` once with them, in order: `None` where the device does not take a picture. Where
+    /// `next` has none, `then` is not called. May be called from several threads at a time.
     ///
     /// # Errors
-    /// None of them could be made; `then` was not called.
-    fn decode(
+    /// None of the pictures that `next` gave could be made; `then` was not called.
+    fn decode<'a>(
         &self,
-        pictures: &[Encoded<'_>],
         size: (u32, u32),
+        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
         then: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String>;
 
@@ -95,16 +100,9 @@ impl fmt::Display for Decoded {
 pub enum Sharing {
     /// The device, all of it.
     DeviceAlone,
-    /// The device and idle cores, as much each as takes them equally long.
+    /// The device and cores, each taking the next pictures of a batch as soon as it has time.
     WithCores,
 }
-
-/// The device's share of the first batch; afterwards by what both took.
-const FIRST_SHARE: f64 = 0.75;
-/// It always has some, and so have cores: who has nothing shows no speed.
-const SHARES: [f64; 2] = [1.0 / 64.0, 63.0 / 64.0];
-/// How much of the way to the share that the last batch suggests is gone.
-const STEP: f64 = 0.125;
 
 /// A device that decodes for a job, and what it has done.
 #[derive(Debug)]
@@ -112,9 +110,7 @@ pub(super) struct OnDevice {
     pub(super) decoder: Arc<dyn DeviceDecoder>,
     /// Bytes of a batch's files, at most.
     pub(super) most_held: usize,
-    sharing: Sharing,
-    /// The device's, of what it takes.
-    share: Mutex<f64>,
+    pub(super) sharing: Sharing,
     decoded: Mutex<Decoded>,
 }
 
@@ -124,29 +120,7 @@ impl OnDevice {
     }
 
     pub(super) fn with_room(decoder: Arc<dyn DeviceDecoder>, sharing: Sharing, most_held: usize) -> Self {
-        Self { decoder, most_held, sharing, share: Mutex::new(FIRST_SHARE), decoded: Mutex::default() }
-    }
-
-    /// How many of so many pictures the device decodes.
-    pub(super) fn share(&self, pictures: usize) -> usize {
-        match self.sharing {
-            Sharing::DeviceAlone => pictures,
-            Sharing::WithCores => {
-                let share = *self.share.lock().unwrap_or_else(PoisonError::into_inner);
-                (pictures as f64 * share).round() as usize
-            }
-        }
-    }
-
-    /// Notes how long the device and cores took for so many pictures of a batch.
-    pub(super) fn took(&self, device: (usize, Duration), cores: (usize, Duration)) {
-        let rate = |(pictures, took): (usize, Duration)| pictures as f64 / took.as_secs_f64().max(1e-6);
-        if device.0 == 0 || cores.0 == 0 {
-            return;
-        }
-        let wanted = rate(device) / (rate(device) + rate(cores));
-        let mut share = self.share.lock().unwrap_or_else(PoisonError::into_inner);
-        *share = (*share + STEP * (wanted - *share)).clamp(SHARES[0], SHARES[1]);
+        Self { decoder, most_held, sharing, decoded: Mutex::default() }
     }
 
     pub(super) fn decoded(&self) -> Decoded {
@@ -189,54 +163,5 @@ impl OnDevice {
 
     fn with<T>(&self, look: impl FnOnce(&mut Decoded) -> T) -> T {
         look(&mut self.decoded.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Debug)]
-    struct Nobody;
-
-    impl DeviceDecoder for Nobody {
-        fn name(&self) -> String {
-            "nobody".into()
-        }
-
-        fn decode(
-            &self,
-            _: &[Encoded<'_>],
-            _: (u32, u32),
-            _: &mut dyn FnMut(&[Option<&[u8]>]),
-        ) -> Result<(), String> {
-            Err("there is nobody".into())
-        }
-    }
-
-    #[test]
-    fn the_shares_of_device_and_cores_become_such_that_both_take_equally_long() {
-        let device = OnDevice::new(Arc::new(Nobody), Sharing::WithCores);
-        assert_eq!(device.share(256), 192);
-        // 6,000 and 4,000 pictures a second.
-        for _ in 0..60 {
-            let own = device.share(256);
-            let secs = |pictures: usize, rate: f64| Duration::from_secs_f64(pictures as f64 / rate);
-            device.took((own, secs(own, 6000.0)), (256 - own, secs(256 - own, 4000.0)));
-        }
-        assert!((153..=155).contains(&device.share(256)), "{}", device.share(256));
-        // However slow one of them is, it keeps a few, so that it is seen when it becomes faster; and times of nothing, or
-        // none, say nothing.
-        for _ in 0..100 {
-            device.took((100, Duration::from_secs(1)), (1, Duration::from_secs(50)));
-        }
-        assert_eq!(device.share(256), 252);
-        for _ in 0..100 {
-            device.took((1, Duration::from_secs(50)), (100, Duration::ZERO));
-        }
-        assert_eq!(device.share(256), 4);
-        device.took((0, Duration::ZERO), (256, Duration::from_secs(1)));
-        assert_eq!(device.share(256), 4);
-        assert_eq!(OnDevice::new(Arc::new(Nobody), Sharing::DeviceAlone).share(256), 256);
     }
 }

@@ -1,5 +1,6 @@
 //! A batch's pictures where a device decodes: it also crops and resizes those that it takes. Cores make the others at the same
-//! time, and some that it would take, too: as many as keep both busy equally long.
+//! time, and then those that it has not come to yet: the device takes pictures from the front of the batch, many at a time,
+//! cores from its end, one by one, so neither waits while the other has work left.
 
 use super::{
     Part,
@@ -7,15 +8,19 @@ use super::{
 };
 use crate::data::{
     DataError,
-    device::{Encoded, ForCores, OnDevice},
+    device::{Encoded, ForCores, OnDevice, Sharing},
     picture::{Area, PictureRef, ScaleTable, jpeg},
     transform::{AugmentParams, Crop, Transform},
 };
 use std::{
+    cell::Cell,
+    ops::Range,
     panic::resume_unwind,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
-    time::Instant,
 };
 
 /// How far a picture is when cores go on with it.
@@ -89,12 +94,7 @@ pub(super) fn make(
         })
     })?;
     let takes = |number: &usize| matches!(files[*number], File::OnDevice(..));
-    let (mut of_device, mut of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(takes);
-    if workers.is_pool() {
-        let shared = of_device.split_off(device.share(of_device.len()));
-        device.for_cores(ForCores::Beside, shared.len() as u64);
-        of_cores.extend(shared);
-    }
+    let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(takes);
     let read: Vec<Begun<'_>> = files
         .iter()
         .map(|file| match file {
@@ -105,66 +105,162 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &read);
     }
-    let timed = || {
-        let began = Instant::now();
-        fill(Work::Decoding, &of_cores, &read).map(|()| began.elapsed())
-    };
+    let shared = Shared { device, goal: &goal, files: &files, read: &read, queue: Queue::new(of_device), fill };
     thread::scope(|scope| {
-        let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, timed);
-        let began = Instant::now();
-        let done = decode(device, &goal, &files, &of_device, &read, fill);
-        let took = began.elapsed();
-        let cores = match beside {
-            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
-            // The system gives no more threads: one after the other, then.
-            Err(_) => timed(),
+        let feeding: Vec<_> = (1..device.decoder.at_a_time())
+            .map_while(|_| {
+                let feed = || shared.feed();
+                // Where the system gives no more threads, fewer do.
+                thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
+            })
+            .collect();
+        let beside = || {
+            let own = fill(Work::Decoding, &of_cores, &read);
+            if device.sharing == Sharing::WithCores && workers.is_pool() {
+                workers.drain(|| shared.one_on_a_core());
+            }
+            own
         };
-        let is_decoded = done?;
-        let cores = cores?;
-        if is_decoded {
-            device.took((of_device.len(), took), (of_cores.len(), cores));
+        let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, beside);
+        shared.feed();
+        let own = match beside {
+            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(_) => fill(Work::Decoding, &of_cores, &read),
+        };
+        for feeding in feeding {
+            feeding.join().unwrap_or_else(|panic| resume_unwind(panic));
         }
-        Ok(())
-    })
+        own
+    })?;
+    shared.queue.outcome()
 }
 
-/// Has the device decode the files of these numbers, and `fill` make them; says whether it did.
-fn decode(
-    device: &OnDevice,
-    goal: &Goal,
-    files: &[File],
-    numbers: &[usize],
-    read: &[Begun<'_>],
-    fill: Fill<'_>,
-) -> Result<bool, DataError> {
-    let encoded: Vec<Encoded<'_>> = numbers
-        .iter()
-        .filter_map(|number| match &files[*number] {
+/// Pictures of a batch that the device or cores decode.
+struct Shared<'a> {
+    device: &'a OnDevice,
+    goal: &'a Goal,
+    files: &'a [File],
+    /// Of each picture of the batch: its file.
+    read: &'a [Begun<'a>],
+    queue: Queue,
+    fill: Fill<'a>,
+}
+
+impl Shared<'_> {
+    /// Has the device decode what nobody has begun, until nothing is left.
+    fn feed(&self) {
+        while !self.queue.is_empty() {
+            let claimed = Cell::new((0, 0));
+            let mut filled = None;
+            let outcome = self.device.decoder.decode(
+                self.goal.size,
+                &mut |most| {
+                    claimed.set(self.queue.front(most));
+                    self.encoded(self.queue.numbers(claimed.get()))
+                },
+                &mut |made| filled = Some(self.decoded(self.queue.numbers(claimed.get()), made)),
+            );
+            if let Err(why) = outcome {
+                if claimed.get().0 == claimed.get().1 {
+                    // It cannot begin at all: cores do all that is left.
+                    claimed.set(self.queue.front(usize::MAX));
+                }
+                let (from, to) = claimed.get();
+                if from < to {
+                    self.device.failed(why, (to - from) as u64);
+                }
+                filled = None;
+            }
+            let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.read);
+            let done = filled.unwrap_or_else(on_cores);
+            self.queue.note(claimed.get().0, done);
+        }
+    }
+
+    /// What the device is told of pictures that it takes.
+    fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
+        let encoded = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, Wanted { stored, left, top, rows, columns, flip }) => {
                 Some(Encoded { bytes, stored: *stored, left: *left, top: *top, rows, columns, flip: *flip })
             }
             File::OnCores(_) | File::Passed => None,
-        })
-        .collect();
-    let (mut counts, mut filled) = ((0, 0), None);
-    let outcome = device.decoder.decode(&encoded, goal.size, &mut |made| {
-        let done = made.iter().flatten().count();
-        counts = (done as u64, (made.len() - done) as u64);
-        let mut begun = read.to_vec();
+        };
+        numbers.iter().filter_map(encoded).collect()
+    }
+
+    /// Goes on with what the device has made of these numbers; cores make what it has refused.
+    fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
+        let done = made.iter().flatten().count() as u64;
+        self.device.done(done, made.len() as u64 - done);
+        let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {
-                begun[*number] = if goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
+                begun[*number] =
+                    if self.goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
             }
         }
-        filled = Some(fill(Work::Beside, numbers, &begun));
-    });
-    match outcome {
-        Ok(()) => device.done(counts.0, counts.1),
-        Err(why) => device.failed(why, encoded.len() as u64),
+        (self.fill)(Work::Beside, numbers, &begun)
     }
-    match filled {
-        Some(filled) => filled.map(|()| true),
-        None => fill(Work::Decoding, numbers, read).map(|()| false),
+
+    /// Makes the last picture that nobody has begun on this core; says whether there was one.
+    fn one_on_a_core(&self) -> bool {
+        let Some(at) = self.queue.back() else { return false };
+        self.device.for_cores(ForCores::Beside, 1);
+        self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
+        true
+    }
+}
+
+/// Numbers of pictures, each of which is claimed once: from the front or from the end.
+struct Queue {
+    numbers: Vec<usize>,
+    /// What nobody has claimed.
+    left: Mutex<Range<usize>>,
+    /// Of what fails, the one that is first in the batch, so that the same one is told whoever comes to it first.
+    first_error: Mutex<Option<(usize, DataError)>>,
+}
+
+impl Queue {
+    fn new(numbers: Vec<usize>) -> Self {
+        Self { left: Mutex::new(0..numbers.len()), numbers, first_error: Mutex::default() }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// Claims up to `most` from the front: where they begin and end.
+    fn front(&self, most: usize) -> (usize, usize) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let from = left.start;
+        left.start += most.min(left.len());
+        (from, left.start)
+    }
+
+    /// Claims the last one.
+    fn back(&self) -> Option<usize> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).next_back()
+    }
+
+    fn numbers(&self, (from, to): (usize, usize)) -> &[usize] {
+        &self.numbers[from..to]
+    }
+
+    /// Notes how those that begin at `at` ended.
+    fn note(&self, at: usize, outcome: Result<(), DataError>) {
+        if let Err(error) = outcome {
+            let mut first = self.first_error.lock().unwrap_or_else(PoisonError::into_inner);
+            if first.as_ref().is_none_or(|(other, _)| at < *other) {
+                *first = Some((at, error));
+            }
+        }
+    }
+
+    fn outcome(self) -> Result<(), DataError> {
+        match self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
     }
 }
 
@@ -244,5 +340,34 @@ impl Goal {
             ),
         };
         Ok(Wanted { stored, left, top, rows, columns, flip })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_is_claimed_once_from_the_front_or_from_the_end() {
+        let queue = Queue::new(vec![3, 5, 8, 9, 11]);
+        assert_eq!(queue.numbers(queue.front(2)), [3, 5]);
+        assert_eq!(queue.back().map(|at| queue.numbers((at, at + 1))), Some(&[11][..]));
+        assert!(!queue.is_empty());
+        assert_eq!(queue.numbers(queue.front(usize::MAX)), [8, 9]);
+        assert!(queue.is_empty());
+        assert_eq!(queue.back(), None);
+        assert_eq!(queue.numbers(queue.front(1)), [] as [usize; 0]);
+        queue.outcome().unwrap();
+    }
+
+    #[test]
+    fn of_several_errors_the_first_in_the_batch_is_told() {
+        let queue = Queue::new((0..9).collect());
+        let wrong = |what: &str| Err(DataError::Invalid(what.into()));
+        queue.note(4, wrong("the fifth"));
+        queue.note(2, wrong("the third"));
+        queue.note(1, Ok(()));
+        queue.note(7, wrong("the eighth"));
+        assert!(queue.outcome().unwrap_err().to_string().contains("the third"));
     }
 }

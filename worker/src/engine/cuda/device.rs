@@ -362,6 +362,19 @@ impl Event {
             .map_err(CudaError::driver("creating an event"))
     }
 
+    /// One whose [`Event::wait`] leaves the core to others, at the price of some 50 us: without it, a thread that waits
+    /// keeps its core busy.
+    pub(super) fn sleeping() -> Result<Self, CudaError> {
+        use sys::CUevent_flags as F;
+        let flags = F::CU_EVENT_BLOCKING_SYNC as u32 | F::CU_EVENT_DISABLE_TIMING as u32;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: it writes a handle, destroyed when this is dropped. The flags are bits, of which cudarc's type holds one.
+        unsafe { sys::cuEventCreate(&mut event, flags) }
+            .result()
+            .map_err(CudaError::driver("creating an event"))?;
+        Ok(Self(event, PhantomData))
+    }
+
     pub(super) fn record(&self, stream: Stream) -> Result<(), CudaError> {
         // SAFETY: both are alive.
         unsafe { result::event::record(self.0, stream.0) }.map_err(CudaError::driver("recording an event"))

@@ -3,7 +3,7 @@
 //! few by then, and every transform stays as it is.
 
 use super::{
-    device::{Buffer, Device, OwnedStream, Pinned},
+    device::{Buffer, Device, Event, OwnedStream, Pinned},
     error::CudaError,
     kernels::{Arg, DType, Geometry, Kernels},
 };
@@ -15,17 +15,19 @@ use crate::{
     gpu::nvjpeg::{self, Hardware, Nvjpeg},
 };
 use plan::{Cropping, MOST_DECODED, band, groups, pitch, room};
-use std::{
-    fmt, io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
-};
+use sessions::Sessions;
+use std::{fmt, io, sync::Arc};
 
 mod plan;
+mod sessions;
 #[cfg(test)]
 mod tests;
 
-/// Batches that are decoded at a time: while one is copied to the host, the decoder works on the next.
-const SESSIONS: usize = 2;
+/// Groups of pictures that are decoded at a time. The decoders in hardware work on one while another's are cropped, copied,
+/// or wait for kernels of a training step.
+const SESSIONS: usize = 4;
+/// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
+const GROUP: usize = 64;
 
 /// How far the pixels of the first picture may be from those that cores make of it: mean over all, of 255. Decoders
 /// round differently, and differ in how they enlarge chroma.
@@ -44,7 +46,7 @@ pub(in crate::engine) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn Devi
 struct JpegDecoder {
     name: String,
     // Dropped in this order, by `close`, too.
-    sessions: Vec<Mutex<Option<Session>>>,
+    sessions: Sessions<Session>,
     kernels: Kernels,
     device: Device,
 }
@@ -61,12 +63,13 @@ impl JpegDecoder {
         let library = Arc::new(library);
         let device = Device::open(ordinal).map_err(|e| e.to_string())?;
         let sessions = (0..SESSIONS)
-            .map(|_| Ok(Mutex::new(Some(Session::open(&library)?))))
+            .map(|_| Session::open(&library))
             .collect::<Result<Vec<_>, String>>()?;
-        let engines = sessions.first().and_then(|session| lock(session).as_ref()?.hardware.engines());
+        let engines = sessions.first().and_then(|session| session.hardware.engines());
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
         // What nvJPEG starts on a stream is not ours to run beside.
         let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
+        let sessions = Sessions::new(sessions);
         Ok(Self { name: format!("nvJPEG {version}{engines}"), sessions, kernels, device })
     }
 
@@ -81,10 +84,10 @@ impl JpegDecoder {
         let wanted = Picture::decode(&file)?;
         let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
         let (rows, columns) = (ScaleTable::new(64, 64), ScaleTable::new(96, 96));
-        let picture =
-            Encoded { bytes: &file, stored, left: 0, top: 0, rows: &rows, columns: &columns, flip: false };
+        let mut picture =
+            Some(Encoded { bytes: &file, stored, left: 0, top: 0, rows: &rows, columns: &columns, flip: false });
         let mut difference = Err(format!("the first picture is {}", ForCores::Refused));
-        self.decode(&[picture], (96, 64), &mut |made| {
+        self.decode((96, 64), &mut |_| picture.take().into_iter().collect(), &mut |made| {
             if let [Some(pixels)] = made {
                 let apart: u64 =
                     pixels.iter().zip(&wanted.pixels).map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
@@ -96,20 +99,6 @@ impl JpegDecoder {
             apart => Err(format!("nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average")),
         }
     }
-
-    /// One that is free, or else the first one that will be.
-    fn session(&self) -> MutexGuard<'_, Option<Session>> {
-        let free = self.sessions.iter().find_map(|session| match session.try_lock() {
-            Ok(session) => Some(session),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        });
-        free.unwrap_or_else(|| lock(&self.sessions[0]))
-    }
-}
-
-fn lock(session: &Mutex<Option<Session>>) -> MutexGuard<'_, Option<Session>> {
-    session.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl DeviceDecoder for JpegDecoder {
@@ -117,16 +106,23 @@ impl DeviceDecoder for JpegDecoder {
         self.name.clone()
     }
 
-    fn decode(
+    fn at_a_time(&self) -> usize {
+        SESSIONS
+    }
+
+    fn decode<'a>(
         &self,
-        pictures: &[Encoded<'_>],
         size: (u32, u32),
+        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
         then: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String> {
-        let mut session = self.session();
-        let session = session.as_mut().ok_or("the decoder is closed")?;
+        let mut session = self.sessions.take().ok_or("the decoder is closed")?;
         self.device.bind().map_err(|e| e.to_string())?;
-        let taken = session.decode(&self.device, &self.kernels, pictures, size)?;
+        let pictures = next(GROUP);
+        if pictures.is_empty() {
+            return Ok(());
+        }
+        let taken = session.decode(&self.device, &self.kernels, &pictures, size)?;
         let bytes = size.0 as usize * size.1 as usize * 3;
         let all = session.cropper.pixels(pictures.len() * bytes);
         let made: Vec<Option<&[u8]>> =
@@ -137,7 +133,7 @@ impl DeviceDecoder for JpegDecoder {
 
     fn close(&self) {
         if self.device.bind().is_ok() {
-            self.sessions.iter().for_each(|session| drop(lock(session).take()));
+            self.sessions.close();
         }
     }
 }
@@ -151,14 +147,20 @@ impl Drop for JpegDecoder {
 /// A decoder and its memory.
 struct Session {
     hardware: Hardware,
+    /// All zeros between groups: of a damaged picture the decoder may write a part alone, and the rest is to be black, and not
+    /// of another picture.
     decoded: Option<Buffer>,
     cropper: Cropper,
+    /// Whether the pictures that were begun last are done with.
+    done: Event,
 }
 
 impl Session {
     fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
+        let said = |error: CudaError| error.to_string();
         let hardware = Hardware::open(library)?;
-        Ok(Self { hardware, decoded: None, cropper: Cropper::new().map_err(|e| e.to_string())? })
+        let cropper = Cropper::new().map_err(said)?;
+        Ok(Self { hardware, decoded: None, cropper, done: Event::sleeping().map_err(said)? })
     }
 
     /// Makes the pictures that it takes, and says which. All work is done when it returns.
@@ -169,25 +171,38 @@ impl Session {
         pictures: &[Encoded<'_>],
         size: (u32, u32),
     ) -> Result<Vec<bool>, String> {
-        let said = |error: CudaError| error.to_string();
         let taken: Vec<bool> = pictures.iter().map(|picture| self.hardware.takes(picture.bytes)).collect();
+        let outcome = self.make(device, kernels, pictures, &taken, size);
+        if outcome.is_err() {
+            // Some may be under way, and callers let go of the files.
+            let _ = self.cropper.stream.0.synchronize();
+            self.decoded = None;
+        }
+        outcome.map(|()| taken)
+    }
+
+    fn make(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        pictures: &[Encoded<'_>],
+        taken: &[bool],
+        size: (u32, u32),
+    ) -> Result<(), String> {
+        let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
         let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture)).collect();
         let stream = self.cropper.stream.0;
-        // After an error something may be left.
-        stream.synchronize().map_err(said)?;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
-        for group in groups(&rooms, MOST_DECODED) {
-            // The decoder does not wait for this stream: whoever has read the memory before must have ended.
-            stream.synchronize().map_err(said)?;
-            let bytes = rooms[group.clone()].iter().sum();
-            let base = at_least(&mut self.decoded, device, bytes).map_err(said)?;
-            // Of a damaged picture the decoder may write a part alone: the rest is black, and not of another picture.
-            if let Some(decoded) = &self.decoded {
-                stream.clear(decoded, bytes).and_then(|()| stream.synchronize()).map_err(said)?;
+        for (number, group) in groups(&rooms, MOST_DECODED).into_iter().enumerate() {
+            if number > 0 {
+                // The decoder does not wait for this stream: whoever has used the memory before must have ended.
+                self.wait()?;
             }
-            let (mut at, mut tables) = (base, Vec::new());
+            let bytes = rooms[group.clone()].iter().sum();
+            let mut at = zeros(&mut self.decoded, device, bytes).map_err(said)?;
+            let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             for ((number, picture), room) in numbered[group.clone()].iter().zip(&rooms[group]) {
                 let (bytes, pitch) = (picture.bytes, pitch(picture));
@@ -195,18 +210,19 @@ impl Session {
                 croppings.push(Cropping::new(picture, at, *number as u32, &mut tables));
                 at += *room as u64;
             }
-            let started = self
-                .hardware
-                .decode(&decoded, stream.0)
-                .and_then(|()| self.cropper.run(device, kernels, &croppings, &tables).map_err(said));
-            if started.is_err() {
-                // Some may be under way, and callers let go of the files.
-                let _ = stream.synchronize();
+            self.hardware.decode(&decoded, stream.0)?;
+            self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
+            if let Some(decoded) = &self.decoded {
+                stream.clear(decoded, bytes).map_err(said)?;
             }
-            started?;
         }
         self.cropper.end(pictures.len()).map_err(said)?;
-        Ok(taken)
+        self.wait()
+    }
+
+    /// Waits for all that was started, and leaves the core to others meanwhile.
+    fn wait(&self) -> Result<(), String> {
+        self.done.record(self.cropper.stream.0).and_then(|()| self.done.wait()).map_err(|e| e.to_string())
     }
 }
 
@@ -286,16 +302,16 @@ impl Cropper {
         kernels.launch(self.stream.0, "crop", geometry, &args)
     }
 
-    /// Waits until `pictures` outputs are on the host.
+    /// Brings `pictures` outputs to the host.
     fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
         let bytes = pictures * self.bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
             self.stream.0.download(host, outputs.ptr, bytes)?;
         }
-        self.stream.0.synchronize()
+        Ok(())
     }
 
-    /// What [`Cropper::end`] has brought.
+    /// What [`Cropper::end`] has brought, once it was waited for.
     fn pixels(&self, bytes: usize) -> &[u8] {
         self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
     }
@@ -303,12 +319,25 @@ impl Cropper {
 
 /// Where memory of `bytes` begins: what there is, or more in its place.
 fn at_least(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    room_of(buffer, bytes, |bytes| device.alloc(bytes))
+}
+
+/// [`at_least`], all zeros where it is new.
+fn zeros(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    room_of(buffer, bytes, |bytes| device.zeros(bytes))
+}
+
+fn room_of(
+    buffer: &mut Option<Buffer>,
+    bytes: usize,
+    take: impl FnOnce(usize) -> Result<Buffer, CudaError>,
+) -> Result<u64, CudaError> {
     match buffer {
         Some(there) if there.bytes >= bytes => Ok(there.ptr),
         _ => {
-            // Given back first. A little more than was asked for, since batches differ.
+            // Given back first. A little more than was asked for, since groups differ.
             *buffer = None;
-            let more = device.alloc((bytes + bytes / 8).next_multiple_of(1 << 20))?;
+            let more = take((bytes + bytes / 8).next_multiple_of(1 << 20))?;
             Ok(buffer.insert(more).ptr)
         }
     }

@@ -357,6 +357,7 @@ fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<
 /// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
 fn leave(status: i32, within: Duration) -> ! {
     end_by_force_within(within);
+    nccl::wait_for_aborts(within / 2);
     std::process::exit(status)
 }
 

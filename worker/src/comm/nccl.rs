@@ -23,7 +23,7 @@ use std::{
     ffi::{CStr, c_int},
     mem::size_of,
     ptr::null_mut,
-    sync::{Arc, Mutex, PoisonError, Weak, atomic::Ordering, mpsc},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak, atomic::Ordering, mpsc},
     time::{Duration, Instant},
 };
 
@@ -98,10 +98,36 @@ impl Handle for Comm {
             let Self(comm) = { self };
             // SAFETY: the owner gave it away for this, once, when no call was being made.
             unsafe { sys::ncclCommAbort(comm) };
+            ABORTS.with(|under_way| *under_way -= 1);
         };
+        ABORTS.with(|under_way| *under_way += 1);
         // Without a thread it goes with the process.
-        let _ = std::thread::Builder::new().name("nccl abort".into()).spawn(abort);
+        if std::thread::Builder::new().name("nccl abort".into()).spawn(abort).is_err() {
+            ABORTS.with(|under_way| *under_way -= 1);
+        }
     }
+}
+
+/// Aborts that NCCL has not finished.
+struct Aborts {
+    under_way: Mutex<usize>,
+    changed: Condvar,
+}
+
+static ABORTS: Aborts = Aborts { under_way: Mutex::new(0), changed: Condvar::new() };
+
+impl Aborts {
+    fn with(&self, change: impl FnOnce(&mut usize)) {
+        change(&mut self.under_way.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+}
+
+/// Waits until every abort that was begun is finished, at most `limit`. A process calls it before it exits: exit handlers
+/// free what NCCL's abort still uses, and the process would end with a segmentation fault instead of its status.
+pub fn wait_for_aborts(limit: Duration) {
+    let under_way = ABORTS.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+    let _ = ABORTS.changed.wait_timeout_while(under_way, limit, |under_way| *under_way > 0);
 }
 
 /// Communicators of this process, which is one rank.
@@ -514,6 +540,7 @@ mod tests {
         abort_all("enough");
         assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
         drop(nccl);
+        wait_for_aborts(Duration::from_secs(10));
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     }
 
@@ -545,6 +572,8 @@ mod tests {
                     );
                 }
             });
+            wait_for_aborts(Duration::from_secs(10));
+            assert_eq!(*ABORTS.under_way.lock().unwrap(), 0, "round {round}");
         }
     }
 

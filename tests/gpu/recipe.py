@@ -1,0 +1,113 @@
+"""Does the `imagenet` recipe learn as well as in PyTorch? ResNet-18 on CIFAR-10's pictures, written as JPEG files of 64 pixels, with
+the recipe shortened to 10 epochs, by `lockstep train`. Prints a line of JSON a seed. `torch_recipe.py` is PyTorch's side.
+
+    python3 recipe.py --program lockstep --archive data/cifar10-jpeg.tar.xz --work /tmp --seeds 1 2 3
+"""
+
+import argparse
+import io
+import json
+import math
+import multiprocessing
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+
+from PIL import Image
+
+SIDE = 64
+
+
+def milestones(epochs):
+    """After a third and two thirds of the run, as 30 and 60 of 90 epochs are."""
+    return [math.ceil(epochs / 3), math.ceil(2 * epochs / 3)]
+
+
+def write(job):
+    """One of the archive's pictures, enlarged, as a JPEG file."""
+    path, content = job
+    picture = Image.open(io.BytesIO(content)).convert("RGB").resize((SIDE, SIDE), Image.BICUBIC)
+    picture.save(path, quality=95)
+
+
+def pictures(archive, folder):
+    """`train` and `val` with a folder a class, made once."""
+    if folder.exists():
+        return
+    half = folder.with_suffix(".half")
+    shutil.rmtree(half, ignore_errors=True)
+    jobs = []
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if not member.isfile():
+                continue
+            split, name, file = member.name.split("/")[-3:]
+            path = half / {"train": "train", "test": "val"}[split] / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            jobs.append((str(path), tar.extractfile(member).read()))
+    with multiprocessing.Pool() as pool:
+        pool.map(write, jobs, chunksize=200)
+    half.rename(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--archive", required=True)
+    parser.add_argument("--work", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    a = parser.parse_args()
+    folder = pathlib.Path(a.work).resolve() / f"cifar10-jpeg-{SIDE}"
+    pictures(a.archive, folder)
+    failed = False
+    for seed in a.seeds:
+        home = folder.with_name(f"recipe-{seed}")
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        (home / "job.toml").write_text(f"""
+name = "recipe"
+[model]
+arch = "resnet18"
+stem = "imagenet"
+[data]
+dataset = "{folder}"
+image_size = {SIDE}
+[train]
+recipe = "imagenet"
+epochs = {a.epochs}
+milestones = {milestones(a.epochs)}
+global_batch_size = 256
+precision = "{a.precision}"
+seed = {seed}
+[parallel]
+device = "{a.device}"
+[evaluate]
+every_epochs = 0
+""")
+        began = time.monotonic()
+        done = subprocess.run(
+            [a.program, "train", str(home / "job.toml"), "--out", str(home / "out")], capture_output=True, text=True
+        )
+        log = done.stdout + done.stderr
+        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
+        row = {
+            "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": a.epochs, "precision": a.precision,
+            "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(time.monotonic() - began, 1),
+        }
+        print(json.dumps(row), flush=True)
+        if done.returncode != 0 or not accuracy:
+            print(log[-2000:], file=sys.stderr, flush=True)
+            failed = True
+        shutil.rmtree(home)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -105,7 +105,8 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &read);
     }
-    let shared = Shared { device, goal: &goal, files: &files, read: &read, queue: Queue::new(of_device), fill };
+    let shared =
+        Shared { device, goal: &goal, files: &files, read: &read, queue: Queue::new(of_device), fill };
     thread::scope(|scope| {
         let feeding: Vec<_> = (1..device.decoder.at_a_time())
             .map_while(|_| {

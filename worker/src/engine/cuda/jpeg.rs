@@ -62,9 +62,7 @@ impl JpegDecoder {
         let (library, version) = Nvjpeg::find()?;
         let library = Arc::new(library);
         let device = Device::open(ordinal).map_err(|e| e.to_string())?;
-        let sessions = (0..SESSIONS)
-            .map(|_| Session::open(&library))
-            .collect::<Result<Vec<_>, String>>()?;
+        let sessions = (0..SESSIONS).map(|_| Session::open(&library)).collect::<Result<Vec<_>, String>>()?;
         let engines = sessions.first().and_then(|session| session.hardware.engines());
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
         // What nvJPEG starts on a stream is not ours to run beside.
@@ -84,8 +82,15 @@ impl JpegDecoder {
         let wanted = Picture::decode(&file)?;
         let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
         let (rows, columns) = (ScaleTable::new(64, 64), ScaleTable::new(96, 96));
-        let mut picture =
-            Some(Encoded { bytes: &file, stored, left: 0, top: 0, rows: &rows, columns: &columns, flip: false });
+        let mut picture = Some(Encoded {
+            bytes: &file,
+            stored,
+            left: 0,
+            top: 0,
+            rows: &rows,
+            columns: &columns,
+            flip: false,
+        });
         let mut difference = Err(format!("the first picture is {}", ForCores::Refused));
         self.decode((96, 64), &mut |_| picture.take().into_iter().collect(), &mut |made| {
             if let [Some(pixels)] = made {

@@ -155,6 +155,9 @@ struct Session {
     /// All zeros between groups: of a damaged picture the decoder may write a part alone, and the rest is to be black, and not
     /// of another picture.
     decoded: Option<Buffer>,
+    /// The files of a group, page-locked: a copy from elsewhere keeps the driver, and with it the training step, waiting until
+    /// all that was started on the stream before is done.
+    files: Option<Pinned>,
     cropper: Cropper,
     /// Whether the pictures that were begun last are done with.
     done: Event,
@@ -165,7 +168,7 @@ impl Session {
         let said = |error: CudaError| error.to_string();
         let hardware = Hardware::open(library)?;
         let cropper = Cropper::new().map_err(said)?;
-        Ok(Self { hardware, decoded: None, cropper, done: Event::sleeping().map_err(said)? })
+        Ok(Self { hardware, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
     }
 
     /// Makes the pictures that it takes, and says which. All work is done when it returns.
@@ -209,8 +212,13 @@ impl Session {
             let mut at = zeros(&mut self.decoded, device, bytes).map_err(said)?;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
-            for ((number, picture), room) in numbered[group.clone()].iter().zip(&rooms[group]) {
-                let (bytes, pitch) = (picture.bytes, pitch(picture));
+            let of_group: Vec<&[u8]> =
+                numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
+            let files = page_locked(&mut self.files, &of_group).map_err(said)?;
+            for (((number, picture), room), bytes) in
+                numbered[group.clone()].iter().zip(&rooms[group]).zip(files)
+            {
+                let pitch = pitch(picture);
                 decoded.push(nvjpeg::Picture { bytes, to: at, pitch });
                 croppings.push(Cropping::new(picture, at, *number as u32, &mut tables));
                 at += *room as u64;
@@ -320,6 +328,29 @@ impl Cropper {
     fn pixels(&self, bytes: usize) -> &[u8] {
         self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
     }
+}
+
+/// Copies of `files` in page-locked memory, which nothing may be reading any more.
+fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
+    let bytes: usize = files.iter().map(|file| file.len()).sum();
+    if memory.as_ref().is_none_or(|memory| memory.room() < bytes) {
+        *memory = None;
+        *memory = Some(Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?);
+    }
+    let Some(memory) = memory else { return Ok(Vec::new()) };
+    let mut at = 0;
+    for file in files {
+        memory.write(at, file);
+        at += file.len();
+    }
+    let mut rest = memory.bytes(bytes);
+    let mut copies = Vec::with_capacity(files.len());
+    for file in files {
+        let (copy, others) = rest.split_at(file.len());
+        copies.push(copy);
+        rest = others;
+    }
+    Ok(copies)
 }
 
 /// Where memory of `bytes` begins: what there is, or more in its place.

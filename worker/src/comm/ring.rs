@@ -222,7 +222,7 @@ fn accept(
             }
             Err(e) => return Err(protocol(e)),
         }
-        if meeting.stop.load(Ordering::Relaxed) {
+        if store.gives_up() {
             return Err(RendezvousError::Stopped);
         }
         if began.elapsed() > meeting.timeout {

@@ -2,7 +2,7 @@
 //! time, and some that it would take, too: as many as keep both busy equally long.
 
 use super::{
-    Part,
+    part::Part,
     workers::{Work, Workers},
 };
 use crate::data::{

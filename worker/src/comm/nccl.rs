@@ -23,7 +23,7 @@ use std::{
     ffi::{CStr, c_int},
     mem::size_of,
     ptr::null_mut,
-    sync::{Arc, Mutex, PoisonError, Weak, atomic::Ordering, mpsc},
+    sync::{Arc, Mutex, PoisonError, Weak, mpsc},
     time::{Duration, Instant},
 };
 

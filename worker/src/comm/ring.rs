@@ -20,7 +20,7 @@ use sink::Fill;
 use std::{
     io,
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, Mutex, OnceLock, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 pub(in crate::comm) use wire::Operation;

@@ -147,7 +147,7 @@ impl Run<'_> {
                 }
             }
         }
-        setup::tell_broken(self.training, &self.data);
+        setup::report_broken(self.training, &self.data);
         comm.all_reduce_f64(&mut sums)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {

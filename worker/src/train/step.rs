@@ -31,7 +31,7 @@ impl Run<'_> {
             return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
         }
         let data_secs = began.elapsed().as_secs_f64();
-        setup::tell_broken(self.training, &self.data);
+        setup::report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
 
         let result = self.engine.start_step(&micro_batches, lr)?;

@@ -101,7 +101,7 @@ pub struct Meeting {
     pub world_size: u32,
     /// Longest wait for others.
     pub timeout: Duration,
-    /// Set from anywhere: whoever waits gives up.
+    /// Set from any thread: whoever waits gives up, until [`Store::leave_stops_to_votes`].
     pub stop: Arc<AtomicBool>,
 }
 
@@ -148,6 +148,7 @@ pub struct Store {
     stream: Mutex<TcpStream>,
     local_ip: IpAddr,
     listener: Option<Listener>,
+    stops_are_voted_on: AtomicBool,
 }
 
 impl Store {
@@ -182,12 +183,24 @@ impl Store {
             }
         };
         let local_ip = stream.local_addr().map_err(RendezvousError::Lost)?.ip();
-        Ok(Self { meeting, stream: Mutex::new(stream), local_ip, listener })
+        let (stream, stops_are_voted_on) = (Mutex::new(stream), AtomicBool::new(false));
+        Ok(Self { meeting, stream, local_ip, listener, stops_are_voted_on })
     }
 
     /// How the ranks meet.
     pub fn meeting(&self) -> &Meeting {
         &self.meeting
+    }
+
+    /// From now on a stop ends no waiting here. For ranks that are training: they vote on a stop and end after the same
+    /// step, so one that is told to stop must not leave the others in an exchange that they make in between.
+    pub fn leave_stops_to_votes(&self) {
+        self.stops_are_voted_on.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this rank is told to stop and should give up waiting for the others.
+    pub fn gives_up(&self) -> bool {
+        self.meeting.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
     /// This machine's address as rank 0's machine sees it.
@@ -277,7 +290,7 @@ impl Store {
                 Reply::Values(_) => {}
                 other => return Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
             }
-            if self.meeting.stop.load(Ordering::Relaxed) {
+            if self.gives_up() {
                 return Err(RendezvousError::Stopped);
             }
         }

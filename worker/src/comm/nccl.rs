@@ -23,7 +23,7 @@ use std::{
     ffi::{CStr, c_int},
     mem::size_of,
     ptr::null_mut,
-    sync::{Arc, Condvar, Mutex, PoisonError, Weak, atomic::Ordering, mpsc},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak, mpsc},
     time::{Duration, Instant},
 };
 
@@ -189,8 +189,7 @@ impl Nccl {
             Arc::new(State { name: name.into(), comm: Owner::new(Comm(comm)), calls: Mutex::new(()) });
         LIVE.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&state));
         let this = Self { rank, world_size, timeout, context, state };
-        let stopped = || meeting.stop.load(Ordering::Relaxed);
-        this.settle(OPERATION, status, &stopped)?;
+        this.settle(OPERATION, status, &|| store.gives_up())?;
         Ok(Arc::new(this))
     }
 

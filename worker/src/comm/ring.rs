@@ -20,7 +20,7 @@ use sink::Fill;
 use std::{
     io,
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, Mutex, OnceLock, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 pub(in crate::comm) use wire::Operation;
@@ -222,7 +222,7 @@ fn accept(
             }
             Err(e) => return Err(protocol(e)),
         }
-        if meeting.stop.load(Ordering::Relaxed) {
+        if store.gives_up() {
             return Err(RendezvousError::Stopped);
         }
         if began.elapsed() > meeting.timeout {

@@ -273,7 +273,7 @@ fn on_gpu(
         threads: 1,
     };
     let mut engine = build_cuda(network, &initial, config, comm, gpu).map_err(|e| e.to_string())?;
-    let mut data = DataSource::made_up(PICTURES, case.image_size, 0);
+    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
     data.set_form(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))
 }

@@ -185,6 +185,8 @@ mod tests {
         let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
         let nvml =
             Nvml::builder().lib_path(libraries.get(Which::Nvml).unwrap().path.as_os_str()).init().unwrap();
+        // A context takes some memory, whatever else runs there.
+        let _context = cudarc::driver::CudaContext::new(0).unwrap();
         let seen = sample(&nvml, &gpu.uuid).unwrap();
         assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");
         assert!(seen.utilization.is_none_or(|u| (0.0..=1.0).contains(&u)), "{seen:?}");

@@ -72,3 +72,16 @@ fn told_to_stop_a_waiting_rank_gives_up() {
     store.meeting().stop.store(true, Ordering::Relaxed);
     assert!(matches!(store.exchange("ring", b""), Err(RendezvousError::Stopped)));
 }
+
+#[test]
+fn once_stops_are_voted_on_a_rank_that_is_told_to_stop_waits_for_the_others() {
+    let port = free_port("127.0.0.1").unwrap();
+    let short = Duration::from_millis(300);
+    let store = Store::join(Meeting { timeout: short, ..meeting(port, 0, 2) }).unwrap();
+    store.leave_stops_to_votes();
+    store.meeting().stop.store(true, Ordering::Relaxed);
+    let missing = store.exchange("alone", b"").unwrap_err();
+    assert!(matches!(&missing, RendezvousError::Missing { ranks, .. } if *ranks == [1]), "{missing}");
+    store.set("met/1", b"rank 1").unwrap();
+    assert_eq!(store.exchange("met", b"rank 0").unwrap(), [b"rank 0", b"rank 1"]);
+}

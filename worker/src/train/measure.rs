@@ -1,4 +1,4 @@
-//! Where a rank's time goes, told about once a second and at every change of what it does.
+//! Where a rank's time goes: reported about once a second, and whenever it begins to do something else.
 
 use super::Observer;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
@@ -19,12 +19,12 @@ pub(super) struct Pulse<'a> {
     data_secs: f64,
     all_reduce_secs: f64,
     samples: u64,
-    /// Shown while there is nothing newer, such as during an evaluation.
+    /// The newest step times and rate. They are reported again while there are no steps, such as during an evaluation.
     averages: [f64; 4],
 }
 
 impl<'a> Pulse<'a> {
-    /// `device`: its name as far as it is known before the engine is built.
+    /// `device`: a name for it until the engine is built and knows a better one.
     pub(super) fn new(observer: &'a dyn Observer, rank: u32, device: String) -> Self {
         Self {
             observer,
@@ -68,7 +68,7 @@ impl<'a> Pulse<'a> {
         }
     }
 
-    /// Something that is no step has moved on.
+    /// Reports that work other than a step has made progress, if the last report is a second old.
     pub(super) fn still_alive(&mut self, status: &str) {
         if self.last.elapsed() >= EVERY {
             self.report(status);

@@ -253,14 +253,14 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
     })
 }
 
-/// Tells of pictures that could not be read since this was last called.
-pub(super) fn tell_broken(training: &Training<'_>, data: &DataSource) {
+/// Logs which pictures could not be read since the last call.
+pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let (news, count) = data.newly_broken();
     let before = count - news.len();
     for file in news.iter().take(NAMED.saturating_sub(before)) {
         training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
     }
-    // The rest is counted: each time that it has doubled.
+    // The rest is only counted, each time that their number has doubled.
     if count > NAMED && count.ilog2() != before.max(1).ilog2() {
         training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
     }

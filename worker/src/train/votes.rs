@@ -1,11 +1,16 @@
-//! When ranks vote on whether to go on.
+//! The ranks' votes on whether to continue, and on whether the numbers are finite.
 //!
-//! A stop concerns all ranks, and they must end after the same step, so they add up who was told. Few ranks do so after
-//! every step: it costs them some microseconds. Many vote about four times a second, or after every step where that takes
-//! longer. The step to vote at next follows from the mean time of a step over all ranks, which is part of the vote: so
-//! all ranks come to the same one.
+//! A stop concerns all ranks, and they must end after the same step, so they add up how many were told to stop. Few ranks do so
+//! after every step: it costs them some microseconds. Many vote about four times a second, or after every step when a step takes
+//! longer. The step to vote at next follows from the mean time of a step over all ranks. That mean is part of the vote, so
+//! all ranks come to the same step.
 
-use std::time::{Duration, Instant};
+use super::{Run, TrainError};
+use crate::engine::StepResult;
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 /// Up to this many ranks vote after every step.
 const FEW_RANKS: u32 = 16;
@@ -20,17 +25,17 @@ pub(super) struct Votes {
     after_every_step: bool,
     /// The step to vote at.
     next: u64,
-    /// When the last one was, and after which step.
+    /// When the last vote was, and after which step.
     last: (Instant, u64),
 }
 
 impl Votes {
-    /// Of steps after number `done`.
+    /// The votes of the steps after number `done`.
     pub(super) fn of_steps(world_size: u32, done: u64) -> Self {
         Self { after_every_step: world_size <= FEW_RANKS, ..Self::timed(done) }
     }
 
-    /// By time alone, whatever the number of ranks.
+    /// The same, due by time alone, whatever the number of ranks.
     pub(super) fn timed(done: u64) -> Self {
         Self { after_every_step: false, next: done + 1, last: (Instant::now(), done) }
     }
@@ -40,7 +45,7 @@ impl Votes {
         self.after_every_step || step >= self.next
     }
 
-    /// This rank's part of a vote after step `step`: seconds a step since the last one.
+    /// This rank's part of a vote after step `step`: seconds a step since the last vote.
     pub(super) fn step_secs(&self, step: u64) -> f64 {
         let (at, before) = self.last;
         at.elapsed().as_secs_f64() / step.saturating_sub(before).max(1) as f64
@@ -51,6 +56,83 @@ impl Votes {
         let steps = (EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
         self.next = step + steps.clamp(1, MOST_STEPS);
         self.last = (Instant::now(), step);
+    }
+}
+
+/// The first step whose numbers were not finite and that was not skipped.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct NotFinite {
+    step: u64,
+    lr: f32,
+    /// The loss of this rank was not finite; else only the gradient.
+    loss: bool,
+}
+
+impl Run<'_> {
+    /// Remembers the oldest step in flight if its numbers are not finite and it was not skipped.
+    pub(super) fn note_not_finite(&mut self, result: Option<&StepResult>) {
+        if let (Some(result), Some(of), None) = (result, self.in_flight.front(), self.not_finite)
+            && !result.is_finite()
+            && !result.is_skipped()
+        {
+            self.not_finite = Some(NotFinite { step: of.step, lr: of.lr, loss: !result.loss.is_finite() });
+        }
+    }
+
+    /// Votes if a vote is due, or `always`. False: some rank was told to stop, and all ranks know it.
+    ///
+    /// # Errors
+    /// [`TrainError::Diverged`] on all ranks when the numbers of any are not finite.
+    pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
+        let comm = &self.training.comm;
+        // Always before a checkpoint and an evaluation: numbers that are not finite are not saved, and neither is begun in vain.
+        let due = always
+            || self.votes.is_due(self.step)
+            || self.step == self.plan.total_steps
+            || self.step.is_multiple_of(self.plan.steps_per_epoch)
+            || self.plan.checkpoint_after_step(self.step);
+        if !due {
+            return Ok(true);
+        }
+        let stop = self.training.stop.load(Ordering::Relaxed);
+        let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
+        let own = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
+        let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
+        comm.all_reduce_f64(&mut votes)?;
+        let [stop, not_finite, losses, step_secs] = votes;
+        // Votes that do not wait until they are due say nothing about how long a step takes.
+        if !always {
+            self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
+        }
+        if not_finite > 0.0 {
+            let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
+            let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
+            let what = match (losses as u32, comm.world_size()) {
+                (0, _) => "the gradient is not finite".into(),
+                (_, 1) => "the loss is not finite".into(),
+                (ranks, world_size) => format!("the loss is not finite on {ranks} of {world_size} ranks"),
+            };
+            return Err(TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr });
+        }
+        Ok(stop == 0.0)
+    }
+
+    /// An error that ends the run on all ranks if any has weights, running statistics or optimizer state that are not finite.
+    pub(super) fn check_state(&self) -> Result<(), TrainError> {
+        let own = self.engine.first_not_finite()?;
+        let mut votes = [f64::from(u8::from(own.is_some()))];
+        self.training.comm.all_reduce_f64(&mut votes)?;
+        if votes == [0.0] {
+            return Ok(());
+        }
+        let found = own.unwrap_or_else(|| "a tensor of another rank".into());
+        Err(self.diverged(found))
+    }
+
+    /// The error that says that training has diverged at the newest step.
+    pub(super) fn diverged(&self, what: String) -> TrainError {
+        let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
+        TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
     }
 }
 

@@ -1,8 +1,8 @@
-//! One batch: its pictures opened, transformed and put together.
+//! What a batch is, and how one is made: its pictures are opened, transformed and put together.
 
 use super::{
-    Batch, Form, Part,
     on_device::{self, Begun},
+    part::Part,
     workers::{Scratch, Work, Workers},
 };
 use crate::data::{
@@ -13,18 +13,91 @@ use crate::data::{
 };
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Makes batches of a split's pictures.
+/// Which fields of a [`Batch`] hold its pictures. It depends on how much of the transform the engine does itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// [`Batch::images`].
+    #[default]
+    Normalised,
+    /// [`Batch::bytes`]: transformed, but not normalised.
+    Bytes,
+    /// [`Batch::draws`]: the engine has all pictures in its memory and augments them itself.
+    Draws,
+}
+
+/// A batch ready for an engine, in one [`Form`].
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Batch {
+    /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
+    pub images: Vec<f32>,
+    /// NHWC, as many bytes.
+    pub bytes: Vec<u8>,
+    /// The augmentation parameters of each picture; see `AugmentParams::packed`.
+    pub draws: Vec<u32>,
+    /// Class of each picture.
+    pub labels: Vec<u32>,
+    /// With mixup or cutmix: the class of the picture that each one is mixed with. Empty when pictures are not mixed.
+    pub mixed_labels: Vec<u32>,
+    /// The weight of an picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
+    pub lambda: f32,
+    /// Position of each picture in its split, for tests and for error messages.
+    pub indices: Vec<u64>,
+    /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
+    /// not ask each other. A single rank does not read it and counts `labels`.
+    pub global_samples: usize,
+}
+
+impl Batch {
+    /// The class of the other picture for each picture, and `lambda`; `None` when pictures are not mixed.
+    pub fn mixed(&self) -> Option<(&[u32], f32)> {
+        (!self.mixed_labels.is_empty()).then_some((&self.mixed_labels[..], self.lambda))
+    }
+
+    /// Checks that each label is below `classes`, and that mixed pictures have one label each.
+    ///
+    /// # Errors
+    /// A sentence that says which label does not fit.
+    pub(crate) fn check_labels(&self, classes: usize) -> Result<(), String> {
+        let (own, others) = (self.labels.len(), self.mixed_labels.len());
+        if others != 0 && others != own {
+            return Err(format!("a batch of {own} labels has {others} of the pictures they are mixed with"));
+        }
+        match self.labels.iter().chain(&self.mixed_labels).find(|label| **label as usize >= classes) {
+            Some(label) => Err(format!(
+                "label {label} does not exist: the network has {classes} classes, numbered from 0"
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Pictures that all ranks together have in this micro-batch.
+    ///
+    /// # Errors
+    /// The batch says fewer than this rank alone has.
+    pub fn of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
+        let (own, all) = (self.labels.len(), self.global_samples);
+        match world_size {
+            1 => Ok(own),
+            _ if all < own => {
+                Err(format!("a batch of {own} pictures is said to be one of {all} on all {world_size} ranks"))
+            }
+            _ => Ok(all),
+        }
+    }
+}
+
+/// Makes batches of a part's pictures.
 pub(super) struct Maker<'a> {
     pub(super) part: &'a Part,
     pub(super) transform: &'a Transform,
     pub(super) form: Form,
     pub(super) workers: &'a Workers,
-    /// Decodes what it takes of files.
+    /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
 }
 
 impl Maker<'_> {
-    /// The pictures at the places `chosen` of a split; `epoch` is `None` for evaluation.
+    /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
         let Self { part, transform, form, workers, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
@@ -66,7 +139,7 @@ impl Maker<'_> {
     }
 }
 
-/// A batch whose pictures are made, each by whoever comes to it.
+/// A batch whose pictures are being made, each by whichever thread takes it first.
 struct Pictures<'a> {
     maker: &'a Maker<'a>,
     chosen: &'a [u32],
@@ -74,14 +147,15 @@ struct Pictures<'a> {
     outputs: Outputs<'a>,
 }
 
-/// Where each picture goes.
+/// The place in the batch that each picture is written to.
 enum Outputs<'a> {
     Bytes(Vec<Mutex<&'a mut [u8]>>),
     Normalised(Vec<Mutex<&'a mut [f32]>>),
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures of these numbers; `begun` says how far all of the batch's are, if any is.
+    /// Makes the pictures with these numbers. `begun` says of each picture of the batch what is done already; it is empty when
+    /// nothing is.
     fn fill(&self, work: Work, numbers: &[usize], begun: &[Begun<'_>]) -> Result<(), DataError> {
         let Maker { transform, workers, .. } = *self.maker;
         let Transform { side, channels, .. } = *transform;
@@ -100,7 +174,7 @@ impl Pictures<'_> {
         })
     }
 
-    /// Gives `then` the pixels of a picture, and what of it is to be erased.
+    /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.
     fn one(
         &self,
         number: usize,
@@ -136,7 +210,7 @@ impl Pictures<'_> {
     }
 }
 
-/// Each picture is made by one, so nobody waits here.
+/// One thread makes each picture, so nobody waits for this lock.
 fn locked<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
     output.lock().unwrap_or_else(PoisonError::into_inner)
 }

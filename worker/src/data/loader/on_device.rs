@@ -3,7 +3,7 @@
 //! cores from its end, one by one, so neither waits while the other has work left.
 
 use super::{
-    Part,
+    part::Part,
     workers::{Work, Workers},
 };
 use crate::data::{

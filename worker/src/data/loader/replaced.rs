@@ -4,7 +4,10 @@
 //! Which one takes a place follows from the split alone, not from what a rank has met before, so ranks that come to a file at
 //! different times, or another number of ranks, replace it by the same one.
 
-use super::{Batch, Opener, Part, Pixels};
+use super::{
+    batch::Batch,
+    part::{Opener, Part, Pixels},
+};
 use crate::data::{DataError, Random};
 use rayon::prelude::*;
 use std::{

@@ -1,6 +1,6 @@
 //! The splits of a dataset as a job sees them: broken files found, pictures decoded when they are few.
 
-use super::Pixels;
+use super::part::Pixels;
 use crate::data::{
     Catalog, DataError, Samples,
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},

@@ -1,6 +1,6 @@
 //! Threads that make pictures, each with buffers of its own.
 
-use super::Opener;
+use super::part::Opener;
 use crate::data::{DataError, transform::Pipeline};
 use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
 use std::sync::{Mutex, MutexGuard, PoisonError};

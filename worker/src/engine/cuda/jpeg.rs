@@ -25,7 +25,7 @@ mod tests;
 
 /// Groups of pictures that are decoded at a time. The decoders in hardware work on one while another's are cropped, copied,
 /// or wait for kernels of a training step.
-const SESSIONS: usize = 4;
+const SESSIONS: usize = 2;
 /// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
 const GROUP: usize = 64;
 

@@ -493,6 +493,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
             cropper.begin(&device, 3, size).unwrap();
             cropper.run(&device, &kernels, &croppings, &tables).unwrap();
             cropper.end(3).unwrap();
+            cropper.stream.0.synchronize().unwrap();
             let found = cropper.pixels(3 * wanted.len());
             let differ =
                 found.chunks_exact(wanted.len()).flatten().zip(wanted.iter().cycle()).filter(|(a, b)| a != b);

@@ -46,7 +46,12 @@ fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
                 one.set_image_size(checked).unwrap();
                 for number in 0..3 {
                     let batch = pictures(&measured, 16, 90 + number);
-                    assert_eq!(one.eval_step(&batch).unwrap(), measures.eval_step(&batch).unwrap());
+                    let (a, b) = (one.eval_step(&batch).unwrap(), measures.eval_step(&batch).unwrap());
+                    let bits = |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
+                    assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
+                    // Running statistics of a few steps: more than float16 holds goes through fifty layers.
+                    let holds = precision != Precision::Fp16 || arch != Arch::ResNet50;
+                    assert!(a.loss_sum.is_finite() || !holds, "{arch:?} {precision:?} {side}: {a:?}");
                 }
             }
             assert!(one.set_image_size(48).is_err());

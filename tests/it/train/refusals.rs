@@ -1,0 +1,188 @@
+//! What cannot be trained, and weights and checkpoints that do not fit: refused with what to change.
+
+use super::{Bench, succeeded};
+use crate::{pictures, server::turn};
+use std::{fs, path::Path, process::Command};
+
+#[tokio::test]
+async fn what_cannot_be_trained_is_said_with_what_to_change() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let fails = |sets: &[&str]| {
+        let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
+        let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        let output = bench.train(&out, &more).output().expect("it runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, said) = fails(&["train.global_batch_size=4096"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
+    let (status, said) = fails(&["parallel.device=cuda"]);
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("there is no GPU on this machine") && said.contains("\"cpu\""), "{said}");
+    let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(
+        said.contains("the loss is not finite on ")
+            && said.contains("training has diverged at step ")
+            && said.contains("lower lr"),
+        "{said}"
+    );
+    let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
+    let pickled = bench.folder.path().join("resnet20.pth");
+    fs::write(&pickled, b"PK\x03\x04").expect("a file");
+    let (status, said) = fails(&[&format!("model.pretrained={}", pickled.display())]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("resnet20.pth: is a pickle") && said.contains("save_file(torch.load("), "{said}");
+    let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("lrr"), "{said}");
+}
+
+/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss goes on: batch norm and ReLU must
+/// not turn what is not finite into zeros.
+#[tokio::test]
+async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    for ranks in ["1", "2"] {
+        let out = format!("out-{ranks}");
+        let ranks_set = format!("parallel.ranks={ranks}");
+        let sets = [
+            "model.arch=resnet18",
+            "train.epochs=",
+            "train.steps=40",
+            "train.global_batch_size=8",
+            "train.lr=100",
+        ];
+        let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=5", &ranks_set];
+        let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
+        let output = bench.train(&out, &sets).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("training has diverged at step ") && said.contains("lower lr"), "{said}");
+        let mut models = 0;
+        for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
+            let model = fs::read(folder.path().join("model.safetensors")).expect("a model");
+            let tensors = safetensors::SafeTensors::deserialize(&model).expect("tensors");
+            models += 1;
+            for (name, tensor) in tensors.iter().filter(|(_, t)| t.dtype() == safetensors::Dtype::F32) {
+                let mut values =
+                    tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+                assert!(values.all(f32::is_finite), "{name} of {}", folder.path().display());
+            }
+        }
+        assert!(models > 0, "steps before the first that was not finite were kept");
+    }
+}
+
+#[tokio::test]
+async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let folder = pictures::image_folder(bench.folder.path(), 40);
+    let dataset = format!("data.dataset={}", folder.display());
+    let two = ["--set", &dataset, "--set", "data.validation=val"];
+    succeeded(&bench.train("two", &two).output().expect("it runs"));
+    for split in ["train", "val"] {
+        let third = folder.join(split).join("wellington");
+        fs::create_dir(&third).expect("a folder");
+        for picture in fs::read_dir(folder.join(split).join("boot")).expect("a folder").flatten() {
+            fs::copy(picture.path(), third.join(picture.file_name())).expect("a copy");
+        }
+    }
+    // 80 pictures were 2 steps an epoch; 120 are 3.
+    let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
+    let three = [&two[..], &["--set", &weights]].concat();
+    let said = succeeded(&bench.train("three", &three).output().expect("it runs"));
+    assert!(said.contains("fc.weight of ") && said.contains("[2, 64], this job's is [3, 64]"), "{said}");
+    assert!(said.contains("the last layer (fc) keeps its initial values"), "{said}");
+    assert!(!bench.model("three", "2-6").is_empty());
+
+    let other = [&three[..], &["--set", "model.arch=resnet32"]].concat();
+    let output = bench.train("other", &other).output().expect("it runs");
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("does not hold a resnet32") && said.contains("is missing"), "{said}");
+}
+
+/// Puts `value` in place of a tensor's first one.
+fn spoil(model: &Path, tensor: &str, value: f32) {
+    let mut bytes = fs::read(model).expect("a model");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let data = file.tensor(tensor).expect("the tensor").data();
+    let offset = data.as_ptr().addr() - bytes.as_ptr().addr();
+    bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
+    fs::write(model, bytes).expect("a model");
+}
+
+#[tokio::test]
+async fn weights_that_diverged_are_refused_by_file_and_tensor() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    for (tensor, value, said) in [
+        ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight holds NaN at place 0"),
+        ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var holds -1 at place 0"),
+        ("fc.bias", f32::INFINITY, "fc.bias holds inf at place 0"),
+    ] {
+        let file = bench.folder.path().join(format!("{tensor}.safetensors"));
+        fs::write(&file, bench.model("out", "2-24")).expect("a copy");
+        spoil(&file, tensor, value);
+        let weights = format!("model.pretrained={}", file.display());
+        let output = bench.train(tensor, &["--set", &weights]).output().expect("it runs");
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{words}");
+        assert!(words.contains(&format!("{}: {said}", file.display())), "{words}");
+        // Nor does it make predictions.
+        let picture = bench.folder.path().join("picture.png");
+        image::GrayImage::from_pixel(28, 28, image::Luma([99])).save(&picture).expect("a picture");
+        let ask = Command::new(env!("CARGO_BIN_EXE_lockstep"))
+            .args(["predict", "--model"])
+            .args([&file, &picture])
+            .output()
+            .expect("it runs");
+        let words = String::from_utf8_lossy(&ask.stderr).into_owned();
+        assert_eq!((ask.status.code(), ask.stdout.len()), (Some(2), 0), "{words}");
+        assert!(words.contains(said), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn a_checkpoint_of_another_network_or_other_classes_does_not_fit_and_is_not_called_damaged() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    let checkpoint = bench.out("out").join("checkpoints/1-7");
+    let names = bench.folder.path().join("fashion-400-100/classes.txt");
+    let resume = |out: &str, sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        let more: Vec<_> =
+            ["--resume", checkpoint.to_str().expect("a path")].into_iter().chain(sets).collect();
+        let output = bench.train(out, &more).output().expect("it runs");
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{words}");
+        assert!(
+            words.contains("checkpoints/1-7 does not fit this job") && !words.contains("damaged"),
+            "{words}"
+        );
+        words
+    };
+    // Nor does one from beyond the end: nothing would be trained, and the run called a success.
+    let later = bench.out("out").join("checkpoints/2-21");
+    let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
+    let past = bench.train("past", &more).output().expect("it runs");
+    let words = String::from_utf8_lossy(&past.stderr);
+    assert_eq!(past.status.code(), Some(1), "{words}");
+    assert!(words.contains("2-21 is of step 21 and the training ends at step 12"), "{words}");
+    let words = resume("deeper", &["model.arch=resnet32"]);
+    assert!(words.contains("layer1.3.bn1.bias is missing"), "{words}");
+    let words = resume("stem", &["model.arch=resnet20", "model.stem=imagenet"]);
+    assert!(words.contains("conv1.weight is [16, 1, 3, 3], wanted [16, 1, 7, 7]"), "{words}");
+    let classes: String = (0..10).map(|c| format!("{}\n", 9 - c)).collect();
+    fs::write(&names, classes).expect("names");
+    let words = resume("turned", &[]);
+    assert!(words.contains("class 0 is \"0\" for the model and \"9\" in the dataset"), "{words}");
+}

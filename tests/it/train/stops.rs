@@ -1,0 +1,219 @@
+//! Runs that are stopped or whose ranks die: what is saved, what is said, and what continues from it.
+
+use super::{Bench, succeeded};
+use crate::{pictures, server::turn};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+/// Reads the ranks' loss lines until step `step` has one.
+fn until_step(child: &mut Child, step: u32) {
+    let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
+    for line in lines {
+        let line = line.expect("a line");
+        if line.starts_with(&format!("epoch: 1 step: {step}, loss is ")) {
+            return;
+        }
+    }
+    panic!("step {step} never came");
+}
+
+fn pid_of(attempt: &Path, rank: u32) -> i32 {
+    let text = fs::read(attempt.join(format!("rank.{rank}.pid"))).expect("a pid file");
+    let mark: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    i32::try_from(mark["pid"].as_i64().expect("a pid")).expect("a pid")
+}
+
+fn signal(pid: i32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
+    rustix::process::kill_process(pid, signal).expect("it is there");
+}
+
+fn is_gone(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.is_empty() || stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X']))
+}
+
+#[tokio::test]
+async fn a_stopped_run_continues_to_the_same_bytes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("whole", &[]).output().expect("it runs"));
+    let mut child = bench.train("parts", &[]).stdout(Stdio::piped()).spawn().expect("it starts");
+    until_step(&mut child, 3);
+    signal(child.id().cast_signed(), rustix::process::Signal::INT);
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.code(), Some(1));
+    for rank in 0..2 {
+        assert!(is_gone(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
+    }
+    let said = succeeded(&bench.train("parts", &["--resume", "latest"]).output().expect("it runs"));
+    assert!(said.contains("continuing from checkpoint 1-"), "{said}");
+    assert!(bench.model("parts", "2-24") == bench.model("whole", "2-24"));
+    assert!(bench.out("parts").join("attempts/2/rank.1.log").exists(), "an attempt of its own");
+}
+
+/// Stops the run by Ctrl-C; its standard error, and how long it took to end.
+fn interrupted(mut child: Child) -> (String, Duration) {
+    let told = Instant::now();
+    signal(child.id().cast_signed(), rustix::process::Signal::INT);
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    (String::from_utf8_lossy(&output.stderr).into_owned(), told.elapsed())
+}
+
+fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
+    let path = bench.out(out).join("checkpoints").join(checkpoint).join("state.json");
+    serde_json::from_slice(&fs::read(path).expect("a state")).expect("JSON")
+}
+
+#[tokio::test]
+async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // An evaluation that takes a while beside an epoch of 12 steps.
+    let place = bench.folder.path().join("long");
+    fs::create_dir(&place).expect("a folder");
+    let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&place, 8000, 100));
+    let sets = ["--set", &dataset, "--set", "data.validation=0.95", "--set", "checkpoint.every_steps=12"];
+    let whole = succeeded(&bench.train("whole", &sets).output().expect("it runs"));
+    for ranks in ["2", "1"] {
+        let out = &format!("parts of {ranks}");
+        let sets = [&sets[..], &["--ranks", ranks]].concat();
+        let child =
+            bench.train(out, &sets).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let events = bench.out(out).join("attempts/1/rank.0.events");
+        let began = Instant::now();
+        let evaluates =
+            || fs::read(&events).unwrap_or_default().windows(10).any(|bytes| bytes == b"evaluating");
+        while !evaluates() {
+            assert!(began.elapsed() < Duration::from_secs(60), "it never evaluates");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let (said, took) = interrupted(child);
+        assert!(said.contains("stopped after step 12; --resume latest goes on from there"), "{said}");
+        assert!(took < Duration::from_secs(10), "{took:?}");
+        let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
+        assert!(log.contains("the evaluation after step 12 is broken off"), "{log}");
+        assert!(!log.contains("validation accuracy"), "{log}");
+        assert!(state(&bench, out, "1-12")["val_accuracy"].is_null());
+
+        let resumed = [&sets[..], &["--resume", "latest"]].concat();
+        let said = succeeded(&bench.train(out, &resumed).output().expect("it runs"));
+        let accuracies = |said: &str| -> Vec<String> {
+            let lines = said.lines().filter(|line| line.contains("validation accuracy is"));
+            lines.map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
+        };
+        assert_eq!(accuracies(&said), accuracies(&whole), "both epochs are evaluated, with the same result");
+        for checkpoint in ["1-12", "2-24"] {
+            let (theirs, ours) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
+            for key in ["val_accuracy", "best"] {
+                assert_eq!(theirs[key], ours[key], "{key} of {checkpoint}");
+                assert!(!ours[key].is_null());
+            }
+        }
+        if ranks == "2" {
+            assert!(bench.model(out, "2-24") == bench.model("whole", "2-24"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let mut child = bench
+        .train("out", &["--set", "train.epochs=1000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    until_step(&mut child, 2);
+    // As Slurm does, or somebody with kill(1).
+    signal(pid_of(&bench.out("out").join("attempts/1"), 1), rustix::process::Signal::TERM);
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+}
+
+#[tokio::test]
+async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // Large pictures, so that its 14 steps take a while.
+    let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=7", "--set"];
+    let sets = [&sets[..], &["data.image_size=32"]].concat();
+    let mut child =
+        bench.train("out", &sets).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    until_step(&mut child, 1);
+    let (said, _) = interrupted(child);
+    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+    assert!(!said.contains("stopped after step 14;"), "{said}");
+}
+
+#[tokio::test]
+async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let mut child = bench
+        .train("out", &["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    until_step(&mut child, 3);
+    let attempt = bench.out("out").join("attempts/1");
+    // A suspended rank: the others wait for it for ever.
+    signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
+    let pid = child.id().cast_signed();
+    let told = Instant::now();
+    signal(pid, rustix::process::Signal::INT);
+    drop(child.stdout.take());
+    let log = || fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
+    while !log().contains("There is no checkpoint yet: steps 1 to ") {
+        assert!(told.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(told.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", told.elapsed());
+    // Ctrl-C again: the one that hangs is not waited for.
+    signal(pid, rustix::process::Signal::INT);
+    let output = child.wait_with_output().expect("it ends");
+    assert!(told.elapsed() < Duration::from_secs(60), "{:?}", told.elapsed());
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("without a checkpoint: steps 1 to ") && said.contains("are lost"), "{said}");
+    assert!(is_gone(pid_of(&attempt, 0)) && is_gone(pid_of(&attempt, 1)));
+}
+
+#[tokio::test]
+async fn a_killed_rank_ends_the_others_and_is_named() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let mut child = bench
+        .train("out", &["--set", "train.epochs=1000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    until_step(&mut child, 2);
+    let attempt = bench.out("out").join("attempts/1");
+    let killed = Instant::now();
+    signal(pid_of(&attempt, 1), rustix::process::Signal::KILL);
+    // Nobody reads on: no reason to stop, and none to forget how it ended.
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("rank 1 was killed by signal 9 at step "), "{said}");
+    assert!(is_gone(pid_of(&attempt, 0)));
+    let log = fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
+    assert!(log.contains("lost the connection to rank 1"), "{log}");
+}

@@ -1,0 +1,57 @@
+//! Why training ends early, and whether another attempt may succeed.
+
+use crate::{checkpoint::CheckpointError, comm::CommError, data::DataError, engine::EngineError};
+
+/// Why training ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The job asks for something that is not possible.
+    #[error("{0}")]
+    Impossible(String),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The numbers left the range of float32, which is also bfloat16's. `what`: a sentence without its end.
+    #[error(
+        "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \
+         train.warmup_epochs"
+    )]
+    Diverged { what: String, step: u64, epoch: u32, lr: f32 },
+    /// The job asks for float16, which cannot hold its numbers.
+    #[error(
+        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which goes on in bfloat16 \
+         then, or \"bf16\""
+    )]
+    Overflow { what: String, step: u64 },
+    /// The system refused something: a thread, memory, a file.
+    #[error("{0}")]
+    System(#[from] std::io::Error),
+}
+
+impl TrainError {
+    fn comm(&self) -> Option<&CommError> {
+        match self {
+            TrainError::Comm(error) | TrainError::Engine(EngineError::Comm(error)) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether the error only follows from the end of another rank.
+    pub fn is_secondary(&self) -> bool {
+        matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Aborted { .. }))
+    }
+
+    /// Whether another attempt may succeed.
+    pub fn is_retriable(&self) -> bool {
+        match self {
+            TrainError::System(_) => true,
+            TrainError::Engine(EngineError::Cuda(error)) => error.is_retriable(),
+            _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Evaluation: validation passes over the weights and over their moving average (EMA), how a stop ends them, and what is
+//! reported of them.
+
+use super::{Run, TrainError, Training, setup, votes::Votes};
+use crate::{
+    data::{DataError, loader::replaced},
+    engine::NamedTensors,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Evaluation},
+    spec::Precision,
+};
+use std::{sync::atomic::Ordering, time::Instant};
+
+impl Run<'_> {
+    /// Evaluates after the steps so far, in bfloat16 if float16 cannot hold it. False: all ranks have agreed to stop before
+    /// its end, and nothing was measured. It is due again when the run continues.
+    pub(super) fn evaluate(&mut self) -> Result<bool, TrainError> {
+        if self.data.shape.validation_samples == 0 {
+            return Ok(true);
+        }
+        self.drain()?;
+        self.check_state()?;
+        let completed = match self.validate() {
+            // Sums over all ranks were not finite, so all ranks come here.
+            Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
+                self.fall_back_to_bfloat16("the validation's loss")? && self.validate()?
+            }
+            result => result?,
+        };
+        if !completed && self.is_first() {
+            let step = self.step;
+            self.training.observer.log(&format!(
+                "the evaluation after step {step} is broken off; it comes when the job goes on"
+            ));
+        }
+        Ok(completed)
+    }
+
+    /// Validation passes over the weights and, if there is one, over their average. False: all ranks have agreed to stop
+    /// before the end.
+    fn validate(&mut self) -> Result<bool, TrainError> {
+        self.pulse.report("evaluating");
+        if !self.training.spec.parallel.sync_batch_norm {
+            // Running statistics differ by rank; those of the checkpoint are rank 0's.
+            self.engine.broadcast_parameters()?;
+        }
+        let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };
+        let averaged = match self.has_average()? {
+            true => match self.average_pass()? {
+                Some(averaged) => Some(averaged),
+                None => return Ok(false),
+            },
+            false => None,
+        };
+        if self.is_first() {
+            self.report_evaluation(&evaluation, averaged.as_ref());
+        }
+        self.evaluation = Some(evaluation);
+        self.pulse.report("training");
+        Ok(true)
+    }
+
+    /// The metrics, the log lines and the event of an evaluation and of that of the average.
+    fn report_evaluation(&self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
+        let observer = self.training.observer;
+        let log = |whose: &str, of: &Evaluation| {
+            observer.log(&format!(
+                "epoch: {} validation accuracy {whose}is {:.2} %, loss is {:.4} ({} pictures in {:.1} s)",
+                of.epoch,
+                of.accuracy * 100.0,
+                of.loss,
+                of.samples,
+                of.secs
+            ));
+        };
+        observer.metric("val_loss", self.step, evaluation.loss as f32);
+        observer.metric("val_accuracy", self.step, evaluation.accuracy as f32);
+        log("", evaluation);
+        if let Some(averaged) = averaged {
+            observer.metric("val_ema_loss", self.step, averaged.loss as f32);
+            observer.metric("val_ema_accuracy", self.step, averaged.accuracy as f32);
+            log("of the averaged weights ", averaged);
+        }
+        observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
+    }
+
+    /// Whether rank 0 has an average of the weights; the same answer on every rank.
+    fn has_average(&self) -> Result<bool, TrainError> {
+        if self.training.spec.train.ema_decay <= 0.0 {
+            return Ok(false);
+        }
+        let mut has = [f64::from(u8::from(self.engine.has_average()))];
+        self.training.comm.all_reduce_f64(&mut has)?;
+        Ok(has != [0.0])
+    }
+
+    /// [`Run::validation_pass`] over the averaged weights. Afterwards the engine has its own weights again.
+    fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
+        let average = if self.is_first() { self.engine.averaged()? } else { None };
+        let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
+        self.set_parameters_everywhere(average.as_ref())?;
+        let measured = self.validation_pass("the loss of the averaged weights in validation");
+        // After any other error the other ranks do not take part any more.
+        if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
+            self.set_parameters_everywhere(own.as_ref())?;
+        }
+        measured
+    }
+
+    /// Sets rank 0's `parameters` on every rank. No rank may still be using those from before.
+    fn set_parameters_everywhere(&mut self, parameters: Option<&NamedTensors>) -> Result<(), TrainError> {
+        if let Some(parameters) = parameters {
+            self.engine.set_parameters(parameters)?;
+        }
+        Ok(self.engine.broadcast_parameters()?)
+    }
+
+    /// One pass over the validation split. Each rank takes its part and the sums are added up, so every picture counts once.
+    /// `what` names the loss in the error when it is not finite. None: all ranks have agreed to stop before the end.
+    fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
+        let began = Instant::now();
+        let Training { comm, .. } = self.training;
+        self.engine.set_image_size(self.data.shape.image_size)?;
+        let mut sums = [0.0; 3];
+        let (rank, world_size) = (comm.rank(), comm.world_size());
+        let mut batches =
+            self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
+        let mut votes = Votes::timed(0);
+        // The part of the rank that has most pictures: every rank must take part in as many votes.
+        let most = self.data.shape.validation_samples.div_ceil(world_size.into());
+        for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
+            if let Some(batch) = batches.next() {
+                let result = self.engine.eval_step(&batch?)?;
+                sums[0] += result.loss_sum;
+                sums[1] += result.correct as f64;
+                sums[2] += result.samples as f64;
+                self.pulse.still_alive("evaluating");
+            }
+            if votes.is_due(number) {
+                let stop = self.training.stop.load(Ordering::Relaxed);
+                let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
+                comm.all_reduce_f64(&mut vote)?;
+                votes.voted(number, vote[1] / f64::from(world_size));
+                if vote[0] > 0.0 {
+                    return Ok(None);
+                }
+            }
+        }
+        setup::report_broken(self.training, &self.data);
+        comm.all_reduce_f64(&mut sums)?;
+        let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
+        if replaced::too_many(all.saturating_sub(seen), all, all) {
+            return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());
+        }
+        if !sums[0].is_finite() {
+            return Err(self.diverged(format!("{what} is not finite")));
+        }
+        Ok(Some(Evaluation {
+            epoch: self.plan.epoch_of(self.step),
+            step: self.step,
+            samples: sums[2] as u64,
+            accuracy: sums[1] / sums[2],
+            loss: sums[0] / sums[2],
+            secs: began.elapsed().as_secs_f64(),
+        }))
+    }
+}

@@ -1,0 +1,77 @@
+//! The change from float16 to bfloat16 in the middle of a run: another engine takes over with the last finite state.
+
+use super::{BuildEngine, Run, TrainError};
+use crate::engine::Engine;
+use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
+use std::ops::{Deref, DerefMut};
+
+/// The engine that trains. Empty only while it is being replaced: the next one needs its memory.
+pub(super) struct CurrentEngine(pub(super) Option<Box<dyn Engine>>);
+
+impl Deref for CurrentEngine {
+    type Target = dyn Engine;
+    fn deref(&self) -> &Self::Target {
+        self.0.as_deref().expect("an engine")
+    }
+}
+
+impl DerefMut for CurrentEngine {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.0.as_deref_mut().expect("an engine")
+    }
+}
+
+impl Run<'_> {
+    /// Continues in bfloat16 because float16 could not hold `what`. All ranks call it after the same step. Steps that were
+    /// not finite have changed nothing, so the run continues from the last finite weights.
+    ///
+    /// The ranks vote on a stop twice. Before, because connecting the ranks again would be in vain: the checkpoint holds the
+    /// skipped steps, so the run that continues from it falls back at once. And after, because replacing the engine takes
+    /// seconds, and a stop that came in the meantime must not wait for another step or evaluation. False: all ranks have
+    /// agreed to stop, and the engine holds the state to save.
+    pub(super) fn fall_back_to_bfloat16(&mut self, what: &str) -> Result<bool, TrainError> {
+        if !self.vote(true)? {
+            return Ok(false);
+        }
+        self.replace_engine(what)?;
+        self.vote(true)
+    }
+
+    fn replace_engine(&mut self, what: &str) -> Result<(), TrainError> {
+        let (training, step) = (self.training, self.step);
+        if training.spec.train.precision != Precision::Auto {
+            return Err(TrainError::Overflow { what: what.into(), step });
+        }
+        self.pulse.report("starting");
+        if self.is_first() {
+            training.observer.log(&format!(
+                "float16 could not hold {what}: training goes on in bfloat16 after step {step}, from the last weights \
+                 that are finite"
+            ));
+            training.observer.event(&AttemptEvent::PrecisionFallback { step, what: what.into() });
+        }
+        let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
+        let average = self.engine.averaged()?;
+        if let Some(store) = &training.store {
+            // A rank that left the others while they connect would end without a checkpoint, and leave them waiting.
+            store.leave_stops_to_votes();
+        }
+        // Ranks use each other's memory until all have come here.
+        training.comm.barrier()?;
+        drop(self.engine.0.take());
+        let build: &BuildEngine<'_> = self.build_engine;
+        let mut engine = build(training, &self.data.shape, Some(Precision::Bf16), 1)?;
+        let form = engine.take_data(&self.data)?;
+        self.data.set_form(form);
+        engine.set_parameters(&parameters)?;
+        engine.set_optimizer_state(&optimizer)?;
+        if let Some(average) = average {
+            engine.set_averaged(&average)?;
+        }
+        self.pulse.device(engine.device_name());
+        self.pulse.report("training");
+        self.engine = CurrentEngine(Some(engine));
+        self.skipped.recent.clear();
+        Ok(())
+    }
+}

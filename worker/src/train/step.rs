@@ -1,0 +1,137 @@
+//! One optimizer step: its batches, its start, and its result, which may come steps later.
+
+use super::{Run, TrainError, setup};
+use crate::{
+    data::{
+        DataError,
+        loader::{Batch, EpochPlan},
+    },
+    engine::StepResult,
+};
+use std::{sync::atomic::Ordering, time::Instant};
+
+/// A step that was started and whose result has not been reported.
+pub(super) struct InFlight {
+    pub(super) step: u64,
+    pub(super) lr: f32,
+    began: Instant,
+    /// The part of the step's time that it waited for its batches.
+    data_secs: f64,
+}
+
+impl Run<'_> {
+    /// One optimizer step. False: all ranks have agreed to stop after it.
+    pub(super) fn step(
+        &mut self,
+        batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
+    ) -> Result<bool, TrainError> {
+        let began = Instant::now();
+        let micro_batches: Vec<Batch> = batches.take(self.plan.accumulate).collect::<Result<_, _>>()?;
+        if micro_batches.len() < self.plan.accumulate {
+            return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
+        }
+        let data_secs = began.elapsed().as_secs_f64();
+        setup::report_broken(self.training, &self.data);
+        let lr = self.schedule.lr(self.step);
+
+        let result = self.engine.start_step(&micro_batches, lr)?;
+
+        self.step += 1;
+        self.average()?;
+        self.in_flight.push_back(InFlight { step: self.step, lr, began, data_secs });
+        let waited = Instant::now();
+        self.note_not_finite(result.as_ref());
+        let vote = self.vote(false);
+        if let Some(result) = result {
+            self.report_step(&result, waited.elapsed().as_secs_f64());
+        }
+        self.announce_checkpoints();
+        vote
+    }
+
+    /// Takes the weights into their moving average when that is due. Rank 0 keeps the average; the others get it when it is
+    /// evaluated.
+    fn average(&mut self) -> Result<(), TrainError> {
+        let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
+        if let Some(decay) = decay.filter(|_| self.is_first()) {
+            self.engine.average(decay)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the steps in flight: afterwards the engine's state is that of step [`Run::step`].
+    pub(super) fn drain(&mut self) -> Result<(), TrainError> {
+        for result in self.engine.finish_steps()? {
+            self.note_not_finite(Some(&result));
+            // Every rank votes after every step here, so none leaves before all have seen the end of their steps. A stop is
+            // acted on at the next vote.
+            let vote = self.vote(true);
+            self.report_step(&result, 0.0);
+            vote?;
+        }
+        Ok(())
+    }
+
+    /// Reports the oldest step in flight; `waited_secs` were spent on other ranks after it.
+    fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
+        let Some(InFlight { step, lr, began, data_secs }) = self.in_flight.pop_front() else { return };
+        // An engine that runs behind its caller times the step itself; the caller's time would include other steps.
+        let secs = if result.step_secs > 0.0 { result.step_secs } else { began.elapsed().as_secs_f64() };
+        let all_reduce_secs = if result.step_secs > 0.0 {
+            result.all_reduce_secs
+        } else {
+            result.all_reduce_secs + waited_secs
+        };
+        self.training.progress.store(step, Ordering::Relaxed);
+        let observer = self.training.observer;
+        let plan = &self.plan;
+        let epoch = plan.epoch_of(step);
+        self.skipped.note(step, result.is_skipped());
+        if result.samples > 0 {
+            observer.metric("loss", step, result.loss);
+            observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
+            let step_in_epoch = (step - 1) % plan.steps_per_epoch + 1;
+            if let Some(line) = self.lines.line(epoch, step_in_epoch, plan.steps_per_epoch, result.loss) {
+                observer.log(&line);
+            }
+        }
+        observer.metric("step_ms", step, (secs * 1e3) as f32);
+        observer.metric("data_ms", step, (data_secs * 1e3) as f32);
+        observer.metric("all_reduce_ms", step, (all_reduce_secs * 1e3) as f32);
+        if self.is_first() {
+            observer.metric("lr", step, lr);
+            observer.metric("grad_norm", step, result.grad_norm);
+            if let Some(scale) = result.loss_scale {
+                observer.metric("loss_scale", step, scale);
+                observer.metric("skipped_steps", step, self.skipped.total as f32);
+            }
+            observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
+        }
+        self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+    }
+
+    /// Logs which pictures the GPU could not decode, when there are new reasons.
+    pub(super) fn report_decoder(&mut self) {
+        let Some(decoded) = self.data.decoded().filter(|_| self.is_first()) else { return };
+        let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);
+        if reasons > self.decoder_reasons {
+            self.decoder_reasons = reasons;
+            self.training.observer.log(&format!("so far, {decoded}"));
+        }
+    }
+
+    /// This rank's batches from the next step to the end of its epoch.
+    pub(super) fn epoch_plan(&self) -> EpochPlan {
+        let plan = &self.plan;
+        EpochPlan {
+            epoch: (self.step / plan.steps_per_epoch) as u32,
+            first_step: self.step % plan.steps_per_epoch,
+            rank: self.training.comm.rank(),
+            world_size: self.training.comm.world_size(),
+            batch_size: plan.batch_size,
+            accumulate: plan.accumulate,
+            drop_remainder: self.training.spec.data.drop_remainder,
+            threads: plan.data_threads,
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Runs whose float16 overflows, and stops that come at the moments in which bfloat16 takes over. The engines here train
+//! nothing: what is tested is the loop around them.
+
+mod scripted;
+
+use super::*;
+use crate::{
+    checkpoint::{self, State},
+    comm::{Alone, ring::Ring},
+    rendezvous::{Meeting, free_port},
+};
+use scripted::{Overflow, Scripted, one_value};
+use std::{
+    fs,
+    sync::{Mutex, atomic::AtomicU32},
+    time::Duration,
+};
+
+/// When a rank is told to stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StopIn {
+    /// After the last vote of the validation pass that overflows.
+    Validation,
+    /// While the ranks connect for bfloat16.
+    Fallback,
+    Never,
+}
+
+/// Remembers log lines.
+#[derive(Default)]
+struct Log(Mutex<Vec<String>>);
+
+impl Observer for Log {
+    fn metric(&self, _: &str, _: u64, _: f32) {}
+    fn log(&self, line: &str) {
+        self.0.lock().unwrap().push(line.into());
+    }
+    fn event(&self, _: &AttemptEvent) {}
+}
+
+/// A job of two epochs of 20 steps, in a folder of its own.
+struct Bench {
+    folder: tempfile::TempDir,
+    ranks: u32,
+}
+
+/// What became of a run.
+#[derive(Debug)]
+struct Ended {
+    /// By rank.
+    outcomes: Vec<Outcome>,
+    /// The formats of rank 0's engines, in the order in which they were built.
+    engines: Vec<Precision>,
+    /// Batches that rank 0 evaluated in bfloat16.
+    evaluated_in_bfloat16: u32,
+    /// Rank 0's.
+    log: String,
+}
+
+impl Bench {
+    fn new(ranks: u32) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = folder.path().join("dataset");
+        fs::create_dir(&dataset).unwrap();
+        // 80 pictures of 4 x 4 pixels to train on and 8 to validate, as IDX files.
+        for (name, count) in [("train", 80u32), ("t10k", 8)] {
+            let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
+                std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
+            };
+            let pixels = (0..count * 16).map(|i| (i * 7 % 256) as u8);
+            let pictures: Vec<u8> = header(0x0803, &[count, 4, 4]).into_iter().chain(pixels).collect();
+            let labels: Vec<u8> =
+                header(0x0801, &[count]).into_iter().chain((0..count).map(|i| (i % 2) as u8)).collect();
+            fs::write(dataset.join(format!("{name}-images-idx3-ubyte")), pictures).unwrap();
+            fs::write(dataset.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
+        }
+        fs::create_dir(folder.path().join("checkpoints")).unwrap();
+        Self { folder, ranks }
+    }
+
+    fn spec(&self) -> JobSpec {
+        let mut spec = JobSpec::default();
+        spec.data.validation = lockstep_protocol::spec::Validation::Split("test".into());
+        spec.data.crop_padding = 0;
+        spec.train.epochs = Some(2);
+        spec.train.global_batch_size = Some(4);
+        spec.train.precision = Precision::Auto;
+        spec.parallel.ranks = self.ranks;
+        spec
+    }
+
+    /// Trains on all ranks. The last rank alone is told to stop.
+    fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
+        let port = free_port("127.0.0.1").unwrap();
+        let ranks: Vec<_> = std::thread::scope(|scope| {
+            let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
+            let threads: Vec<_> = (0..self.ranks).map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut ranks = ranks.into_iter();
+        let mut first = ranks.next().unwrap();
+        first.outcomes.extend(ranks.flat_map(|rank| rank.outcomes));
+        first
+    }
+
+    fn rank(&self, rank: u32, port: u16, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
+        let stop: Arc<AtomicBool> = Arc::default();
+        let is_told = rank + 1 == self.ranks;
+        let timeout = Duration::from_secs(60);
+        let store = (self.ranks > 1).then(|| {
+            let meeting = Meeting {
+                addr: "127.0.0.1".into(),
+                port,
+                secret: b"of these ranks".to_vec(),
+                rank,
+                world_size: self.ranks,
+                timeout,
+                stop: stop.clone(),
+            };
+            Arc::new(Store::join(meeting).unwrap())
+        });
+        let comm: Arc<dyn Communicator> = match &store {
+            Some(store) => Ring::connect(store, timeout).unwrap(),
+            None => Arc::new(Alone),
+        };
+        let (engines, evaluated) = (Mutex::new(Vec::new()), Arc::new(AtomicU32::new(0)));
+        let build = |training: &Training<'_>, _: &Shape, precision: Option<Precision>, generation: u32| {
+            let precision = precision.unwrap_or(Precision::Fp16);
+            engines.lock().unwrap().push(precision);
+            if generation == 1 {
+                if is_told && stop_in == StopIn::Fallback {
+                    training.stop.store(true, Ordering::Relaxed);
+                }
+                // As engines on GPUs do.
+                if let Some(store) = &training.store {
+                    store.barrier("gradients/1").map_err(std::io::Error::other)?;
+                }
+            }
+            let (evaluated, stop) = (evaluated.clone(), stop.clone());
+            let tell = is_told && stop_in == StopIn::Validation;
+            let mut batches = 0;
+            let engine = Scripted {
+                precision,
+                overflow,
+                weights: one_value("fc.bias", 0.0),
+                momentum: one_value("fc.bias.momentum", 0.0),
+                updates: 0,
+                evaluated: Box::new(move || {
+                    batches += 1;
+                    match precision {
+                        Precision::Bf16 => _ = evaluated.fetch_add(1, Ordering::Relaxed),
+                        // The first batch is voted on; the next vote would come 256 batches later.
+                        _ if batches == 2 && tell => stop.store(true, Ordering::Relaxed),
+                        _ => {}
+                    }
+                }),
+            };
+            Ok(Box::new(engine) as Box<dyn Engine>)
+        };
+        let (spec, log) = (self.spec(), Log::default());
+        let checkpoints = self.folder.path().join("checkpoints");
+        let resume = resume.map(|name| checkpoints.join(name));
+        let (progress, kept) = (AtomicU64::new(0), AtomicU64::new(0));
+        let training = Training {
+            spec: &spec,
+            dataset: &self.folder.path().join("dataset"),
+            look: Look::Files,
+            checkpoints: &checkpoints,
+            resume: resume.as_deref(),
+            device: DeviceChoice::Cuda { ordinal: 0 },
+            threads: 1,
+            comm,
+            store,
+            watchdog: None,
+            observer: &log,
+            stop: &stop,
+            progress: &progress,
+            kept: &kept,
+        };
+        let outcome = train_with(&training, &build).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+        Ended {
+            outcomes: vec![outcome],
+            engines: engines.into_inner().unwrap(),
+            evaluated_in_bfloat16: evaluated.load(Ordering::Relaxed),
+            log: log.0.into_inner().unwrap().join("\n"),
+        }
+    }
+
+    fn state(&self, name: &str) -> State {
+        let file = self.folder.path().join("checkpoints").join(name).join(checkpoint::STATE);
+        serde_json::from_slice(&fs::read(&file).unwrap()).unwrap()
+    }
+
+    /// The weight in a checkpoint: the number of steps that were not skipped.
+    fn weight(&self, name: &str) -> f32 {
+        let file = self.folder.path().join("checkpoints").join(name).join(checkpoint::MODEL);
+        checkpoint::read_tensors(&file).unwrap()["fc.bias"].values[0]
+    }
+}
+
+const BOTH: [Precision; 2] = [Precision::Fp16, Precision::Bf16];
+
+#[test]
+fn a_stop_while_bfloat16_takes_over_in_an_epoch_ends_all_ranks_after_that_step_with_a_checkpoint() {
+    for ranks in [1, 2] {
+        let bench = Bench::new(ranks);
+        let ended = bench.train(Overflow::Gradients, StopIn::Fallback, None);
+        // Five skipped steps in a row are too many.
+        assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 5 }; ranks as usize], "{}", ended.log);
+        assert_eq!(ended.engines, BOTH);
+        assert!(ended.log.contains("told to stop: stopped after step 5"), "{}", ended.log);
+        let state = bench.state("1-5");
+        assert_eq!((state.step, state.precision), (5, Some(Precision::Bf16)));
+        assert_eq!((state.skipped_steps.total, bench.weight("1-5")), (5, 0.0));
+
+        let ended = bench.train(Overflow::Gradients, StopIn::Never, Some("1-5"));
+        assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
+        assert_eq!(ended.engines, [Precision::Bf16], "it does not go back to float16");
+        assert_eq!(bench.weight("2-40"), 35.0, "all other steps are done, once each");
+    }
+}
+
+#[test]
+fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_connecting_again() {
+    for ranks in [1, 2] {
+        let bench = Bench::new(ranks);
+        let ended = bench.train(Overflow::Validation, StopIn::Validation, None);
+        assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
+        assert_eq!(ended.engines, [Precision::Fp16], "bfloat16 is left to the run that continues");
+        assert!(ended.log.contains("the evaluation after step 20 is broken off"), "{}", ended.log);
+        let state = bench.state("1-20");
+        assert_eq!((state.precision, state.val_loss), (Some(Precision::Fp16), None));
+
+        let ended = bench.train(Overflow::Validation, StopIn::Never, Some("1-20"));
+        assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
+        assert_eq!(ended.engines, BOTH);
+        assert!(bench.state("1-20").val_loss.is_some(), "the evaluation is made up for");
+    }
+}
+
+#[test]
+fn a_stop_while_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_before_it_begins_anew() {
+    for ranks in [1, 2] {
+        let bench = Bench::new(ranks);
+        let ended = bench.train(Overflow::Validation, StopIn::Fallback, None);
+        assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
+        assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&BOTH[..], 0));
+        let state = bench.state("1-20");
+        assert_eq!((state.precision, state.val_loss), (Some(Precision::Bf16), None));
+    }
+}

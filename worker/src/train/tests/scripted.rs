@@ -1,0 +1,105 @@
+//! An engine that trains nothing and whose float16 overflows on demand.
+
+use crate::{
+    data::loader::Batch,
+    engine::{Engine, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult},
+};
+use lockstep_protocol::spec::Precision;
+
+/// What float16 cannot hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Overflow {
+    Gradients,
+    Validation,
+}
+
+/// An engine of one weight. In float16 it cannot hold `overflow`, and skips such steps as loss scaling does.
+pub(super) struct Scripted {
+    pub(super) precision: Precision,
+    pub(super) overflow: Overflow,
+    pub(super) weights: NamedTensors,
+    pub(super) momentum: NamedTensors,
+    pub(super) updates: u64,
+    /// Called for each batch of a validation pass.
+    pub(super) evaluated: Box<dyn FnMut() + Send>,
+}
+
+impl Scripted {
+    fn overflows(&self, what: Overflow) -> bool {
+        self.precision == Precision::Fp16 && self.overflow == what
+    }
+}
+
+pub(super) fn one_value(name: &str, value: f32) -> NamedTensors {
+    NamedTensors::from([(name.to_owned(), HostTensor { shape: vec![1], values: vec![value] })])
+}
+
+impl Engine for Scripted {
+    fn take_sizes(&mut self, _: &[usize], _: &[usize]) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn set_image_size(&mut self, _: usize) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn start_step(&mut self, batches: &[Batch], _: f32) -> Result<Option<StepResult>, EngineError> {
+        let skipped = self.overflows(Overflow::Gradients);
+        if !skipped {
+            self.weights.values_mut().for_each(|tensor| tensor.values[0] += 1.0);
+            self.updates += 1;
+        }
+        let number = if skipped { f32::INFINITY } else { 1.0 };
+        Ok(Some(StepResult {
+            loss: number,
+            grad_norm: number,
+            samples: batches.iter().map(|batch| batch.labels.len() as u32).sum(),
+            loss_scale: (self.precision == Precision::Fp16).then_some(1.0),
+            ..StepResult::default()
+        }))
+    }
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        (self.evaluated)();
+        let loss_sum = if self.overflows(Overflow::Validation) { f64::INFINITY } else { 1.0 };
+        Ok(EvalResult { loss_sum, correct: 1, samples: batch.labels.len() as u64 })
+    }
+    fn predict(&mut self, _: &Batch) -> Result<Vec<f32>, EngineError> {
+        Ok(Vec::new())
+    }
+    fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        Ok(self.weights.clone())
+    }
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        self.weights = values.clone();
+        Ok(())
+    }
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        Ok(OptimizerState { slots: self.momentum.clone(), updates: self.updates })
+    }
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        (self.momentum, self.updates) = (to.slots.clone(), to.updates);
+        Ok(())
+    }
+    fn average(&mut self, _: f64) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn has_average(&self) -> bool {
+        false
+    }
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        Ok(None)
+    }
+    fn set_averaged(&mut self, _: &NamedTensors) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn precision(&self) -> Precision {
+        self.precision
+    }
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        Ok(None)
+    }
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn device_name(&self) -> String {
+        "scripted".into()
+    }
+}

@@ -124,6 +124,17 @@ pub struct Dataset {
     pub added_at: jiff::Timestamp,
 }
 
+/// Names of splits that jobs are measured by, the likeliest first.
+const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
+
+/// The split that measures a job whose writer did not say which, of a dataset that has `splits`: the `usual` one, where
+/// it is there, else one of a name that tells. `None` where there is none.
+pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let splits: Vec<_> = splits.into_iter().collect();
+    let there = |name: &str| splits.iter().copied().find(|split| *split == name);
+    there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
+}
+
 /// Class names of a kind that are named in a sentence.
 const NAMED: usize = 5;
 

@@ -75,7 +75,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Says on a terminal where it waits.
 async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
-    bar.set_style(ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.set_style(
+        ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
     loop {
         let answer = api.request(Method::GET, path, None::<&()>).await?;
         let ready = answer.status() != StatusCode::ACCEPTED;
@@ -101,7 +103,9 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
     let rows: Vec<_> = found
         .classes
         .iter()
-        .map(|c| [c.name.clone(), c.samples.to_string(), percent(c.precision), percent(c.recall), percent(c.f1)])
+        .map(|c| {
+            [c.name.clone(), c.samples.to_string(), percent(c.precision), percent(c.recall), percent(c.f1)]
+        })
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
     let name = |class: usize| found.classes.get(class).map_or("?", |c| c.name.as_str());

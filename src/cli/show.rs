@@ -132,7 +132,10 @@ mod tests {
         let lines: Vec<_> = attempts.iter().map(line).map(|(key, told)| format!("{key}: {told}")).collect();
         assert_eq!(
             lines,
-            ["attempt 1: hibernating at step 41", "attempt 3: failed: too dark; it began from checkpoint j-1-40"]
+            [
+                "attempt 1: hibernating at step 41",
+                "attempt 3: failed: too dark; it began from checkpoint j-1-40"
+            ]
         );
     }
 }

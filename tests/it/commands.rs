@@ -81,7 +81,8 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let other = server.cli(&["evaluate", id, "--dataset", "again", "--json"]).json();
     assert_eq!((&own["checkpoint"], &own["job"], &own["samples"]), (&"1-12".into(), &id.into(), &40.into()));
     assert_eq!((&own["confusion"], &own["loss"]), (&other["confusion"], &other["loss"]));
-    let measured = own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
+    let measured =
+        own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
     assert!(measured.abs() < 1e-9, "{own:#}");
     server.cli(&["evaluate", id, "--dataset", "none&weights=ema"]).wrong(&["no dataset is called"]);
     server.cli(&["evaluate", id, "--checkpoint", "7"]).wrong(&["no checkpoint 7", "12"]);

@@ -122,7 +122,8 @@ pub(crate) async fn evaluation(
         })?),
     };
     // One that is registered anew under a name is another one.
-    let on = other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
+    let on =
+        other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
     let name = format!("{}-{}{of}{on}.json", row.info.epoch, row.info.step);
     let file = app.job_dir(&row.job).join("evaluations").join(name);
     if let Ok(known) = regular::read(&file).await {

@@ -1,13 +1,7 @@
 //! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and what
 //! is worth a look before the job runs.
 
-use crate::{
-    agents::AskError,
-    app::App,
-    dispatch,
-    error::Result,
-    questions,
-};
+use crate::{agents::AskError, app::App, dispatch, error::Result, questions};
 use lockstep_protocol::{
     JobSpec,
     agent::{Answer, Question},
@@ -46,7 +40,8 @@ pub(super) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let named = named.collect::<Vec<_>>().join("; ");
     let more = info.broken_count.saturating_sub(info.broken.len().min(NAMED) as u64);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    let files = if info.broken_count == 1 { "1 file".to_owned() } else { format!("{} files", info.broken_count) };
+    let files =
+        if info.broken_count == 1 { "1 file".to_owned() } else { format!("{} files", info.broken_count) };
     vec![format!(
         "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
          still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",

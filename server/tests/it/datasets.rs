@@ -94,7 +94,8 @@ async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refus
                 removed += 1;
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
                 let new = json!({"name": "pictures", "path": "/some/pictures"});
-                let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info())));
+                let ((status, body), ()) =
+                    tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info())));
                 assert_eq!(status, 201, "{body}");
             }
             other => panic!("round {round}: {other:?} {job} {told}"),

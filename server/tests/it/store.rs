@@ -36,7 +36,9 @@ async fn story(store: &dyn Store) {
         fork: None,
     };
     // Of a job and the removal of its dataset only one is done.
-    assert!(matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p"));
+    assert!(
+        matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
+    );
     store.add_dataset(&dataset(at)).await.unwrap();
     let Created::New(made) = store.create_job(new("key", "one")).await.unwrap() else {
         panic!("made before")

@@ -29,7 +29,11 @@ async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
     let _agent = Agent::with_pictures(&house, 4).await;
     for (train, ranks, batch) in [
         (json!({}), 2, json!({"batch_size": 32, "accumulate": 1, "global_batch_size": 64})),
-        (json!({"batch_size": 8, "accumulate": 3}), 1, json!({"batch_size": 8, "accumulate": 3, "global_batch_size": 24})),
+        (
+            json!({"batch_size": 8, "accumulate": 3}),
+            1,
+            json!({"batch_size": 8, "accumulate": 3, "global_batch_size": 24}),
+        ),
         (
             json!({"global_batch_size": 48, "accumulate": 2}),
             3,
@@ -121,7 +125,10 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
         spec["data"] = json!({"dataset": name, "broken_files": what});
         spec
     };
-    for (name, said) in [("one", &["1 file of one", "(0.jpg is empty)"][..]), ("five", &["5 files of five", "2.jpg is empty; and 2 more)"])] {
+    for (name, said) in [
+        ("one", &["1 file of one", "(0.jpg is empty)"][..]),
+        ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
+    ] {
         for path in ["/jobs/validate", "/jobs"] {
             let (status, told) = house.post(path, &on(name, "fail")).await;
             assert!(status == 200 || status == 201, "{told}");
@@ -140,7 +147,10 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
     let (_, jobs) = house.get("/jobs").await;
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
     let (_, page) = house.text("/jobs/new").await;
-    assert!(page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"), "{page}");
+    assert!(
+        page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
+        "{page}"
+    );
     house.stop().await;
 }
 
@@ -173,12 +183,17 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         let detail = "/w.safetensors does not hold a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &told["errors"]), (422, &errors), "{told}");
-        assert_eq!((&*asked.weights, asked.image_size, asked.channels, asked.classes), ("/w.safetensors", 64, 1, 2));
+        assert_eq!(
+            (&*asked.weights, asked.image_size, asked.channels, asked.classes),
+            ("/w.safetensors", 64, 1, 2)
+        );
         assert_eq!(asked.model.arch.name(), "resnet20");
     }
     // What this server knows by itself it does not ask, and it is told with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
-    for (pretrained, words) in [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download it")] {
+    for (pretrained, words) in
+        [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download it")]
+    {
         let mut spec = with(pretrained);
         spec["data"]["validation"] = json!("holdout");
         let (status, told) = house.post("/jobs", &spec).await;

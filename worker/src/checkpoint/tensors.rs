@@ -192,7 +192,7 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
     let (mut file, has) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
     let torn = |e: &str| naming(format!("not a whole safetensors file: {e}"));
     let mut bytes = Vec::new();
-    file.by_ref().take(8).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
+    Read::by_ref(&mut file).take(8).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
     if is_pickled(&bytes) {
         return Err(naming(convert(path)));
     }

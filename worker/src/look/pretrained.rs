@@ -22,7 +22,8 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
     };
     let FitWeights { model, image_size, channels, classes, .. } = question;
     // A network that cannot be built is told of elsewhere.
-    let network = net::resnet::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
+    let network =
+        net::resnet::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
     let problems = problems(&given, &wanted);
     if problems.is_empty() {
@@ -105,7 +106,9 @@ mod tests {
         change(&mut tensors);
         let bytes: Vec<_> = tensors
             .iter()
-            .map(|(name, t)| (name, &t.shape, t.values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>()))
+            .map(|(name, t)| {
+                (name, &t.shape, t.values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>())
+            })
             .collect();
         let views = bytes.iter().map(|(name, shape, bytes)| {
             (name.as_str(), TensorView::new(Dtype::F32, (*shape).clone(), bytes).unwrap())
@@ -128,7 +131,8 @@ mod tests {
         }
         let said = mistake(&asked(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
         assert!(said.contains("(set model.stem = \"cifar\")"), "{said}");
-        let tensor = |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
+        let tensor =
+            |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
         let file = write(dir.path(), &ours, |tensors| {
             tensors.insert("fc.bias".into(), tensor(&[9]));
             tensors.insert("extra".into(), tensor(&[1]));

@@ -122,6 +122,16 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let again = again["id"].as_str().expect("an id");
     server.cli(&["cancel", again]).ok();
     assert!(server.cli(&["delete", "again"]).ok().contains(again), "as scripts do it");
+    // The log is for people: words, and no structures of the program.
+    let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
+    let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
+    let log: String = logs.map(|entry| fs::read_to_string(entry.path()).expect("a log")).collect();
+    for words in ["an attempt has succeeded after step 12", "an attempt was stopped as the server said"] {
+        assert!(log.lines().any(|line| line.contains("INFO") && line.contains(words)), "{words:?} in {log}");
+    }
+    let structure =
+        log.lines().find(|l| l.contains("INFO") && [" { ", "Some(", "None,"].iter().any(|s| l.contains(s)));
+    assert_eq!(structure, None);
     server.stop().await;
 }
 

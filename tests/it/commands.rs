@@ -72,7 +72,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let followed = server.cli(&["logs", id, "-f"]);
     assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
 
-    // What the job measured itself, and the same pictures under another name.
+    // What the job measured itself, but for a picture between two classes, and the same pictures under another name.
     server.cli(&["dataset", "add", "again", dataset.to_str().expect("UTF-8")]).ok();
     let evaluated = server.cli(&["evaluate", "watched"]);
     assert!(evaluated.ok().starts_with("checkpoint 1-12: accuracy "), "{}", evaluated.stdout);
@@ -83,7 +83,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     assert_eq!((&own["confusion"], &own["loss"]), (&other["confusion"], &other["loss"]));
     let measured =
         own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
-    assert!(measured.abs() < 1e-9, "{own:#}");
+    assert!(measured.abs() < 1.5 / 40.0, "{own:#}");
     server.cli(&["evaluate", id, "--dataset", "none&weights=ema"]).wrong(&["no dataset is called"]);
     server.cli(&["evaluate", id, "--checkpoint", "7"]).wrong(&["no checkpoint 7", "12"]);
     server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);

@@ -34,7 +34,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let asks = !args.yes && io::stdin().is_terminal() && io::stderr().is_terminal();
-        if asks && !confirmed(&job, &mut io::stdin().lock(), |question| output::warn(question))? {
+        if asks && !confirmed(&job, &mut io::stdin().lock())? {
             return Err(wrong(format!("{} stays as it is", job.id)));
         }
         api.request(Method::DELETE, &format!("/jobs/{}", job.id), None::<&()>).await?;
@@ -46,8 +46,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Whether a person says yes; an empty answer and no answer are none.
-fn confirmed(job: &Job, answers: &mut impl BufRead, ask: impl Fn(&str)) -> io::Result<bool> {
-    ask(&format!(
+fn confirmed(job: &Job, answers: &mut impl BufRead) -> io::Result<bool> {
+    output::warn(format_args!(
         "Delete {} ({}, {}) with its history, logs and checkpoints? Nothing brings them back. [y/N]",
         job.name, job.id, job.state
     ));

@@ -98,7 +98,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
         ),
         ("model.stem=\"cifar\"", &["model.pretrained", "conv1.weight is [64, 3, 7, 7]", "set model.stem"]),
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
-        (&format!("model.pretrained={job:?}"), &["model.pretrained", "not a whole safetensors file"]),
+        (&*format!("model.pretrained={job:?}"), &["model.pretrained", "not a whole safetensors file"]),
     ] {
         server.cli(&[&["submit", job][..], &small, &["--set", set]].concat()).wrong(words);
     }

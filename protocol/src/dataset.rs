@@ -194,6 +194,21 @@ mod tests {
     }
 
     #[test]
+    fn the_split_that_measures_is_the_usual_one_or_the_likeliest() {
+        let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
+        for (usual, splits, found) in [
+            ("test", "train test val", Some("test")),
+            ("val", "train test val", Some("val")),
+            ("test", "train dev valid", Some("valid")),
+            ("val", "train eval test", Some("test")),
+            ("test", "train holdout", None),
+            ("holdout", "train holdout val", Some("holdout")),
+        ] {
+            assert_eq!(of(usual, splits).as_deref(), found, "{usual} of {splits}");
+        }
+    }
+
+    #[test]
     fn classes_that_differ_are_named() {
         let differ = |a: &str, b: &str| classes_differ(&names(a), &names(b));
         assert_eq!(differ("cat dog", "cat dog"), None);

@@ -20,7 +20,7 @@ async fn register(house: &House, agent: &mut Agent, name: &str, info: DatasetInf
 
 fn with_splits(names: &[&str]) -> DatasetInfo {
     let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 100, per_class: vec![50, 50] };
-    DatasetInfo { splits: names.iter().map(split).collect(), ..info() }
+    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..info() }
 }
 
 #[tokio::test]
@@ -64,6 +64,7 @@ async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
         }
         if let Some(recipe) = recipe {
             spec["train"]["recipe"] = json!(recipe);
+            spec["train"]["epochs"] = json!(90);
         }
         spec
     };

@@ -36,6 +36,7 @@ enum Command {
     Download(cli::download::Args),
     Delete(cli::delete::Args),
     Predict(cli::predict::Args),
+    Evaluate(cli::evaluate::Args),
     #[command(hide = true)]
     Look(cli::look::Args),
     Dataset(cli::dataset::Args),
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
         Command::Checkpoints(args) => cli::checkpoints::run(args),
         Command::Download(args) => cli::download::run(args),
         Command::Delete(args) => cli::delete::run(args),
+        Command::Evaluate(args) => cli::evaluate::run(args),
         Command::Predict(args) => cli::predict::run(args),
         Command::Look(args) => cli::look::run(args),
         Command::Dataset(args) => cli::dataset::run(args),

@@ -13,6 +13,8 @@ const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 const TOGETHER = ["data.validation_size", "data.resize_size"];
 // Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
+// Keys whose default follows from the dataset: not sent unless somebody has changed them.
+const LEFT_TO_SERVER = ["data.validation"];
 /** Whether all mistakes are shown, or only those of fields the reader has left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
@@ -55,7 +57,7 @@ function specification({ defaults }) {
     const words = valueOf(field);
     const usual = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
     const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && usual) || scaled) continue;
+    if (words === "" || (!defaults && usual) || scaled || (usual && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
   }
@@ -169,7 +171,13 @@ function showPlan(answer) {
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${count(steps_per_epoch)} steps an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
+  // Where the field holds a split that the dataset does not have and nobody chose it.
+  const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
+  if (split && String(split) !== valueOf(field)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
+  const warnings = byId("warnings"), told = answer?.warnings ?? [];
+  warnings.hidden = !told.length;
+  text(warnings.querySelector("span"), told.join(" "));
 }
 
 let timer = 0, checking = null;

@@ -8,13 +8,14 @@
 use crate::{
     dataset::{DatasetInfo, PicturesFingerprint},
     job::JobId,
-    look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
+    look::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
     metric::MetricColumn,
     reason::{Reason, ReasonCode},
     spec::JobSpec,
     wire::Part,
 };
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use utoipa::ToSchema;
 
 /// Raised when a message changes in a way that older programs cannot read.
@@ -238,6 +239,20 @@ pub enum Ending {
     },
 }
 
+impl fmt::Display for Ending {
+    /// A line of a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
+            Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
+            Ending::Failed { reason, retriable } => {
+                let next = if *retriable { "another one may fare better" } else { "another one would, too" };
+                write!(f, "an attempt has failed: {}; {next}", reason.words())
+            }
+        }
+    }
+}
+
 /// What the server says.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -331,6 +346,8 @@ pub enum Question {
         pick: Pick,
     },
     Evaluate(EvaluateModel),
+    /// Whether weights can be begun from. Agents of before do not answer it.
+    FitWeights(FitWeights),
     /// `model`: a checkpoint's folder, or a safetensors file.
     Predict {
         model: String,
@@ -349,6 +366,7 @@ impl Question {
             | Question::Samples { path, .. } => vec![path.clone()],
             Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
             Question::Predict { model, .. } => vec![model.clone()],
+            Question::FitWeights(FitWeights { weights, .. }) => vec![weights.clone()],
         }
     }
 
@@ -365,6 +383,10 @@ pub enum Answer {
     /// In the order of the question's paths.
     Files {
         there: Vec<bool>,
+    },
+    /// What keeps weights from being begun from, in words; absent where nothing does.
+    Weights {
+        mistake: Option<String>,
     },
     Dataset {
         path: String,

@@ -22,10 +22,13 @@ pub enum AttemptState {
     Stopped,
     /// It ended before servers kept how.
     Ended,
+    /// A state that this version has no word for: another one wrote it.
+    #[serde(other)]
+    Unknown,
 }
 
 impl AttemptState {
-    const ALL: [AttemptState; 10] = [
+    const ALL: [AttemptState; 11] = [
         AttemptState::Starting,
         AttemptState::Running,
         AttemptState::Pausing,
@@ -36,6 +39,7 @@ impl AttemptState {
         AttemptState::Paused,
         AttemptState::Stopped,
         AttemptState::Ended,
+        AttemptState::Unknown,
     ];
 
     /// The word used in SQL, JSON and on pages.
@@ -51,6 +55,7 @@ impl AttemptState {
             AttemptState::Paused => "paused",
             AttemptState::Stopped => "stopped",
             AttemptState::Ended => "ended",
+            AttemptState::Unknown => "unknown",
         }
     }
 }
@@ -78,9 +83,9 @@ pub struct Attempt {
     pub state: AttemptState,
     /// Why it ended, or is ending; absent when it succeeded.
     pub reason: Option<Reason>,
-    /// Id of the checkpoint that it began from; absent when it began from the start.
+    /// Id of the checkpoint that it began from; absent when it began from the start, or ended before it trained.
     pub checkpoint: Option<String>,
-    /// Optimizer steps of the run that were done when it ended.
+    /// Optimizer steps of the run that were done when it ended; absent when it ended before it trained.
     pub step: Option<u64>,
     /// Names of the agents that had its ranks, in rank order, without repetition.
     pub agents: Vec<String>,

@@ -124,6 +124,17 @@ pub struct Dataset {
     pub added_at: jiff::Timestamp,
 }
 
+/// Names of splits that jobs are measured by, the likeliest first.
+const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
+
+/// The split that measures a job whose writer did not say which, of a dataset that has `splits`: the `usual` one, where
+/// it is there, else one of a name that tells. `None` where there is none.
+pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let splits: Vec<_> = splits.into_iter().collect();
+    let there = |name: &str| splits.iter().copied().find(|split| *split == name);
+    there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
+}
+
 /// Class names of a kind that are named in a sentence.
 const NAMED: usize = 5;
 
@@ -180,6 +191,21 @@ mod tests {
         assert_eq!(file(BROKEN_FILE_CHARS).shortened(), file(BROKEN_FILE_CHARS));
         let short = file(BROKEN_FILE_CHARS + 1).shortened();
         assert!(short.file.chars().count() == BROKEN_FILE_CHARS && short.file.ends_with("\u{e9}..."));
+    }
+
+    #[test]
+    fn the_split_that_measures_is_the_usual_one_or_the_likeliest() {
+        let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
+        for (usual, splits, found) in [
+            ("test", "train test val", Some("test")),
+            ("val", "train test val", Some("val")),
+            ("test", "train dev valid", Some("valid")),
+            ("val", "train eval test", Some("test")),
+            ("test", "train holdout", None),
+            ("holdout", "train holdout val", Some("holdout")),
+        ] {
+            assert_eq!(of(usual, splits).as_deref(), found, "{usual} of {splits}");
+        }
     }
 
     #[test]

@@ -173,6 +173,13 @@ pub struct Job {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
     pub spec: JobSpec,
+    /// How many pictures a step takes: what `spec` gives, and what follows from it and from defaults. Absent where the
+    /// specification cannot be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch: Option<Batch>,
+    /// What is worth a look before the job runs, in words. Only the answer to a submission has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
     /// 0 before the first start.
     pub attempt: u32,
     pub ranks: u32,
@@ -208,6 +215,28 @@ impl Job {
     pub fn set_reason(&mut self, reason: Option<Reason>) {
         self.reason = reason.as_ref().map(|r| r.words().to_owned());
         self.cause = reason;
+    }
+}
+
+/// The pictures of a step, in the words of a specification's `[train]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Batch {
+    /// Pictures that a rank sees in one micro-batch.
+    pub batch_size: u32,
+    /// Micro-batches of a step.
+    pub accumulate: u32,
+    /// Pictures that all ranks see in one optimizer step: `batch_size` x `accumulate` x ranks.
+    pub global_batch_size: u64,
+}
+
+impl Batch {
+    /// What a specification comes to.
+    pub fn of(spec: &JobSpec) -> Self {
+        Self {
+            batch_size: spec.micro_batch_size(),
+            accumulate: spec.train.accumulate,
+            global_batch_size: spec.global_batch_size(),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Looking at a model and at data: what the server, which runs no engine and opens no dataset, asks of an agent,
 //! and what it is told.
 
-use crate::spec::{DataSpec, JobSpec};
+use crate::spec::{DataSpec, JobSpec, ModelSpec};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -123,6 +123,18 @@ pub struct Probability {
     pub class: String,
     /// 0 to 1; they sum to 1.
     pub probability: f32,
+}
+
+/// Whether weights fit what is to begin from them; the file is named by its path on the machine that is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FitWeights {
+    /// A safetensors file, or a checkpoint's folder.
+    pub weights: String,
+    pub model: ModelSpec,
+    /// Pixels of the input's side where the network is measured, which decides its stem.
+    pub image_size: u32,
+    pub channels: u32,
+    pub classes: u32,
 }
 
 /// A question about a model; files are named by their paths on the machine that is asked.

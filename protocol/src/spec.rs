@@ -165,7 +165,8 @@ impl Stem {
 pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
-    /// Where validation pictures come from.
+    /// Where validation pictures come from. When absent: `test` (with some recipes `val`), and of a dataset that has no
+    /// such split the first of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation` that it has.
     pub validation: Validation,
     /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, sizes with the epochs that
     /// they begin in; the dataset's own when absent.

@@ -25,7 +25,7 @@ use tokio::sync::Notify;
 
 mod place;
 
-pub(crate) use place::{device_for, slots_for};
+pub(crate) use place::{device_for, is_checkpoint_id, slots_for};
 
 /// The queue is looked at this often even when nobody says that something changed.
 const POLL: Duration = Duration::from_millis(500);

@@ -127,6 +127,11 @@ impl From<StoreError> for Error {
             StoreError::NameTaken(name) => {
                 Error::Conflict(format!("the name {name:?} is taken; choose another"), None)
             }
+            StoreError::NoDataset(_) => Error::Invalid(vec![SpecError {
+                pointer: "/data/dataset".into(),
+                detail: format!("{error}; add it again under this name"),
+            }]),
+            StoreError::DatasetInUse(_) => Error::Conflict(error.to_string(), None),
             StoreError::KeyReused => Error::Conflict(error.to_string(), None),
             StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
             StoreError::Rejected(_) | StoreError::Corrupt(_) => Error::Internal(error.to_string()),

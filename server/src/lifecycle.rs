@@ -54,6 +54,8 @@ pub struct AttemptEnd {
     pub state: AttemptState,
     /// None when it succeeded.
     pub reason: Option<Reason>,
+    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's, nor is a checkpoint.
+    pub trained: bool,
 }
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.
@@ -83,7 +85,8 @@ fn go(
         return Err(refused(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
     if !state.is_active() && row.token.take().is_some() {
-        row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone() });
+        let trained = state == JobState::Succeeded || row.progress.trained.unwrap_or(true);
+        row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
     }
     let job = &mut row.job;
     job.state = state;
@@ -142,6 +145,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 
 /// The next attempt was claimed: the caller has set attempt, token and agents.
 pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    row.progress.trained = Some(false);
     Ok(vec![go(row, JobState::Starting, None, None, at)?])
 }
 
@@ -292,6 +296,7 @@ pub fn report(
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
             job.epoch = epoch_of(start_step + 1, steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);
+            row.progress.trained = Some(true);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 let cancelling = row.stop.as_ref().and(row.job.cause.clone());

@@ -42,6 +42,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let source = api.find_job(&args.job).await?;
         let request = json!({"checkpoint": args.checkpoint, "set": set});
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
+        job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
             return watch::to_the_end(&api, job, args.server.json).await;
         }

@@ -11,6 +11,7 @@ pub(crate) mod delete;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
+pub(crate) mod evaluate;
 pub(crate) mod fork;
 pub(crate) mod list;
 pub(crate) mod local_agent;

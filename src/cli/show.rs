@@ -1,11 +1,12 @@
 //! `lockstep show`: one job.
 
 use super::{
-    api::{Api, ServerArgs},
+    api::{Api, ServerArgs, list},
     block_on, output,
 };
-use lockstep_protocol::{Job, attempt::Attempt};
+use lockstep_protocol::{Job, job::Batch, reason::Reason};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// Show one job
 #[derive(clap::Args)]
@@ -22,24 +23,32 @@ pub(crate) struct Args {
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = Api::new(&args.server.server)?;
-    let (job, Attempts { attempts }) = block_on(async {
+    let (job, answer) = block_on(async {
         let job = api.find_job(&args.job).await?;
-        let attempts = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        anyhow::Ok((job, attempts))
+        let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
+        anyhow::Ok((job, answer))
     })?;
     if args.server.json {
+        // As the server tells them, also what a newer one tells of them.
+        let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&Shown { job, attempts });
     }
+    let attempts: Vec<Told> = list(&answer, "attempts")?;
     for (key, value) in lines(&job).into_iter().chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
 }
 
-/// The answer of `GET /jobs/{id}/attempts`.
+/// What is shown of an attempt, of which a newer server may tell a state that this version has no word for.
 #[derive(Deserialize)]
-struct Attempts {
-    attempts: Vec<Attempt>,
+struct Told {
+    attempt: u32,
+    /// A word.
+    state: String,
+    reason: Option<Reason>,
+    checkpoint: Option<String>,
+    step: Option<u64>,
 }
 
 /// A job as the server tells it, and its attempts.
@@ -47,12 +56,12 @@ struct Attempts {
 struct Shown {
     #[serde(flatten)]
     job: Job,
-    attempts: Vec<Attempt>,
+    attempts: Value,
 }
 
 /// `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`
-fn line(attempt: &Attempt) -> (String, String) {
-    let mut told = attempt.state.to_string();
+fn line(attempt: &Told) -> (String, String) {
+    let mut told = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
         told += &format!(": {}", reason.words());
     } else if let Some(step) = attempt.step {
@@ -79,6 +88,11 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         lines.push(("forked from", format!("job {}, checkpoint {}", parent.job, parent.checkpoint)));
     }
     lines.push(("ranks", job.ranks.to_string()));
+    if let Some(Batch { batch_size, accumulate, global_batch_size }) = job.batch {
+        let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
+        let ranks = if job.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", job.ranks) };
+        lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
+    }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));
     }
@@ -100,4 +114,28 @@ fn lines(job: &Job) -> Vec<(String, String)> {
     ];
     lines.extend(optional.into_iter().filter_map(|(key, value)| Some((key, value?))));
     lines.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn an_attempt_of_a_newer_server_is_shown_with_its_own_word_and_so_are_the_others() {
+        let answer = json!({"attempts": [
+            {"attempt": 1, "state": "hibernating", "reason": null, "checkpoint": null, "step": 41, "moons": 2},
+            {"attempt": "two"},
+            {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
+        ]});
+        let attempts: Vec<Told> = list(&answer, "attempts").unwrap();
+        let lines: Vec<_> = attempts.iter().map(line).map(|(key, told)| format!("{key}: {told}")).collect();
+        assert_eq!(
+            lines,
+            [
+                "attempt 1: hibernating at step 41",
+                "attempt 3: failed: too dark; it began from checkpoint j-1-40"
+            ]
+        );
+    }
 }

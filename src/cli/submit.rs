@@ -43,6 +43,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = Api::new(&args.server.server)?;
     block_on(async {
         let job: Job = api.post("/jobs", &document).await?;
+        job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
             if !args.server.json {
                 output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;

@@ -10,8 +10,9 @@ use local::Ended;
 use lockstep_protocol::{
     JobSpec,
     agent::{AttemptRef, StartAttempt},
+    dataset::default_validation,
     job::JobId,
-    spec::{Device, apply_set, from_json, shortened, toml_document},
+    spec::{Device, Validation, apply_set, from_json, shortened, toml_document},
 };
 use lockstep_worker::{
     checkpoint,
@@ -56,8 +57,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let began = Instant::now();
     let place = launcher::detect(|name| std::env::var(name).ok()).map_err(wrong)?;
-    let spec = read(&args, place.as_ref())?;
+    let (mut spec, validation_given) = read(&args, place.as_ref())?;
     let dataset = dataset_path(&spec, &args.job)?;
+    if !validation_given {
+        choose_validation(&mut spec, &dataset);
+    }
     let out = args
         .out
         .clone()
@@ -238,8 +242,21 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     }
 }
 
-/// Reads the specification; the ranks are those of `place`, or of `--ranks`.
-fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
+/// As a server does for jobs that do not say which split measures them.
+fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
+    let Validation::Split(usual) = &spec.data.validation else { return };
+    // Of a folder of pictures this needs no look at all files; what is wrong with a dataset its ranks tell.
+    if usual == "none" || dataset.join(usual).is_dir() {
+        return;
+    }
+    let Ok(splits) = lockstep_worker::data::split_names(dataset) else { return };
+    if let Some(split) = default_validation(usual, splits.iter().map(String::as_str)) {
+        spec.data.validation = Validation::Split(split.to_owned());
+    }
+}
+
+/// Reads the specification, and whether it gives `data.validation`; the ranks are those of `place`, or of `--ranks`.
+fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
     let text = super::submit::job_file(&args.job)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
@@ -256,10 +273,12 @@ fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<JobSpec> {
     for set in sets {
         apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
     }
-    from_json(&document).map_err(|mistakes| {
+    let spec = from_json(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown}:\n  {}", lines.join("\n  ")))
-    })
+    })?;
+    let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
+    Ok((spec, given))
 }
 
 /// A dataset is a path from here, or from where the job's file is.

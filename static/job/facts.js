@@ -120,6 +120,7 @@ export class Facts {
 
   #trouble(now, step) {
     const { job, ranks } = this, reason = job.reason ?? "";
+    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job.unreadable) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
@@ -143,6 +144,9 @@ export class Facts {
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
   }
 }
+
+/** As `unreadable` in web/src/job.rs. */
+const unreadable = (flaw) => `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest, and is not started. Run the version that stored it, or submit the job anew and delete this one.`;
 
 function fact(id, main, more) {
   text(byId(id), main);

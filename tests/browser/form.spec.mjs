@@ -1,7 +1,10 @@
 // The form: every mistake beside its field, with and without scripts.
 
 import assert from "node:assert/strict";
+import { cp, writeFile } from "node:fs/promises";
+import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
+import { fileURLToPath } from "node:url";
 import { Eyes, House, until } from "./house.mjs";
 
 let house, eyes;
@@ -37,6 +40,33 @@ describe("the form", () => {
     assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
     assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
     assert.equal((await house.ask("/jobs")).jobs.length, 0);
+    await page.end();
+  });
+
+  test("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
+    const hub = join(house.dir, "hub");
+    await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
+    await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
+    await house.ask("/datasets", { name: "pets", path: hub });
+    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const warnings = page.locator("#warnings");
+    assert.ok(!await warnings.isVisible());
+    await page.getByLabel("Dataset", { exact: true }).selectOption("pets");
+    assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
+    await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
+    await page.getByLabel("Image size", { exact: true }).fill("16");
+    await page.getByLabel("Batch size a rank", { exact: true }).fill("2");
+    await page.getByLabel("Ranks", { exact: true }).fill("1");
+    await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
+    assert.match(await warnings.textContent(), /1 file of pets could not be read.*is no Parquet file/s);
+    await page.getByText("More settings").click();
+    await page.getByLabel("Broken files", { exact: true }).selectOption("skip");
+    await until("nothing to warn of", async () => !await warnings.isVisible());
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+    const id = new URL(page.url()).pathname.split("/").pop();
+    assert.equal((await house.job(id)).spec.data.validation, "validation");
+    await house.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it is quick */ });
     await page.end();
   });
 

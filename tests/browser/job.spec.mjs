@@ -1,6 +1,8 @@
 // A job from the form to its end, as somebody at the screen sees it.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { Eyes, House, losses, pixels, state, until } from "./house.mjs";
 
@@ -97,6 +99,26 @@ describe("a job", () => {
     await page.getByRole("button", { name: "Delete the job" }).click();
     await page.waitForURL(/\/jobs$/);
     await until("the list no longer has it", async () => !(await page.locator("#rows").textContent()).includes("endless"));
+    await page.end();
+  });
+
+  test("says what of it cannot be read, and what to do", async () => {
+    const { id } = await house.submit({ name: "of another age", train: { steps: 5 } });
+    await until("it has succeeded", async () => (await house.job(id)).state === "succeeded");
+    const page = await eyes.page(house, `/jobs/${id}`);
+    const verdict = page.locator("#verdict"), live = async () => (await page.locator("#live").textContent()) === "live";
+    await until("it is live", live);
+    assert.ok(!await verdict.isVisible());
+    // As another version of the server would have stored it.
+    execFileSync("python3", ["-c", `import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], timeout=30)
+db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of another age') WHERE id = ?", [sys.argv[2]])
+db.commit()`, join(house.dir, "lockstep.db"), id]);
+    await page.reload();
+    await until("it is live again", live);
+    assert.match(await verdict.textContent(), /Not all of this job can be read\..*train\/optimizer.*Run the version that stored it/s);
+    assert.equal(await verdict.getAttribute("data-tone"), "warn");
+    assert.ok(await verdict.isVisible());
     await page.end();
   });
 

@@ -20,6 +20,19 @@ const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/ma
 const expected = [/404/];
 
 describe("every page", () => {
+  test("comes back in every tab that is reloaded at the same moment", async () => {
+    const page = await eyes.page(house, "/jobs");
+    const tabs = [page, await page.tab(`/jobs/${done.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${done.id}`)];
+    for (let round = 0; round < 3; round++) {
+      const answers = await Promise.all(tabs.map((tab) => tab.reload()));
+      assert.deepEqual(answers.map((answer) => answer.status()), [200, 200, 200, 200]);
+    }
+    for (const tab of tabs) await until("it is live", async () => (await tab.locator("#live").textContent()) === "live");
+    assert.match(await page.locator("#rows").textContent(), /finished/);
+    assert.equal(await state(tabs[1]), "succeeded");
+    await page.end();
+  });
+
   test("fits a phone: nothing to scroll sideways", async () => {
     for (const path of paths()) {
       const page = await eyes.page(house, path, { viewport: { width: 360, height: 740 }, expected });

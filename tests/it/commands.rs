@@ -72,6 +72,22 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let followed = server.cli(&["logs", id, "-f"]);
     assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
 
+    // What the job measured itself, but for a picture between two classes, and the same pictures under another name.
+    server.cli(&["dataset", "add", "again", dataset.to_str().expect("UTF-8")]).ok();
+    let evaluated = server.cli(&["evaluate", "watched"]);
+    assert!(evaluated.ok().starts_with("checkpoint 1-12: accuracy "), "{}", evaluated.stdout);
+    assert!(evaluated.stdout.contains(" of 40 pictures") && evaluated.stdout.contains("PRECISION"));
+    let own = server.cli(&["evaluate", id, "--checkpoint", "12", "--json"]).json();
+    let other = server.cli(&["evaluate", id, "--dataset", "again", "--json"]).json();
+    assert_eq!((&own["checkpoint"], &own["job"], &own["samples"]), (&"1-12".into(), &id.into(), &40.into()));
+    assert_eq!((&own["confusion"], &own["loss"]), (&other["confusion"], &other["loss"]));
+    let measured =
+        own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
+    assert!(measured.abs() < 1.5 / 40.0, "{own:#}");
+    server.cli(&["evaluate", id, "--dataset", "none&weights=ema"]).wrong(&["no dataset is called"]);
+    server.cli(&["evaluate", id, "--checkpoint", "7"]).wrong(&["no checkpoint 7", "12"]);
+    server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);
+
     let model = server.folder().path().join("model.safetensors");
     for which in ["latest", "best", "12"] {
         server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
@@ -90,9 +106,53 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let watched = server.cli(&["watch", &left]);
     watched.fails(1, &[]);
     assert!(watched.stdout.contains("cancelled"), "{}", watched.stdout);
-    server.cli(&["delete", &left]).ok();
+    // A terminal is asked, and takes no answer for an answer; a script is not.
+    for (answer, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
+        let (code, said) = on_a_terminal(&server, &["delete", &left], answer);
+        assert_eq!(code, status, "{said}");
+        assert!(said.contains("Delete left (") && said.contains("[y/N]") && said.contains(words), "{said}");
+    }
+    server.cli(&["show", &left]).ok();
+    let (code, said) = on_a_terminal(&server, &["delete", &left], "y\n");
+    assert!(code == 0 && said.contains(&format!("{left} deleted")), "{code}: {said}");
     server.cli(&["show", &left]).wrong(&["job"]);
+    let (code, said) = on_a_terminal(&server, &["delete", "--yes", "watched"], "");
+    assert!(code == 0 && !said.contains("[y/N]"), "{code}: {said}");
+    let again = server.cli(&["submit", file, "--set", "priority=-9", "--set", "name=again", "--json"]).json();
+    let again = again["id"].as_str().expect("an id");
+    server.cli(&["cancel", again]).ok();
+    assert!(server.cli(&["delete", "again"]).ok().contains(again), "as scripts do it");
+    // The log is for people: words, and no structures of the program.
+    let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
+    let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
+    let log: String = logs.map(|entry| fs::read_to_string(entry.path()).expect("a log")).collect();
+    for words in ["an attempt has succeeded after step 12", "an attempt was stopped as the server said"] {
+        assert!(log.lines().any(|line| line.contains("INFO") && line.contains(words)), "{words:?} in {log}");
+    }
+    let structure =
+        log.lines().find(|l| l.contains("INFO") && [" { ", "Some(", "None,"].iter().any(|s| l.contains(s)));
+    assert_eq!(structure, None);
     server.stop().await;
+}
+
+/// A command whose standard streams are a terminal that somebody types `typed` into; its exit status, and all it shows.
+fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
+    // Types once a question is there, as the terminal drops nothing but a person would not answer before it either.
+    const TERMINAL: &str = "import os, pty, sys\n\
+        typed, seen, pid_fd = sys.argv[1].encode(), b'', pty.fork()\n\
+        if pid_fd[0] == 0: os.execv(sys.argv[2], sys.argv[2:])\n\
+        while True:\n\
+        \x20   try: part = os.read(pid_fd[1], 4096)\n\
+        \x20   except OSError: break\n\
+        \x20   if not part: break\n\
+        \x20   seen += part\n\
+        \x20   if typed and b'[y/N]' in seen: os.write(pid_fd[1], typed); typed = b''\n\
+        sys.stdout.buffer.write(seen)\n\
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid_fd[0], 0)[1]))";
+    let mut command = std::process::Command::new("python3");
+    command.args(["-c", TERMINAL, typed, crate::server::LOCKSTEP]).args(args);
+    let done = Finished::of(command.args(["--server", &server.url]).stdin(Stdio::null()));
+    (done.status, done.stdout + &done.stderr)
 }
 
 #[tokio::test]

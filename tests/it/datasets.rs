@@ -1,7 +1,7 @@
 //! Datasets from a shell: prepared and registered in one command, and removed.
 
 use crate::{
-    server::{Server, turn},
+    server::{Finished, Folder, Server, lockstep, turn},
     specs,
 };
 use serde_json::{Value, json};
@@ -47,6 +47,27 @@ async fn a_dataset_is_prepared_as_it_is_registered() {
     let pattern = format!("{}/train-{{000000..000000}}.tar", here("hub-16").display());
     server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).wrong(&["--to DIR"]);
     server.stop().await;
+}
+
+#[tokio::test]
+async fn training_without_a_server_is_measured_by_the_split_that_there_is() {
+    let _turn = turn().await;
+    let folder = Folder::new();
+    let hub = hub_in(folder.path());
+    // It has train and validation, and the job does not say.
+    let job = format!(
+        "[model]\narch = \"resnet20\"\n[data]\ndataset = {hub:?}\nimage_size = 16\n[train]\nsteps = 2\nbatch_size = 4\n\
+         [parallel]\ndevice = \"cpu\"\n"
+    );
+    let file = folder.write("job.toml", job);
+    let out = folder.path().join("out");
+    let mut command = lockstep();
+    command.arg("train").arg(file).arg("--out").arg(&out).current_dir(folder.path());
+    let finished = Finished::of(&mut command);
+    assert!(finished.ok().contains("succeeded: validation accuracy "), "{}", finished.stdout);
+    let spec = fs::read(out.join("spec.json")).expect("the job as it was trained");
+    let spec: Value = serde_json::from_slice(&spec).expect("JSON");
+    assert_eq!(spec["data"]["validation"], "validation");
 }
 
 #[tokio::test]

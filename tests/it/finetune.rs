@@ -90,6 +90,18 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
 
     let added = server.cli(&["dataset", "add", "flowers", folder.to_str().expect("UTF-8")]);
     assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
+    // Weights of another network, of no file and of no weights at all are told of now, not when slots are free.
+    for (set, words) in [
+        (
+            "model.arch=\"resnet34\"",
+            &["model.pretrained", "does not hold a resnet34", "layer1.2.bn1.bias is missing"][..],
+        ),
+        ("model.stem=\"cifar\"", &["model.pretrained", "conv1.weight is [64, 3, 7, 7]", "set model.stem"]),
+        ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
+        (&*format!("model.pretrained={job:?}"), &["model.pretrained", "not a whole safetensors file"]),
+    ] {
+        server.cli(&[&["submit", job][..], &small, &["--set", set]].concat()).wrong(words);
+    }
     let watched = server.cli(&[&["submit", job, "--watch"][..], &small].concat());
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded: validation accuracy "), "{last}");

@@ -38,6 +38,8 @@ fn sample(
         cause: reason.map(Into::into),
         parent: None,
         unreadable: None,
+        batch: None,
+        warnings: Vec::new(),
         spec,
         attempt: u32::from(share > 0.0),
         ranks: 4,

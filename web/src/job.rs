@@ -120,6 +120,10 @@ impl JobTemplate<'_> {
     /// The verdict's first words and its sentence, when something is wrong.
     fn verdict(&self) -> Option<(&'static str, String)> {
         let reason = self.job.reason.clone().unwrap_or_default();
+        // Before the state, which another version may have called something else.
+        if let Some(flaw) = &self.job.unreadable {
+            return Some(("Not all of this job can be read.", unreadable(flaw)));
+        }
         match self.job.state {
             JobState::Failed => Some(("The job failed.", reason)),
             JobState::Lost => Some(("Its machine is silent.", reason)),
@@ -127,6 +131,11 @@ impl JobTemplate<'_> {
             JobState::Queued if !reason.is_empty() => Some(("Waiting.", reason)),
             _ => None,
         }
+    }
+
+    /// `bad`, `warn`: how the verdict is coloured.
+    fn tone(&self) -> &'static str {
+        if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
 
     fn size(&self) -> String {
@@ -160,6 +169,15 @@ impl JobTemplate<'_> {
         let averaged_from = self.job.spec.train.ema_steps;
         CheckpointRow { averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
     }
+}
+
+/// As `unreadable` in `static/job/facts.js`.
+fn unreadable(flaw: &str) -> String {
+    format!(
+        "Another version of lockstep stored it, and this one does not understand: {flaw}. It is shown as far as it can be \
+         read, with defaults for the rest, and is not started. Run the version that stored it, or submit the job anew \
+         and delete this one."
+    )
 }
 
 #[derive(Debug, Clone, Default)]

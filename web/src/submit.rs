@@ -181,8 +181,12 @@ impl SubmitTemplate<'_> {
             .map(|d| {
                 let train = d.info.splits.iter().find(|s| s.name == "train").or(d.info.splits.first());
                 let pictures = train.map_or(0, |s| s.samples);
-                let about =
-                    format!("{}, {} pictures, {} classes", d.name, count(pictures), d.info.classes.len());
+                let broken = match d.info.broken_count {
+                    0 => String::new(),
+                    n => format!(", {} broken {}", count(n), if n == 1 { "file" } else { "files" }),
+                };
+                let classes = d.info.classes.len();
+                let about = format!("{}, {} pictures, {classes} classes{broken}", d.name, count(pictures));
                 (d.name.clone(), about, d.name == chosen)
             })
             .collect();

@@ -10,7 +10,7 @@ mod keeper;
 mod tensors;
 
 pub use keeper::{Keeper, Kept};
-pub use tensors::{metadata, read as read_tensors};
+pub use tensors::{metadata, read as read_tensors, shapes};
 
 use crate::{
     engine::{LossScaling, NamedTensors, first_not_finite, slot_name},

@@ -245,7 +245,11 @@ impl Kind {
             }
             Kind::Range { min, max } => match numbers(value).as_deref() {
                 Some(&[low, high]) if min <= low && low <= high && high <= max => Ok(()),
-                _ => is(&format!("the smallest and the largest, two numbers from {min} to {max}")),
+                _ => Err(format!(
+                    "must be the smallest and the largest, two numbers from {min} to {max}, is {}; write them as a list, such as {}",
+                    numbers_shown(value),
+                    if max > 1.0 { "[0.75, 1.3333]" } else { "[0.08, 1.0]" }
+                )),
             },
             Kind::ColorJitter => match numbers(value).as_deref() {
                 Some(&[brightness, contrast, saturation, hue])
@@ -254,8 +258,10 @@ impl Kind {
                 {
                     Ok(())
                 }
-                _ => is(&format!(
-                    "how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers"
+                _ => Err(format!(
+                    "must be how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers, is {}; \
+                     write them as a list, such as [0.4, 0.4, 0.4, 0.1]",
+                    numbers_shown(value)
                 )),
             },
             Kind::ImageSize => image_size::check(value),
@@ -295,6 +301,14 @@ impl Kind {
 
 fn numbers(value: &Value) -> Option<Vec<f64>> {
     value.as_array()?.iter().map(Value::as_f64).collect()
+}
+
+/// A list of numbers as it stands there, so that its writer sees which of them does not fit; else as [`shown`].
+fn numbers_shown(value: &Value) -> String {
+    match numbers(value) {
+        Some(list) if list.len() <= 6 => shortened(&value.to_string()),
+        _ => shown(value),
+    }
 }
 
 fn one_of(words: &[&str]) -> String {

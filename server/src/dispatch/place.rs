@@ -194,12 +194,15 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
     end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
 }
 
+/// Whether `model.pretrained` is a checkpoint's id, and no path.
+pub(crate) fn is_checkpoint_id(given: &str) -> bool {
+    given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok()) && given.as_bytes().get(27) == Some(&b'-')
+}
+
 /// `model.pretrained` may be a checkpoint's id: ranks are told its folder. Some: why they cannot be.
 async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reason>> {
     let Some(given) = &spec.model.pretrained else { return Ok(None) };
-    let is_id = given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok())
-        && given.as_bytes().get(27) == Some(&b'-');
-    if !is_id {
+    if !is_checkpoint_id(given) {
         return Ok(None);
     }
     Ok(match app.store.checkpoint(given).await? {

@@ -7,6 +7,7 @@ use super::{
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    store::StoreError,
 };
 use axum::{
     Json,
@@ -85,13 +86,12 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
     let mut mistake = |pointer: &str, detail: &str| {
         errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
     };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if new.name.is_empty()
         || new.name.len() > MAX_NAME_BYTES
-        || !new.name.chars().all(plain)
+        || !new.name.chars().all(is_plain)
         || new.name.starts_with('.')
     {
-        mistake("/name", "must have 1 to 100 letters, digits, '-', '_' or '.', and not start with a dot");
+        mistake("/name", &name_mistake(&new.name));
     }
     if new.name == "inspect" {
         mistake("/name", "is taken: /api/v1/datasets/inspect looks at a folder; choose another name");
@@ -174,6 +174,24 @@ pub(crate) async fn inspect(
     }
 }
 
+/// What a dataset may be called, and what of `name` is something else.
+fn name_mistake(name: &str) -> String {
+    let is = match name.chars().find(|c| !is_plain(*c)) {
+        _ if name.is_empty() => "this one is empty".to_owned(),
+        Some(odd) => format!("this one has {odd:?}"),
+        None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
+        None => "this one begins with a dot".into(),
+    };
+    format!(
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot: {is}"
+    )
+}
+
+/// Nothing of it means something in an address or a path.
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-_.".contains(c)
+}
+
 fn path_mistake(path: &str) -> Option<&'static str> {
     if !path.starts_with('/') {
         Some("must be an absolute path, such as /data/cifar10, on the machines that train on it")
@@ -205,13 +223,19 @@ pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Re
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
 pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
-    let mut jobs = app.store.unfinished().await?;
-    jobs.retain(|job| job.spec.data.dataset == name);
-    if let Some(first) = jobs.first() {
-        return Err(Error::Conflict(needed_by(&jobs), Some(first.state)));
+    match app.store.remove_dataset(&name).await {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(error @ StoreError::DatasetInUse(_)) => {
+            let mut jobs = app.store.unfinished().await?;
+            jobs.retain(|job| job.spec.data.dataset == name);
+            Err(match jobs.first() {
+                Some(first) => Error::Conflict(needed_by(&jobs), Some(first.state)),
+                // They have ended since.
+                None => error.into(),
+            })
+        }
+        Err(error) => Err(error.into()),
     }
-    app.store.remove_dataset(&name).await?;
-    Ok(StatusCode::NO_CONTENT)
 }
 
 /// `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`

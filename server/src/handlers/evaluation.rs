@@ -4,7 +4,7 @@
 use super::{
     checkpoints::{self, Weights},
     extract::{Path, Query, job_id},
-    jobs,
+    jobs, submission,
 };
 use crate::{
     agents::Place,
@@ -20,7 +20,9 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
+    JobSpec,
     agent::{Answer, Question},
+    dataset::Dataset,
     look::{AT_ONCE, EvaluateModel, ModelEvaluation},
 };
 use serde::{Deserialize, Serialize};
@@ -90,11 +92,15 @@ pub(crate) struct Which {
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
+    /// A registered dataset of the same classes, in place of the job's own; the split that jobs on it are measured by
+    /// unless they say which.
+    dataset: Option<String>,
 }
 
 /// Evaluate a checkpoint
 ///
-/// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures.
+/// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
+/// dataset's.
 /// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
@@ -108,12 +114,22 @@ pub(crate) async fn evaluation(
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
     let of = if which.weights == Weights::Ema { "-ema" } else { "" };
-    let name = format!("{}-{}{of}.json", row.info.epoch, row.info.step);
+    let other = match which.dataset.as_deref() {
+        None => None,
+        // As a file's name it is safe: no other can be registered.
+        Some(name) => Some(app.store.dataset(name).await?.ok_or_else(|| {
+            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("no dataset is called {name:?}"))
+        })?),
+    };
+    // One that is registered anew under a name is another one.
+    let on =
+        other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
+    let name = format!("{}-{}{of}{on}.json", row.info.epoch, row.info.step);
     let file = app.job_dir(&row.job).join("evaluations").join(name);
     if let Ok(known) = regular::read(&file).await {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
-    let mut running = start(&app, &row, which.weights, file.clone()).await?;
+    let mut running = start(&app, &row, which.weights, other, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {
         Err(_) => return Ok((StatusCode::ACCEPTED, Json(running.under_way(&app, &row))).into_response()),
@@ -127,15 +143,29 @@ pub(crate) async fn evaluation(
 }
 
 /// Joins an evaluation under way, or begins one.
-async fn start(app: &App, row: &CheckpointRow, weights: Weights, file: PathBuf) -> Result<Running> {
+async fn start(
+    app: &App,
+    row: &CheckpointRow,
+    weights: Weights,
+    other: Option<Dataset>,
+    file: PathBuf,
+) -> Result<Running> {
     let model = weights.path(&checkpoints::folder(app, row))?;
     let job = jobs::find(app, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
-    let spec = job.spec;
-    let dataset = app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {
-        let detail = format!("the dataset {:?} is no longer registered", spec.data.dataset);
-        Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
-    })?;
+    let mut spec = job.spec;
+    let dataset = match other {
+        Some(other) => {
+            spec.data.dataset.clone_from(&other.name);
+            spec.data.validation = JobSpec::default().data.validation;
+            submission::choose_validation(&mut spec, &other, false);
+            other
+        }
+        None => app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {
+            let detail = format!("the dataset {:?} is no longer registered", spec.data.dataset);
+            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+        })?,
+    };
     let question = Question::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,

@@ -5,7 +5,7 @@ use super::{
     checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
-    jobs, to_the_end,
+    jobs, submission, to_the_end,
 };
 use crate::{
     app::App,
@@ -79,7 +79,7 @@ pub(crate) async fn fork(
         merge(&mut document, &path, value)?;
     }
     check_recipe(&source, &document)?;
-    let (spec, dataset) = jobs::check(&app, &document).await?;
+    let (spec, dataset) = jobs::check(&app, &document, false).await?;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
     let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
@@ -94,7 +94,9 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let (status, job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
+    let warnings = submission::warnings(&spec, &dataset);
+    let (status, mut job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
+    job.warnings = warnings;
     let status =
         if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())

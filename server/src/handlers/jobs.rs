@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Document, Path, Query, job_id, search_text},
-    fit, to_the_end,
+    fit, submission, to_the_end,
 };
 use crate::{
     app::App,
@@ -94,6 +94,8 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
+    /// What is worth a look before the job runs, in words.
+    warnings: Vec<String>,
 }
 
 /// Submit a job
@@ -124,8 +126,11 @@ pub(crate) async fn submit(
     document: &Value,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
-    let (spec, _) = check(app, document).await?;
-    store(app, JobId::generate(), spec, key, None).await
+    let (spec, dataset) = check(app, document, true).await?;
+    let warnings = submission::warnings(&spec, &dataset);
+    let (status, mut job) = store(app, JobId::generate(), spec, key, None).await?;
+    job.warnings = warnings;
+    Ok((status, job))
 }
 
 /// Stores a specification that was checked as a job, with its folder.
@@ -188,21 +193,23 @@ pub(super) fn idempotency_key(
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
-    let (spec, dataset) = check(&app, &document).await?;
+    let (spec, dataset) = check(&app, &document, true).await?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {
         samples,
         global_batch_size: spec.global_batch_size(),
         steps_per_epoch: spec.steps_per_epoch(samples),
         total_steps: spec.total_steps(samples),
+        warnings: submission::warnings(&spec, &dataset),
         spec,
     }))
 }
 
-/// The document's own mistakes, and those that only this server can know.
-pub(super) async fn check(app: &App, document: &Value) -> Result<(JobSpec, Dataset)> {
+/// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
+/// whether the weights that it is to begin with fit.
+pub(super) async fn check(app: &App, document: &Value, begins: bool) -> Result<(JobSpec, Dataset)> {
     let mut errors = Vec::new();
-    let spec = match spec::from_json(document) {
+    let mut spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
         Err(found) => {
             errors = found;
@@ -223,11 +230,18 @@ pub(super) async fn check(app: &App, document: &Value) -> Result<(JobSpec, Datas
         };
         errors.push(at("/data/dataset", format!("no dataset is called {:?}; {known}", shortened(name))));
     }
+    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
+        let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
+        submission::choose_validation(spec, dataset, given);
+    }
     if let Some(spec) = &spec {
         errors.extend(slots_mistake(app, spec));
     }
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
         errors.extend(dataset_mistakes(spec, dataset));
+        if begins {
+            errors.extend(submission::pretrained_mistake(app, spec, dataset).await?);
+        }
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => Ok((spec, dataset)),

@@ -22,6 +22,7 @@ pub(crate) mod pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
 pub(crate) mod stream;
+mod submission;
 
 use crate::error::{Error, Result};
 

@@ -18,6 +18,8 @@ pub struct Progress {
     pub(super) accuracy: BTreeMap<u32, Option<f64>>,
     /// The newest checkpoint's step.
     pub(super) checkpoint: Option<u64>,
+    /// Whether the newest attempt has trained; none of one that an earlier version began.
+    pub(super) trained: Option<bool>,
 }
 
 impl Progress {

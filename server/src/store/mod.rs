@@ -43,6 +43,12 @@ pub enum StoreError {
     /// The name is taken.
     #[error("the name {0:?} is taken")]
     NameTaken(String),
+    /// No dataset of this name is registered, at the very moment that something was to need it.
+    #[error("the dataset {0:?} is no longer registered")]
+    NoDataset(String),
+    /// Jobs that are not over train on the dataset.
+    #[error("jobs train on the dataset {0:?}")]
+    DatasetInUse(String),
     /// An idempotency key came with another request before.
     #[error("this Idempotency-Key was used before, with another request")]
     KeyReused,
@@ -98,7 +104,7 @@ pub struct Changed {
 /// Everything that outlives the server. Each method is atomic, and what it returned is on disk.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Stores a new job as `queued` with its first event. The same idempotency key and request give the job
+    /// Stores a new job as `queued` with its first event, if its dataset is registered. The same idempotency key and request give the job
     /// that was made then.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
     /// The job and what the server alone knows of it.
@@ -172,7 +178,7 @@ pub trait Store: Send + Sync + 'static {
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
     /// Registers a dataset; refuses a name that is taken.
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
-    /// Removes a dataset; its files stay.
+    /// Removes a dataset that no job needs which is not over; its files stay.
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
     /// Remembers an agent as it introduced itself, or that it was seen.

@@ -1,7 +1,7 @@
 //! A dataset's name is taken away: not while jobs need it, and what is left of it then.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, info, running},
     house::{House, spec},
 };
 use lockstep_protocol::{
@@ -63,6 +63,66 @@ async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
     assert_eq!(house.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
     let (status, body) = house.post("/jobs", &spec()).await;
     assert!(status == 422 && body["detail"].as_str().unwrap().contains("none is registered"), "{body}");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refused() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let (mut submitted, mut removed) = (0, 0);
+    for round in 0..40 {
+        let spec = spec();
+        let submit = house.post("/jobs", &spec);
+        let remove = async {
+            // The later it comes, the further the submission is.
+            for _ in 0..round {
+                tokio::task::yield_now().await;
+            }
+            house.delete("/datasets/pictures").await
+        };
+        let ((created, job), (deleted, told)) = tokio::join!(submit, remove);
+        match (created, deleted) {
+            (201, 409) => {
+                submitted += 1;
+                let id = job["id"].as_str().unwrap();
+                assert!(told["detail"].as_str().unwrap().contains(id), "{told}");
+                let started = agent.started().await.attempt;
+                agent.end(&started, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+            }
+            (422, 204) => {
+                removed += 1;
+                assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
+                let new = json!({"name": "pictures", "path": "/some/pictures"});
+                let ((status, body), ()) =
+                    tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info())));
+                assert_eq!(status, 201, "{body}");
+            }
+            other => panic!("round {round}: {other:?} {job} {told}"),
+        }
+    }
+    assert_eq!(submitted + removed, 40);
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_name_that_is_none_is_told_what_names_are() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 1).await;
+    for (name, said) in [
+        (String::new(), "this one is empty".to_owned()),
+        ("my pictures".into(), "this one has ' '".into()),
+        ("blumen-\u{e4}".into(), "this one has '\u{e4}'".into()),
+        (".hidden".into(), "begins with a dot".into()),
+        ("a".repeat(101), "this one has 101".into()),
+    ] {
+        let (status, told) = house.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
+        let detail = told["errors"][0]["detail"].as_str().unwrap();
+        assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/name")), "{told}");
+        for words in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &said] {
+            assert!(detail.contains(words), "{words:?} in {detail:?}");
+        }
+    }
     house.stop().await;
 }
 

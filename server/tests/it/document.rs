@@ -81,6 +81,7 @@ async fn answer_all(mut agent: Agent) {
                 mistakes: Vec::new(),
                 right: Vec::new(),
             })),
+            Question::FitWeights(_) => Answer::Weights { mistake: None },
             Question::Predict { pictures, .. } => Answer::Predictions {
                 predictions: pictures
                     .into_iter()

@@ -24,3 +24,4 @@ mod safety;
 mod starting;
 mod store;
 mod streams;
+mod submission;

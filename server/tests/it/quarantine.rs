@@ -60,10 +60,32 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
         assert_eq!(house.text(path).await.0, 200, "{path}");
     }
 
+    // The page of each says what cannot be read and what to do.
+    for (id, what) in [
+        (newer.id.as_str(), "/train/optimizer"),
+        (broken.id.as_str(), "its specification"),
+        (archived.id.as_str(), "its state &#34;archived&#34;"),
+        (&runs, "/train/optimizer"),
+    ] {
+        let (_, page) = house.text(&format!("/jobs/{id}")).await;
+        let (_, verdict) = page.split_once("id=\"verdict\"").unwrap();
+        let (verdict, _) = verdict.split_once("</section>").unwrap();
+        assert!(!verdict.split_once('>').unwrap().0.contains("hidden"), "{verdict}");
+        for words in ["Not all of this job can be read.", what, "Run the version that stored it"] {
+            assert!(verdict.contains(words), "{words:?} in {verdict}");
+        }
+        assert!(!verdict.contains("The job failed"), "{verdict}");
+    }
+
     // What the running one reports is stored, and it ends.
     agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(house.job(&runs).await.state, JobState::Succeeded);
+    // An attempt whose state has no word here is told of all the same.
+    set(&house, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
+    let (status, told) = house.get(&format!("/jobs/{runs}/attempts")).await;
+    assert_eq!((status, &told["attempts"][0]["state"]), (200, &json!("unknown")), "{told}");
+    assert_eq!(told["attempts"][0]["step"], 100, "{told}");
 
     // The slots go past those with more priority, to the one that can be read.
     let next = agent.started().await.attempt;

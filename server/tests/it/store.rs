@@ -1,8 +1,9 @@
 //! One story of the store, for every database that implements it.
 
-use crate::agent::{losses, running};
+use crate::agent::{info, losses, running};
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Source},
+    dataset::Dataset,
     job::{JobId, JobState},
     spec::JobSpec,
 };
@@ -14,22 +15,39 @@ use lockstep_server::{
     },
 };
 
+fn spec(name: &str) -> JobSpec {
+    let mut spec = JobSpec { name: name.into(), ..JobSpec::default() };
+    spec.data.dataset = "p".into();
+    spec
+}
+
+fn dataset(added_at: jiff::Timestamp) -> Dataset {
+    Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at }
+}
+
 async fn story(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
         id: id.clone(),
-        spec: JobSpec { name: "told".into(), ..JobSpec::default() },
+        spec: spec("told"),
         at,
         idempotency: Some((key.into(), request.into())),
         fork: None,
     };
+    // Of a job and the removal of its dataset only one is done.
+    assert!(
+        matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
+    );
+    store.add_dataset(&dataset(at)).await.unwrap();
     let Created::New(made) = store.create_job(new("key", "one")).await.unwrap() else {
         panic!("made before")
     };
     assert_eq!((made.job.last_seq, made.events[0].seq, made.job.created_at), (1, 1, at));
     assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Before(job)) if job.id == id));
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
+
+    assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
 
     // Of two claims one makes an attempt.
     let claim = || Claim {
@@ -111,6 +129,14 @@ async fn story(store: &dyn Store) {
     assert!(store.live_attempts().await.unwrap().is_empty());
     let late = store.ingest(vec![report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
     assert!(matches!(late[0], Ingested::Stale));
+
+    // Over, it needs its dataset no more, and to be tried again it does.
+    store.remove_dataset("p").await.unwrap();
+    assert!(matches!(store.remove_dataset("p").await, Err(StoreError::NotFound("dataset"))));
+    let retried = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
+    assert!(matches!(retried, Err(StoreError::NoDataset(_))));
+    assert_eq!(store.job(&id).await.unwrap().unwrap(), row);
+    store.add_dataset(&dataset(at)).await.unwrap();
 
     // The next attempt goes on from the newest checkpoint, with a higher token.
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();

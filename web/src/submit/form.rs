@@ -99,7 +99,9 @@ impl Form {
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
             let is_scaled = IN_PROPORTION.contains(&field.key)
                 && of_recipe.get(field.key).is_some_and(|value| value == text);
-            if text.is_empty() || is_scaled || (is_untouched && field.key != "train.recipe") {
+            let is_left = LEFT_TO_SERVER.contains(&field.key)
+                && of_recipe.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
+            if text.is_empty() || is_scaled || is_left || (is_untouched && field.key != "train.recipe") {
                 continue;
             }
             put(field.key, field.kind.json(text));
@@ -128,6 +130,10 @@ impl Form {
 
 /// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
 const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
+
+/// Keys whose default follows from the dataset: not sent unless somebody has changed them. As `LEFT_TO_SERVER` in
+/// `static/submit.js`.
+const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
 /// One of a list: a number, or an epoch and the size that begins in it.
 fn item(value: &Value) -> String {

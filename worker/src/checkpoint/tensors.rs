@@ -175,6 +175,52 @@ fn convert(path: &Path) -> String {
     )
 }
 
+/// An entry of a safetensors file's header.
+#[derive(Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: [u64; 2],
+}
+
+/// Names and shapes of the tensors that [`read`] would read, from the file's header alone.
+///
+/// # Errors
+/// As [`read`], but for what is in the tensors.
+pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
+    let naming = |e: String| format!("{}: {e}", path.display());
+    let (mut file, has) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
+    let torn = |e: &str| naming(format!("not a whole safetensors file: {e}"));
+    let mut bytes = Vec::new();
+    Read::by_ref(&mut file).take(8).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
+    if is_pickled(&bytes) {
+        return Err(naming(convert(path)));
+    }
+    let size = <[u8; 8]>::try_from(&bytes[..]).map(u64::from_le_bytes);
+    let size = size.ok().filter(|size| *size <= HEADER_BYTES).ok_or_else(|| torn("it has no header"))?;
+    bytes.clear();
+    file.take(size).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
+    let header: BTreeMap<String, Value> = serde_json::from_slice(&bytes).map_err(|e| torn(&e.to_string()))?;
+    let (mut shapes, mut end) = (BTreeMap::new(), 0);
+    for (name, entry) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
+        let entry: Entry = serde_json::from_value(entry).map_err(|e| torn(&format!("{name}: {e}")))?;
+        end = end.max(entry.data_offsets[1]);
+        if name.ends_with(TRACKED) {
+            continue;
+        }
+        if !["F32", "F64", "BF16"].contains(&&*entry.dtype) {
+            let other = entry.dtype;
+            return Err(naming(format!("{name} is of type {other}; float32, float64 and bfloat16 are read")));
+        }
+        shapes.insert(name, entry.shape);
+    }
+    let wanted = end.saturating_add(8 + size);
+    if has < wanted {
+        return Err(torn(&format!("it has {has} bytes of {wanted}")));
+    }
+    Ok(shapes)
+}
+
 /// Of a safetensors file's header (JSON), what the file says of itself.
 #[derive(Deserialize)]
 struct Header {

@@ -16,6 +16,15 @@ pub(super) const STATISTICS_SAMPLES: usize = 10_000;
 /// look whole; a picture whose data is damaged all the same is found when a job comes to it.
 const DECODED: usize = 20_000;
 
+/// Names of the splits that have samples.
+///
+/// # Errors
+/// As [`inspect`].
+pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
+    let splits = Catalog::open(path)?.splits.into_iter();
+    Ok(splits.filter(|split| !split.labels.is_empty()).map(|split| split.name).collect())
+}
+
 /// Looks at the files under `path`, decodes the pictures unless they are many, and says what they are.
 ///
 /// # Errors

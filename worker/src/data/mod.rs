@@ -19,7 +19,7 @@ mod stored;
 mod transform;
 
 pub use index::Progress;
-pub use inspect::inspect;
+pub use inspect::{inspect, split_names};
 pub use picture::Picture;
 pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;

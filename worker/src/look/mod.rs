@@ -5,6 +5,7 @@
 mod evaluate;
 mod model;
 mod predict;
+mod pretrained;
 mod samples;
 
 pub use predict::predict;
@@ -187,6 +188,7 @@ pub fn answer(question: Question) -> Result<Answer, String> {
         Question::Samples { path, pick } => {
             samples::pick(Path::new(&path), pick).map(Answer::Samples).map_err(|e| e.to_string())
         }
+        Question::FitWeights(question) => Ok(Answer::Weights { mistake: pretrained::mistake(&question) }),
         Question::Evaluate(question) => {
             evaluate::evaluate(&question).map(|found| Answer::Evaluation(Box::new(found)))
         }

@@ -8,7 +8,7 @@ use crate::{
     lifecycle,
     store::{
         AttemptRow, Claim, Claimed, Place, Result, StoreError,
-        quarantine::readable,
+        quarantine::{self, readable},
         values::{json, reached, small, time, uint},
     },
 };
@@ -121,9 +121,17 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let live = row.try_get::<Option<i64>, _>("job_token")? == Some(row.try_get("token")?);
     let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
+    let state = match text(state)? {
+        // Without a word that it ended, an earlier version ended it.
+        None => AttemptState::Ended,
+        Some(word) => word.parse().unwrap_or_else(|error: String| {
+            quarantine::tell(&format!("the state of an attempt of job {job}: {error}"));
+            AttemptState::Unknown
+        }),
+    };
     Ok(Attempt {
         attempt: small(row.try_get("attempt")?),
-        state: text(state)?.and_then(|s| s.parse().ok()).unwrap_or(AttemptState::Ended),
+        state,
         reason: text(reason)?.and_then(|reason| read(job.as_str(), "reason", &reason)),
         checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),
         step: row.try_get::<Option<i64>, _>("step")?.map(uint),

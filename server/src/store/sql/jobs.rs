@@ -1,6 +1,6 @@
 //! Jobs: rows in and out, and changes.
 
-use super::{Connection, Db, DbRow, SqlStore};
+use super::{Connection, Db, DbRow, SqlStore, things};
 use crate::{
     lifecycle,
     store::{
@@ -11,7 +11,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Job, JobId, JobState, LastValues, Parent},
+    job::{Batch, Job, JobId, JobState, LastValues, Parent},
     reason::Reason,
     stream::EventBody,
 };
@@ -72,7 +72,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         reason: optional("reason")?,
         cause: optional("cause")?.and_then(|text| read(&id, "cause", &text)),
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+        batch: flaws.is_empty().then(|| Batch::of(&spec)),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
+        warnings: Vec::new(),
         attempt: small(row.try_get("attempt")?),
         ranks: spec.parallel.ranks,
         spec,
@@ -164,14 +166,15 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     if row.token.is_none() {
         let end = row.ended.as_ref();
         sqlx::query(
-            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5 \
-             WHERE job_id = $1 AND ended_at IS NULL",
+            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5, \
+             resume = CASE WHEN $6 THEN resume ELSE NULL END WHERE job_id = $1 AND ended_at IS NULL",
         )
         .bind(job.id.as_str())
         .bind(at.as_millisecond())
         .bind(end.map(|end| end.state.as_str()))
         .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
-        .bind(end.map(|_| int(job.step)))
+        .bind(end.filter(|end| end.trained).map(|_| int(job.step)))
+        .bind(end.is_none_or(|end| end.trained))
         .execute(db)
         .await?;
     }
@@ -290,6 +293,7 @@ impl SqlStore {
                 return Ok(Created::Before(Box::new(row.job)));
             }
         }
+        things::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint) \
              VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8)",
@@ -377,7 +381,12 @@ impl SqlStore {
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
+        // Nobody removes the dataset of a job that is not over, so that one needs no look.
+        let over = row.job.state.is_final();
         let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
+        if over && !changed.job.state.is_final() {
+            things::require_dataset(&mut db, &changed.job.spec.data.dataset).await?;
+        }
         db.commit().await?;
         Ok(changed)
     }

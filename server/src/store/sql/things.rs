@@ -1,9 +1,9 @@
 //! Datasets, agents, and numbers for monitoring.
 
-use super::{DbRow, SqlStore};
+use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     AgentRow, Counts, Result, StoreError,
-    quarantine::readable,
+    quarantine::{read_spec, readable},
     values::{from_json, json, plain, time, uint},
 };
 use lockstep_protocol::dataset::Dataset;
@@ -32,6 +32,18 @@ fn agent(row: &DbRow) -> Result<AgentRow> {
     })
 }
 
+/// Whether a dataset is registered, as a transaction sees it that is going to need it.
+///
+/// # Errors
+/// It is not.
+pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<()> {
+    let found: Option<String> = sqlx::query_scalar("SELECT name FROM datasets WHERE name = $1")
+        .bind(plain(name))
+        .fetch_optional(db)
+        .await?;
+    if found.is_none() { Err(StoreError::NoDataset(name.to_owned())) } else { Ok(()) }
+}
+
 impl SqlStore {
     pub(super) async fn list_datasets(&self) -> Result<Vec<Dataset>> {
         let rows = sqlx::query("SELECT * FROM datasets ORDER BY name").fetch_all(&self.reader).await?;
@@ -58,10 +70,19 @@ impl SqlStore {
     }
 
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
-        let done = sqlx::query("DELETE FROM datasets WHERE name = $1")
-            .bind(plain(name))
-            .execute(&self.writer)
-            .await?;
+        // In one transaction with the look at its jobs: one that is submitted meanwhile is there before, or finds it gone.
+        let mut db = self.begin().await?;
+        let specs: Vec<String> = sqlx::query_scalar(
+            "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
+        )
+        .fetch_all(&mut *db)
+        .await?;
+        if specs.iter().any(|spec| read_spec(spec).0.data.dataset == name) {
+            return Err(StoreError::DatasetInUse(name.to_owned()));
+        }
+        let done =
+            sqlx::query("DELETE FROM datasets WHERE name = $1").bind(plain(name)).execute(&mut *db).await?;
+        db.commit().await?;
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
     }
 

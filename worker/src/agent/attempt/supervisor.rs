@@ -292,7 +292,7 @@ impl Supervisor {
             self.verdict.clone().or_else(|| Some(cause(&ends)?.0)).unwrap_or_else(unexplained)
         };
         let ending = self.labelled(ending, &ends, left);
-        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, ?ending, "attempt ended");
+        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, "{ending}");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
     }

@@ -1,6 +1,9 @@
 //! Names of many files in one, as WebDataset's users write them: `train-{000..127}.tar`, `{train,val}-0.tar`.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashSet,
+    path::{Path, PathBuf},
+};
 
 /// Names of a pattern that are looked for to tell whether it is there.
 const TRIED: usize = 64;
@@ -26,7 +29,7 @@ pub(in crate::data) fn exists(folder: &Path, rest: &Path) -> bool {
     }
 }
 
-/// All names of a pattern, in order.
+/// All names of a pattern, in order, each once.
 ///
 /// # Errors
 /// What is wrong with it, to stand after it; also more than `most` names.
@@ -48,6 +51,9 @@ pub(super) fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> 
         rest = &rest[close + 1..];
     }
     names.iter_mut().for_each(|name| name.push_str(rest));
+    // `{a,a}` names a file twice, whose samples are there once all the same.
+    let mut seen = HashSet::with_capacity(names.len());
+    names.retain(|name| seen.insert(name.clone()));
     Ok(names)
 }
 

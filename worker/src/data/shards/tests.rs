@@ -433,10 +433,25 @@ fn a_pattern_is_there_when_some_of_its_shards_are() {
 }
 
 #[test]
+fn a_shard_that_a_pattern_names_twice_is_counted_once() {
+    let folder = fixtures().join("numbers");
+    let samples = |pattern: &str| -> Vec<usize> {
+        let catalog = open(&folder.join(pattern)).expect("opens");
+        catalog.splits.iter().map(|split| split.labels.len()).collect()
+    };
+    let once = samples("train-{000000..000001}.tar");
+    assert!(once[0] > 0);
+    for twice in ["train-{000000,000001,000000}.tar", "{train,train}-{000000..000001}.tar"] {
+        assert_eq!(samples(twice), once, "{twice}");
+    }
+}
+
+#[test]
 fn patterns_name_files_up_to_a_limit() {
     let names = |pattern: &str| expand(pattern, 12);
     assert_eq!(names("a-{08..11}.tar").unwrap(), ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]);
     assert_eq!(names("{a,b}{0..1}").unwrap(), ["a0", "a1", "b0", "b1"]);
+    assert_eq!(names("{b,a,b}-{1,1}").unwrap(), ["b-1", "a-1"], "each once");
     assert_eq!(names("{0..11}").unwrap().len(), 12);
     assert_eq!(names("{0..12}").unwrap_err(), "names more than 12 files");
     assert_eq!(names("{a,b}{0..6}").unwrap_err(), "names more than 12 files");

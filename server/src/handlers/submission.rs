@@ -1,0 +1,95 @@
+//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and what
+//! is worth a look before the job runs.
+
+use crate::{agents::AskError, app::App, dispatch, error::Result, questions};
+use lockstep_protocol::{
+    JobSpec,
+    agent::{Answer, Question},
+    dataset::{Dataset, default_validation},
+    look::FitWeights,
+    spec::{BrokenFiles, SpecError, Validation},
+};
+use std::time::Duration;
+
+/// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
+const HEADER: Duration = Duration::from_secs(5);
+
+/// Broken files that a warning names.
+const NAMED: usize = 3;
+
+/// Where the writer of a job did not say which split measures it (`given`), one that the dataset has.
+pub(super) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
+    let Validation::Split(usual) = &spec.data.validation else { return };
+    if given || usual == "none" {
+        return;
+    }
+    let splits = dataset.info.splits.iter().filter(|split| split.samples > 0);
+    if let Some(split) = default_validation(usual, splits.map(|split| split.name.as_str())) {
+        spec.data.validation = Validation::Split(split.to_owned());
+    }
+}
+
+/// What a job may fail of although nothing about it is wrong. No refusal: what is known of a dataset's files was seen when
+/// it was registered, and they may have been mended since.
+pub(super) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
+    let info = &dataset.info;
+    if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
+        return Vec::new();
+    }
+    let named = info.broken.iter().take(NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
+    let named = named.collect::<Vec<_>>().join("; ");
+    let more = info.broken_count.saturating_sub(info.broken.len().min(NAMED) as u64);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    let files =
+        if info.broken_count == 1 { "1 file".to_owned() } else { format!("{} files", info.broken_count) };
+    vec![format!(
+        "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
+         still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+        dataset.name
+    )]
+}
+
+/// What keeps a job from beginning with the weights that it names (`model.pretrained`), as an agent that has the file says.
+/// Where none is online or answers, ranks find out.
+///
+/// # Errors
+/// The database.
+pub(super) async fn pretrained_mistake(
+    app: &App,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Result<Option<SpecError>> {
+    let Some(given) = &spec.model.pretrained else { return Ok(None) };
+    let mistake = |detail: String| Ok(Some(SpecError { pointer: "/model/pretrained".into(), detail }));
+    if given.contains("://") {
+        return mistake(
+            "is an address, and weights are read from files: download it to the machines that train, and give its path there"
+                .into(),
+        );
+    }
+    let weights = if dispatch::is_checkpoint_id(given) {
+        match app.store.checkpoint(given).await? {
+            Some(row) => app.checkpoint_dir(&row).to_string_lossy().into_owned(),
+            None => {
+                return mistake(format!(
+                    "no checkpoint has the id {given:?}; it was deleted or not kept: `lockstep checkpoints JOB` lists a job's"
+                ));
+            }
+        }
+    } else {
+        given.clone()
+    };
+    let info = &dataset.info;
+    let question = Question::FitWeights(FitWeights {
+        weights,
+        model: spec.model.clone(),
+        image_size: spec.data.evaluation_size().unwrap_or(info.height),
+        channels: info.channels,
+        classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
+    });
+    match questions::ask(app, question, HEADER).await {
+        Ok(Answer::Weights { mistake: Some(detail) }) => mistake(detail),
+        Err(error @ AskError::NobodyHasFiles { .. }) => mistake(error.in_words()),
+        _ => Ok(None),
+    }
+}

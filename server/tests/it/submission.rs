@@ -1,0 +1,222 @@
+//! What the answer to a submission says of a job: what follows from defaults and from its dataset, and what is worth a
+//! look before it runs.
+
+use crate::{
+    agent::{Agent, info},
+    house::{House, spec},
+};
+use lockstep_protocol::{
+    agent::{Answer, FromAgent, Question, ToAgent},
+    dataset::{BrokenFile, DatasetInfo, SplitInfo},
+    look::FitWeights,
+};
+use serde_json::{Value, json};
+
+async fn register(house: &House, agent: &mut Agent, name: &str, info: DatasetInfo) {
+    let new = json!({"name": name, "path": format!("/some/{name}")});
+    let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info)));
+    assert_eq!(status, 201, "{body}");
+}
+
+fn with_splits(names: &[&str]) -> DatasetInfo {
+    let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 100, per_class: vec![50, 50] };
+    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..info() }
+}
+
+#[tokio::test]
+async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
+    let house = House::new().await;
+    let _agent = Agent::with_pictures(&house, 4).await;
+    for (train, ranks, batch) in [
+        (json!({}), 2, json!({"batch_size": 32, "accumulate": 1, "global_batch_size": 64})),
+        (
+            json!({"batch_size": 8, "accumulate": 3}),
+            1,
+            json!({"batch_size": 8, "accumulate": 3, "global_batch_size": 24}),
+        ),
+        (
+            json!({"global_batch_size": 48, "accumulate": 2}),
+            3,
+            json!({"batch_size": 8, "accumulate": 2, "global_batch_size": 48}),
+        ),
+    ] {
+        let mut submitted = spec();
+        submitted["train"] = train;
+        submitted["parallel"]["ranks"] = json!(ranks);
+        let (status, job) = house.post("/jobs", &submitted).await;
+        assert_eq!((status, &job["batch"]), (201, &batch), "{job}");
+        let (_, shown) = house.get(&format!("/jobs/{}", job["id"].as_str().unwrap())).await;
+        assert_eq!(shown["batch"], batch);
+        // What was given stays what it was: a fork may give another size of batch in another way.
+        assert_eq!(shown["spec"]["train"]["batch_size"], submitted["train"]["batch_size"]);
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let given = |validation: Option<Value>, recipe: Option<&str>| {
+        let mut spec = spec();
+        if let Some(validation) = validation {
+            spec["data"]["validation"] = validation;
+        }
+        if let Some(recipe) = recipe {
+            spec["train"]["recipe"] = json!(recipe);
+            spec["train"]["epochs"] = json!(90);
+        }
+        spec
+    };
+    for (name, splits, usual, of_recipe) in [
+        ("like-cifar", &["train", "test"][..], "test", "test"),
+        ("like-imagenet", &["train", "val"], "val", "val"),
+        ("both", &["train", "test", "val"], "test", "val"),
+        ("hub", &["train", "test", "validation"], "test", "validation"),
+        ("long-word", &["train", "validation"], "validation", "validation"),
+    ] {
+        register(&house, &mut agent, name, with_splits(splits)).await;
+        for (recipe, expected) in [(None, usual), (Some("imagenet"), of_recipe)] {
+            for validation in [None, Some(Value::Null)] {
+                let mut document = given(validation, recipe);
+                document["data"]["dataset"] = json!(name);
+                let (status, plan) = house.post("/jobs/validate", &document).await;
+                let split = &plan["spec"]["data"]["validation"];
+                assert_eq!((status, split), (200, &json!(expected)), "{name} {recipe:?}: {plan}");
+            }
+        }
+    }
+    // What somebody asks for is not replaced, nor is what has no such name.
+    register(&house, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
+    for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
+        let mut document = given(validation, None);
+        document["data"]["dataset"] = json!(name);
+        let (status, told) = house.post("/jobs", &document).await;
+        assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{told}");
+        assert!(told["detail"].as_str().unwrap().contains("no split \"test\""), "{told}");
+    }
+    for validation in [json!("none"), json!(0.25)] {
+        let mut document = given(Some(validation.clone()), None);
+        document["data"]["dataset"] = json!("like-imagenet");
+        assert_eq!(house.post("/jobs/validate", &document).await.1["spec"]["data"]["validation"], validation);
+    }
+    // The form without a script, as it stands there untouched, sends what a file would say.
+    let fields = "name=x&data.dataset=like-imagenet&data.validation=test&model.arch=resnet20";
+    let sent = house.http.post(house.url("/jobs/new")).body(fields);
+    let sent = sent.header("content-type", "application/x-www-form-urlencoded").send().await.unwrap();
+    assert_eq!(sent.status(), 200, "{}", sent.text().await.unwrap());
+    let (_, jobs) = house.get("/jobs").await;
+    assert_eq!(jobs["jobs"][0]["spec"]["data"]["validation"], "val");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let broken = |n: usize| DatasetInfo {
+        broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
+        broken_count: n as u64,
+        ..info()
+    };
+    register(&house, &mut agent, "one", broken(1)).await;
+    register(&house, &mut agent, "five", broken(5)).await;
+    let on = |name: &str, what: &str| {
+        let mut spec = spec();
+        spec["data"] = json!({"dataset": name, "broken_files": what});
+        spec
+    };
+    for (name, said) in [
+        ("one", &["1 file of one", "(0.jpg is empty)"][..]),
+        ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
+    ] {
+        for path in ["/jobs/validate", "/jobs"] {
+            let (status, told) = house.post(path, &on(name, "fail")).await;
+            assert!(status == 200 || status == 201, "{told}");
+            let warning = told["warnings"][0].as_str().unwrap();
+            for words in said.iter().chain(&["data.broken_files = \"skip\""]) {
+                assert!(warning.contains(words), "{words} in {warning}");
+            }
+            assert_eq!(told["warnings"].as_array().unwrap().len(), 1);
+        }
+    }
+    // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.
+    for (name, what) in [("five", "skip"), ("pictures", "fail")] {
+        let (status, told) = house.post("/jobs", &on(name, what)).await;
+        assert_eq!((status, told.get("warnings")), (201, None), "{told}");
+    }
+    let (_, jobs) = house.get("/jobs").await;
+    assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
+    let (_, page) = house.text("/jobs/new").await;
+    assert!(
+        page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
+        "{page}"
+    );
+    house.stop().await;
+}
+
+/// Answers the next question, which is about weights; the question.
+async fn weigh(agent: &mut Agent, answer: Answer) -> FitWeights {
+    match agent.next().await {
+        Some(ToAgent::Ask { request, question: Question::FitWeights(question) }) => {
+            agent.send(FromAgent::Answer { request, answer: Ok(answer) }).await;
+            question
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let with = |pretrained: &str| {
+        let mut spec = spec();
+        spec["model"]["pretrained"] = json!(pretrained);
+        spec["data"]["image_size"] = json!(64);
+        spec
+    };
+    // Its agent has looked at the file, and its words stand at the key.
+    for path in ["/jobs", "/jobs/validate"] {
+        let no = Answer::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
+        let spec = with("/w.safetensors");
+        let ((status, told), asked) = tokio::join!(house.post(path, &spec), weigh(&mut agent, no));
+        let detail = "/w.safetensors does not hold a resnet20";
+        let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
+        assert_eq!((status, &told["errors"]), (422, &errors), "{told}");
+        assert_eq!(
+            (&*asked.weights, asked.image_size, asked.channels, asked.classes),
+            ("/w.safetensors", 64, 1, 2)
+        );
+        assert_eq!(asked.model.arch.name(), "resnet20");
+    }
+    // What this server knows by itself it does not ask, and it is told with the other mistakes.
+    let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
+    for (pretrained, words) in
+        [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download it")]
+    {
+        let mut spec = with(pretrained);
+        spec["data"]["validation"] = json!("holdout");
+        let (status, told) = house.post("/jobs", &spec).await;
+        let at = |pointer: &str| {
+            let errors = told["errors"].as_array().unwrap();
+            errors.iter().find(|e| e["pointer"] == pointer).map(|e| e["detail"].as_str().unwrap().to_owned())
+        };
+        assert!(status == 422 && at("/model/pretrained").unwrap().contains(words), "{told}");
+        assert!(at("/data/validation").is_some(), "{told}");
+    }
+    // Weights that fit, and an agent that says something else: the job is taken, and its ranks look once more.
+    for answer in [Answer::Weights { mistake: None }, Answer::Files { there: vec![true] }] {
+        let spec = with("/w.safetensors");
+        let ((status, told), _) = tokio::join!(house.post("/jobs", &spec), weigh(&mut agent, answer));
+        assert_eq!(status, 201, "{told}");
+        if house.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
+            agent.started().await;
+        }
+    }
+    // Nobody online: nobody can know.
+    agent.vanish();
+    let house = House::open(house.stop().await, |_| {}).await;
+    assert_eq!(house.post("/jobs", &with("/w.safetensors")).await.0, 201);
+    house.stop().await;
+}

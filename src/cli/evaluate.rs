@@ -1,0 +1,128 @@
+//! `lockstep evaluate`: a checkpoint on validation pictures.
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on,
+    download::{Weights, choose},
+    output,
+};
+use indicatif::{ProgressBar, ProgressStyle};
+use lockstep_protocol::look::ModelEvaluation;
+use reqwest::{Method, StatusCode};
+use serde::Serialize;
+use serde_json::Value;
+use std::time::Duration;
+
+/// The server waits for an answer itself; where it answers sooner, nobody is to be asked without a pause.
+const PAUSE: Duration = Duration::from_millis(500);
+/// Pairs of classes that are named: who is taken for whom most often.
+const PAIRS: usize = 5;
+
+/// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name
+    job: String,
+    /// best, latest, or a step
+    #[arg(long, default_value = "best")]
+    checkpoint: String,
+    /// Which of the checkpoint's weights
+    #[arg(long, value_enum, default_value_t = Weights::Model)]
+    weights: Weights,
+    /// Another registered dataset of the same classes; the job's own when absent
+    #[arg(long, value_name = "NAME")]
+    dataset: Option<String>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// What was measured, and of which checkpoint.
+#[derive(Serialize)]
+struct Evaluated {
+    /// The job's id.
+    job: String,
+    /// Epoch and step.
+    checkpoint: String,
+    #[serde(flatten)]
+    found: Value,
+}
+
+/// Asks until the server has it; the first time an agent computes it, on CPU cores.
+///
+/// # Errors
+/// Exit status 2 when there is no such job, checkpoint or dataset, or it does not fit.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = Api::new(&args.server.server)?;
+    block_on(async {
+        let job = api.find_job(&args.job).await?;
+        let chosen = choose(&api, &job, &args.checkpoint).await?;
+        let mut query = vec![("checkpoint", chosen.id.as_str())];
+        if args.weights == Weights::Ema {
+            query.push(("weights", "ema"));
+        }
+        query.extend(args.dataset.as_deref().map(|name| ("dataset", name)));
+        let query = reqwest::Url::parse_with_params("http://none/", &query)?;
+        let path = format!("/jobs/{}/evaluation?{}", job.id, query.query().unwrap_or_default());
+        let found = wait(&api, &path).await?;
+        let checkpoint = format!("{}-{}", chosen.info.epoch, chosen.info.step);
+        if args.server.json {
+            return output::json(&Evaluated { job: job.id.to_string(), checkpoint, found });
+        }
+        print(&checkpoint, &serde_json::from_value(found)?)
+    })
+}
+
+/// Says on a terminal where it waits.
+async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
+    let bar = ProgressBar::new_spinner();
+    bar.set_style(
+        ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
+    loop {
+        let answer = api.request(Method::GET, path, None::<&()>).await?;
+        let ready = answer.status() != StatusCode::ACCEPTED;
+        let told: Value = api.read(answer).await?;
+        if ready {
+            bar.finish_and_clear();
+            return Ok(told);
+        }
+        bar.set_message(told.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
+        bar.tick();
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
+    let percent = |share: f64| format!("{:.1} %", share * 100.0);
+    output::line(format_args!(
+        "checkpoint {checkpoint}: accuracy {:.2} % of {} pictures, loss {:.4}",
+        found.accuracy * 100.0,
+        found.samples,
+        found.loss
+    ))?;
+    let rows: Vec<_> = found
+        .classes
+        .iter()
+        .map(|c| {
+            [c.name.clone(), c.samples.to_string(), percent(c.precision), percent(c.recall), percent(c.f1)]
+        })
+        .collect();
+    output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
+    let name = |class: usize| found.classes.get(class).map_or("?", |c| c.name.as_str());
+    for (count, of, taken_for) in confused(found) {
+        output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
+    }
+    Ok(())
+}
+
+/// How many pictures of which class were taken for which other one, the most first.
+fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
+    let row = |(of, row): (usize, &Vec<u64>)| {
+        row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()
+    };
+    let mut pairs: Vec<_> = found.confusion.iter().enumerate().flat_map(row).collect();
+    pairs.retain(|(count, of, taken_for)| *count > 0 && of != taken_for);
+    pairs.sort_by_key(|(count, of, taken_for)| (std::cmp::Reverse(*count), *of, *taken_for));
+    pairs.truncate(PAIRS);
+    pairs
+}

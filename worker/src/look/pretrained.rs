@@ -1,0 +1,169 @@
+//! Whether weights can be begun from (`model.pretrained`), told when a job is submitted. Only the file's header is read: ranks
+//! look at the numbers too, and say the same of names and shapes (`train/pretrained.rs`).
+
+use crate::{checkpoint, net};
+use lockstep_protocol::look::FitWeights;
+use std::{collections::BTreeMap, path::Path};
+
+/// The last layer, which has a row for each class and may have other ones.
+const HEAD: [&str; 2] = ["fc.weight", "fc.bias"];
+/// Tensors that are named; all are counted.
+const NAMED: usize = 3;
+
+type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// What keeps a network from beginning with these weights, in words.
+pub(super) fn mistake(question: &FitWeights) -> Option<String> {
+    let path = Path::new(&question.weights);
+    let file = if path.is_dir() { path.join("model.safetensors") } else { path.to_owned() };
+    let given = match checkpoint::shapes(&file) {
+        Ok(given) => given,
+        Err(why) => return Some(why),
+    };
+    let FitWeights { model, image_size, channels, classes, .. } = question;
+    // A network that cannot be built is told of elsewhere.
+    let network =
+        net::resnet::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
+    let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+    let problems = problems(&given, &wanted);
+    if problems.is_empty() {
+        return None;
+    }
+    let more = problems.len().saturating_sub(NAMED);
+    let named = problems[..problems.len() - more].join("; ");
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    Some(format!(
+        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {named}{more}",
+        file.display(),
+        model.arch.name(),
+        given.len(),
+        wanted.len()
+    ))
+}
+
+/// Every tensor that does not fit, by name.
+fn problems(given: &Shapes, wanted: &Shapes) -> Vec<String> {
+    let other_head = is_other_head(given, wanted);
+    let mut problems = Vec::new();
+    for (name, own) in wanted {
+        match given.get(name) {
+            None => problems.push(format!("{name} is missing")),
+            Some(_) if other_head && HEAD.contains(&&**name) => {}
+            Some(shape) if shape == own => {}
+            Some(shape) => {
+                let hint = stem_hint(name, shape, own);
+                problems.push(format!("{name} is {shape:?}, wanted {own:?}{hint}"));
+            }
+        }
+    }
+    let unknown = given.keys().filter(|name| !wanted.contains_key(*name));
+    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
+    problems
+}
+
+/// Whether the given head is whole and differs in its number of classes alone: then it is made anew.
+fn is_other_head(given: &Shapes, wanted: &Shapes) -> bool {
+    let [weight, bias] = HEAD.map(|name| given.get(name).map(Vec::as_slice));
+    let (Some(&[classes, inputs]), Some(&[of_bias])) = (weight, bias) else { return false };
+    matches!(wanted.get(HEAD[0]).map(Vec::as_slice), Some(&[_, own]) if own == inputs && of_bias == classes)
+}
+
+/// What to change where the first convolution has the kernel of the other stem.
+fn stem_hint(name: &str, given: &[usize], wanted: &[usize]) -> &'static str {
+    match (name, given, wanted) {
+        ("conv1.weight", [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")",
+        ("conv1.weight", [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::HostTensor;
+    use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+    use safetensors::{Dtype, tensor::TensorView};
+    use std::path::PathBuf;
+
+    fn model(arch: Arch, stem: Stem) -> ModelSpec {
+        ModelSpec { arch, stem, ..ModelSpec::default() }
+    }
+
+    fn asked(file: &Path, model: ModelSpec, classes: u32) -> FitWeights {
+        let weights = file.to_str().unwrap().to_owned();
+        FitWeights { weights, model, image_size: 32, channels: 3, classes }
+    }
+
+    /// A file of this network's weights, as they are changed.
+    fn write(
+        dir: &Path,
+        model: &ModelSpec,
+        change: impl FnOnce(&mut BTreeMap<String, HostTensor>),
+    ) -> PathBuf {
+        let network = net::resnet::build(model, 32, 3, 10).unwrap();
+        let mut tensors: BTreeMap<_, _> =
+            net::init::initial_parameters(&network, false, 1).into_iter().collect();
+        change(&mut tensors);
+        let bytes: Vec<_> = tensors
+            .iter()
+            .map(|(name, t)| {
+                (name, &t.shape, t.values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>())
+            })
+            .collect();
+        let views = bytes.iter().map(|(name, shape, bytes)| {
+            (name.as_str(), TensorView::new(Dtype::F32, (*shape).clone(), bytes).unwrap())
+        });
+        let file = dir.join("weights.safetensors");
+        std::fs::write(&file, safetensors::serialize(views, None).unwrap()).unwrap();
+        file
+    }
+
+    #[test]
+    fn weights_that_fit_are_taken_also_with_other_classes_and_others_are_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let ours = model(Arch::ResNet20, Stem::Auto);
+        let file = write(dir.path(), &ours, |_| {});
+        assert_eq!(mistake(&asked(&file, ours.clone(), 10)), None);
+        assert_eq!(mistake(&asked(&file, ours.clone(), 131)), None, "a head of its own");
+        let said = mistake(&asked(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
+        for words in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias is missing", "more"] {
+            assert!(said.contains(words), "{words:?} in {said}");
+        }
+        let said = mistake(&asked(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
+        assert!(said.contains("(set model.stem = \"cifar\")"), "{said}");
+        let tensor =
+            |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
+        let file = write(dir.path(), &ours, |tensors| {
+            tensors.insert("fc.bias".into(), tensor(&[9]));
+            tensors.insert("extra".into(), tensor(&[1]));
+        });
+        let said = mistake(&asked(&file, ours, 10)).unwrap();
+        assert!(said.contains("fc.bias is [9], wanted [10]; extra is not in this network"), "{said}");
+    }
+
+    #[test]
+    fn what_is_no_safetensors_file_is_told_what_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let ours = || model(Arch::ResNet20, Stem::Auto);
+        let whole = std::fs::read(write(dir.path(), &ours(), |_| {})).unwrap();
+        let file = dir.path().join("other.safetensors");
+        let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        let half = String::from_utf8_lossy(&whole[8..8 + header]).replace("\"F32\"", "\"F16\"").into_bytes();
+        let half = [&whole[..8], &half[..], &whole[8 + header..]].concat();
+        for (content, words) in [
+            (&whole[..whole.len() - 1], "not a whole safetensors file: it has "),
+            (&whole[..100], "not a whole safetensors file"),
+            (&b"PK\x03\x04 and so on"[..], "is a pickle of PyTorch's"),
+            (&b""[..], "it has no header"),
+            (&b"a letter to my aunt"[..], "it has no header"),
+            (&half[..], "is of type F16; float32, float64 and bfloat16 are read"),
+        ] {
+            std::fs::write(&file, content).unwrap();
+            let said = mistake(&asked(&file, ours(), 10)).unwrap();
+            assert!(said.contains(words), "{words:?} in {said}");
+        }
+        std::fs::remove_file(&file).unwrap();
+        let said = mistake(&asked(&file, ours(), 10)).unwrap();
+        assert!(said.contains("other.safetensors"), "{said}");
+    }
+}

@@ -23,6 +23,12 @@ pub enum DeviceChoice {
     Cuda { ordinal: i32 },
 }
 
+/// How many queues the driver has for a process's streams. Streams that share one wait for each other, and with the usual 8,
+/// the fourteen of nvJPEG's decoder waited for whole training steps.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// As many as there can be.
+const MOST_CONNECTIONS: &str = "32";
+
 /// The GPU of a rank, as its launcher gives it.
 ///
 /// Every rank process of an attempt sees the attempt's GPUs on its machine, in rank order, and opens a
@@ -50,6 +56,9 @@ impl RankGpu {
     pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
         let mut variables = Libraries::find().environment(&links_dir()?)?;
         variables.push((VISIBLE.into(), self.visible.join(",").into()));
+        if std::env::var_os(CONNECTIONS).is_none() {
+            variables.push((CONNECTIONS.into(), MOST_CONNECTIONS.into()));
+        }
         Ok(variables)
     }
 }

@@ -148,17 +148,19 @@ pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_s
     }
 }
 
-/// Who decodes JPEG files: `auto`, `cpu` or `gpu`.
+/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
 /// What a rank asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU where it can, and cores beside it.
+    /// The GPU what it can, if it can, and cores the rest.
     Auto,
     Cores,
-    /// The GPU alone where it can; without one that can, the job fails.
+    /// As `Auto`; without a GPU that can, the job fails.
     Gpu,
+    /// As `Auto`, with cores taking some of what the GPU can, too.
+    Shared,
 }
 
 impl DecoderChoice {
@@ -170,7 +172,8 @@ impl DecoderChoice {
                 "" | "auto" => Ok(Self::Auto),
                 "cpu" => Ok(Self::Cores),
                 "gpu" => Ok(Self::Gpu),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
+                "shared" => Ok(Self::Shared),
+                other => Err(format!("{DECODER} is {other:?}; give auto, cpu, gpu or shared")),
             },
         }
     }
@@ -180,10 +183,10 @@ impl DecoderChoice {
         match self {
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
-            Self::Auto if deterministic => {
+            Self::Auto | Self::Shared if deterministic => {
                 Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
             }
-            Self::Auto | Self::Gpu => Ok(()),
+            Self::Auto | Self::Gpu | Self::Shared => Ok(()),
         }
     }
 }
@@ -213,10 +216,8 @@ pub(super) fn choose_decoder(
     match opened {
         Ok(decoder) => {
             let (sharing, who) = match choice {
-                DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
-                DecoderChoice::Auto | DecoderChoice::Cores => {
-                    (Sharing::WithCores, ", and by cores beside it")
-                }
+                DecoderChoice::Shared => (Sharing::WithCores, ", and by cores beside it"),
+                DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
             };
             say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
             data.set_decoder(Some(decoder), sharing);
@@ -433,6 +434,7 @@ mod tests {
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
+        assert_eq!(of("shared"), Ok(DecoderChoice::Shared));
         assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [

@@ -23,8 +23,8 @@ mod sessions;
 #[cfg(test)]
 mod tests;
 
-/// Groups of pictures that are decoded at a time. The decoders in hardware work on one while another's are cropped, copied,
-/// or wait for kernels of a training step.
+/// Groups of pictures that are under way at a time: the decoders in hardware work on one while the other is cropped and copied.
+/// Each has fourteen streams of nvJPEG's; more than the driver's 32 queues would have them wait for training steps.
 const SESSIONS: usize = 2;
 /// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
 const GROUP: usize = 64;

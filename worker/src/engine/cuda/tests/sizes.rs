@@ -1,6 +1,7 @@
 //! Progressive resizing: an engine that goes from one size to another does what one does that was built for it.
 
 use super::*;
+use crate::engine::EvalResult;
 
 /// Steps at a size before it changes: the first runs as it is, the second is recorded, the third replayed.
 const STEPS: usize = 4;
@@ -47,7 +48,8 @@ fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
                 for number in 0..3 {
                     let batch = pictures(&measured, 16, 90 + number);
                     let (a, b) = (one.eval_step(&batch).unwrap(), measures.eval_step(&batch).unwrap());
-                    let bits = |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
+                    let bits =
+                        |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
                     assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
                     // Running statistics of a few steps: more than float16 holds goes through fifty layers.
                     let holds = precision != Precision::Fp16 || arch != Arch::ResNet50;

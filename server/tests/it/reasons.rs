@@ -40,7 +40,6 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     let mut agent = Agent::with_pictures(&house, 2).await;
     let id = house.submit(|_| {}).await.id.to_string();
     let attempts = format!("/jobs/{id}/attempts");
-    assert_eq!(house.get(&attempts).await, (200, json!({"attempts": []})));
 
     let first = agent.started().await.attempt;
     let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
@@ -108,6 +107,9 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     let house = House::open(house.stop().await, |_| {}).await;
     assert_eq!(house.get(&attempts).await.1, told);
     assert_eq!(house.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
+    // Nobody is there to begin one.
+    let waiting = house.submit(|_| {}).await.id;
+    assert_eq!(house.get(&format!("/jobs/{waiting}/attempts")).await, (200, json!({"attempts": []})));
     house.stop().await;
 }
 

@@ -1,15 +1,17 @@
-// From decoded pictures to inputs of one size: each is turned upright, cropped, resized in the fixed-point arithmetic of
-// the host's scaler (as in gather.cu: vertical pass first, each pass rounded to a byte) and mirrored.
+// From decoded pictures to inputs of one size: each is made RGB where the crop needs it, turned upright, cropped, resized in
+// the fixed-point arithmetic of the host's scaler (as in gather.cu: vertical pass first, each pass rounded to a byte) and
+// mirrored.
 
 struct Cropping {
-    const u8* pixels;      // RGB: the first column and row that the tables count from, upright
-    int along_row;         // bytes from a pixel to the one on its right
-    int along_column;      // bytes from a pixel to the one below it
-    u32 first, span;       // columns that some output needs
+    Planes planes;
+    int column, row;             // in the stored picture: the upright pixel that the tables count from
+    int column_right, row_right; // from a pixel to the one on its right
+    int column_down, row_down;   // from a pixel to the one below it
+    u32 first, span;             // columns that some output needs
     u32 rows, row_taps, row_shift; // where the table begins, in ints of `tables`
     u32 columns, column_taps, column_shift;
     u32 flip;
-    u32 to;                // which of the outputs it becomes
+    u32 to; // which of the outputs it becomes
 };
 
 // Outputs are u8 [pictures, height, width, 3]. A block makes `band` rows (blockIdx.x) of one picture (blockIdx.y). Shared
@@ -21,13 +23,20 @@ extern "C" __global__ void __launch_bounds__(256)
     Cropping p = croppings[blockIdx.y];
     Taps rows = {tables + p.rows, p.row_taps, p.row_shift}, columns = {tables + p.columns, p.column_taps, p.column_shift};
     u32 first = blockIdx.x * band, end = min(first + band, height), wide = p.span * 3, row = width * 3;
-    for (u32 i = threadIdx.x; i < (end - first) * wide; i += blockDim.x) {
-        u32 y = i / wide, value = i - y * wide, x = value / 3;
+    for (u32 i = threadIdx.x; i < (end - first) * p.span; i += blockDim.x) {
+        u32 y = i / p.span;
         const int* w = rows.at(first + y);
-        const u8* from = p.pixels + (long long)(p.first + x) * p.along_row + (long long)w[0] * p.along_column + value % 3;
-        int sum = 1 << (rows.shift - 1);
-        for (int k = 0; k < w[1]; k++) sum += from[(long long)k * p.along_column] * w[2 + k];
-        room[i] = (u8)min(sum >> rows.shift, 255);
+        int right = p.first + i - y * p.span, down = w[0];
+        int from_column = p.column + right * p.column_right + down * p.column_down;
+        int from_row = p.row + right * p.row_right + down * p.row_down;
+        int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
+        for (int k = 0; k < w[1]; k++) {
+            add_weighted(p.planes.pixel(from_column, from_row), w[2 + k], sum);
+            from_column += p.column_down;
+            from_row += p.row_down;
+        }
+        u32 bytes = to_bytes(sum, rows.shift);
+        for (u32 c = 0; c < 3; c++) room[i * 3 + c] = (u8)(bytes >> 8 * c);
     }
     __syncthreads();
     u8* to = outputs + ((u64)p.to * height + first) * row;

@@ -11,7 +11,7 @@ use std::{
 
 pub use super::picture::jpeg::ForCores;
 #[cfg(test)]
-pub(crate) use super::picture::jpeg::MOST_SIDE;
+pub(crate) use super::picture::jpeg::{MOST_SIDE, Subsampling};
 pub(crate) use super::picture::{
     ScaleTable,
     jpeg::{Stored, for_hardware},

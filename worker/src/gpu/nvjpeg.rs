@@ -20,13 +20,13 @@ type Opaque = *mut c_void;
 
 /// `NVJPEG_BACKEND_HARDWARE`.
 const HARDWARE: c_int = 3;
-/// `NVJPEG_OUTPUT_RGBI`: interleaved, in the first channel.
-const RGBI: c_int = 5;
+/// `NVJPEG_OUTPUT_YUV`: a plane for each component, of the size that it has in the file. For any other format nvJPEG starts
+/// a kernel for each picture, which waits for those of a training step.
+const YUV: c_int = 1;
 /// `NVJPEG_CSS_444`.
 const CSS_444: c_int = 0;
-/// `NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION`: chroma is enlarged as libjpeg and the cores' decoder do it; then
-/// `NVJPEG_FLAGS_DEFAULT`, for versions before 12.1.
-const FLAGS: [c_uint; 2] = [1 << 5, 0];
+/// `NVJPEG_FLAGS_DEFAULT`.
+const FLAGS: c_uint = 0;
 /// `NVJPEG_MAX_COMPONENT`.
 const COMPONENTS: usize = 4;
 
@@ -111,13 +111,20 @@ impl Nvjpeg {
     }
 }
 
-/// A picture to decode: bytes of a file, and where its pixels go on the GPU.
+/// A picture to decode: bytes of a file of three components, and where its planes go on the GPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Picture<'a> {
     pub(crate) bytes: &'a [u8],
-    /// Room for height x `pitch` bytes.
+    /// Luma, blue, red.
+    pub(crate) planes: [Plane; 3],
+}
+
+/// Where a component goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plane {
+    /// Room for `pitch` bytes for each of the component's rows.
     pub(crate) to: u64,
-    /// Bytes of a row, at least three times the width.
+    /// Bytes from a row to the next, at least the component's columns.
     pub(crate) pitch: usize,
 }
 
@@ -143,25 +150,23 @@ impl Hardware {
         let Nvjpeg { create, state_create, header_create, pre_allocate, .. } = **library;
         // SAFETY: null allocators stand for cudaMalloc and cudaHostAlloc; what was created is destroyed by `drop`.
         unsafe {
-            let mut status = 0;
-            for flags in FLAGS {
-                status = create(HARDWARE, null, null, flags, &mut this.handle);
-                if status == 0 {
-                    break;
-                }
-                this.handle = null;
-            }
-            match status {
+            match create(HARDWARE, null, null, FLAGS, &mut this.handle) {
                 0 => {}
-                // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
-                7 | 9 => return Err("this GPU has no JPEG decoder that nvJPEG can use".into()),
-                status => return Err(failed("opening the GPU's JPEG decoder", status)),
+                status => {
+                    // What failed is not there to be destroyed.
+                    this.handle = null;
+                    return Err(match status {
+                        // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
+                        7 | 9 => "this GPU has no JPEG decoder that nvJPEG can use".into(),
+                        status => failed("opening the GPU's JPEG decoder", status),
+                    });
+                }
             }
             check("a decoding state", state_create(this.handle, &mut this.state))?;
             check("a header's state", header_create(this.handle, &mut this.header))?;
             if let Some(pre_allocate) = pre_allocate {
                 // However small, it makes the decoder keep its memory from batch to batch.
-                let status = pre_allocate(this.handle, this.state, 1, 1, 1, CSS_444, RGBI);
+                let status = pre_allocate(this.handle, this.state, 1, 1, 1, CSS_444, YUV);
                 if status != 0 {
                     tracing::debug!("{}", failed("taking memory ahead", status));
                 }
@@ -191,7 +196,7 @@ impl Hardware {
         told && unsupported == 0
     }
 
-    /// Decodes pictures that it takes, as RGB. They are there once `stream` has gone past.
+    /// Decodes pictures that it takes into planes. They are there once `stream` has gone past.
     ///
     /// # Errors
     /// All of them or some could not be decoded; which ones is not said.
@@ -203,15 +208,17 @@ impl Hardware {
             .iter()
             .map(|p| {
                 let mut image = Image { channel: [ptr::null_mut(); COMPONENTS], pitch: [0; COMPONENTS] };
-                image.channel[0] = p.to as *mut u8;
-                image.pitch[0] = p.pitch;
+                for (channel, plane) in p.planes.iter().enumerate() {
+                    image.channel[channel] = plane.to as *mut u8;
+                    image.pitch[channel] = plane.pitch;
+                }
                 image
             })
             .collect();
         let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
         // SAFETY: the lists have `count` entries each; callers give room, and keep the files until the stream has gone past.
         unsafe {
-            check("beginning a batch", initialize(self.handle, self.state, count, 1, RGBI))?;
+            check("beginning a batch", initialize(self.handle, self.state, count, 1, YUV))?;
             check(
                 "decoding a batch",
                 decode(self.handle, self.state, data.as_ptr(), lengths.as_ptr(), images.as_mut_ptr(), stream),

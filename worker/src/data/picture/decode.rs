@@ -3,7 +3,7 @@
 //! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
 //! applied; of 16 bits the upper 8 are taken.
 
-use super::{MAX_BYTES, PictureRef, format_of, jpeg::Stored, no_picture, too_large, whole};
+use super::{MAX_BYTES, PictureRef, format_of, jpeg::{Stored, Subsampling}, no_picture, too_large, whole};
 use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use std::io::Cursor;
 use zune_jpeg::{
@@ -58,8 +58,10 @@ impl<'a> Header<'a> {
         Ok(header)
     }
 
-    pub(super) fn stored(&self) -> Stored {
-        Stored { width: self.width, height: self.height, orientation: self.orientation.to_exif() }
+    /// Before it is turned upright, with the subsampling that was read elsewhere.
+    pub(super) fn stored(&self, subsampling: Subsampling) -> Stored {
+        let orientation = self.orientation.to_exif();
+        Stored { width: self.width, height: self.height, orientation, subsampling }
     }
 
     /// Width and height of the upright picture.

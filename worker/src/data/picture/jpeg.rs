@@ -67,12 +67,25 @@ pub(crate) struct Stored {
     pub(crate) height: u32,
     /// EXIF's: 1 to 8.
     pub(crate) orientation: u8,
+    pub(crate) subsampling: Subsampling,
+}
+
+/// Columns and rows of a picture, 1 or 2 of each, for which there is one sample of chroma: (2, 2) is called 4:2:0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Subsampling {
+    pub(crate) columns: u32,
+    pub(crate) rows: u32,
 }
 
 impl Stored {
     /// Width and height once it is upright.
     pub(crate) fn upright(self) -> (u32, u32) {
         if self.orientation > 4 { (self.height, self.width) } else { (self.width, self.height) }
+    }
+
+    /// Width and height of a plane of chroma.
+    pub(crate) fn chroma(self) -> (u32, u32) {
+        (self.width.div_ceil(self.subsampling.columns), self.height.div_ceil(self.subsampling.rows))
     }
 }
 
@@ -81,10 +94,10 @@ impl Stored {
 /// # Errors
 /// Why cores decode it.
 pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
-    let (width, height) = frame(bytes)?;
+    let Frame { width, height, subsampling, .. } = frame(bytes)?;
     // Also looks whether the file has its end.
     let header = Header::read(bytes).map_err(|_| ForCores::Damaged)?;
-    let stored = header.stored();
+    let stored = header.stored(subsampling);
     if (stored.width, stored.height) != (width, height) {
         return Err(ForCores::Damaged);
     }
@@ -94,13 +107,23 @@ pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
     Ok(stored)
 }
 
-/// Width and height of the frame, if the markers up to the first scan say that it is an ordinary one.
-fn frame(bytes: &[u8]) -> Result<(u32, u32), ForCores> {
+/// What a frame's header says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Frame {
+    width: u32,
+    height: u32,
+    subsampling: Subsampling,
+    /// Its channels are called R, G and B.
+    named_rgb: bool,
+}
+
+/// The frame, if the markers up to the first scan say that it is an ordinary one.
+fn frame(bytes: &[u8]) -> Result<Frame, ForCores> {
     if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
         return Err(ForCores::OtherFormat);
     }
     let (mut at, mut adobe, mut jfif) = (2, None, false);
-    let mut found: Option<(u32, u32, bool)> = None;
+    let mut found: Option<Frame> = None;
     loop {
         let rest = bytes.get(at..).unwrap_or_default();
         let (marker, length) = match *rest {
@@ -126,12 +149,12 @@ fn frame(bytes: &[u8]) -> Result<(u32, u32), ForCores> {
             0xc4 | 0xc8 | 0xcc => {}
             0xc1 | 0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf => return Err(ForCores::RareCoding),
             0xda => {
-                let (width, height, named_rgb) = found.ok_or(ForCores::Damaged)?;
+                let frame = found.ok_or(ForCores::Damaged)?;
                 // As libjpeg decides: by Adobe's marker, else by the names of the channels unless it is a JFIF file.
-                let rgb = adobe.map_or(named_rgb && !jfif, |transform| transform == 0);
+                let rgb = adobe.map_or(frame.named_rgb && !jfif, |transform| transform == 0);
                 return match segment.first() {
                     _ if rgb => Err(ForCores::StoredAsRgb),
-                    Some(3) => Ok((width, height)),
+                    Some(3) => Ok(frame),
                     _ => Err(ForCores::SeveralScans),
                 };
             }
@@ -142,8 +165,8 @@ fn frame(bytes: &[u8]) -> Result<(u32, u32), ForCores> {
     }
 }
 
-/// Width, height and whether its channels are called R, G and B.
-fn baseline(segment: &[u8]) -> Result<(u32, u32, bool), ForCores> {
+/// From the segment behind the marker of a baseline frame.
+fn baseline(segment: &[u8]) -> Result<Frame, ForCores> {
     let &[precision, h1, h0, w1, w0, channels, ref components @ ..] = segment else {
         return Err(ForCores::Damaged);
     };
@@ -164,7 +187,12 @@ fn baseline(segment: &[u8]) -> Result<(u32, u32, bool), ForCores> {
         // The height may come behind the scan.
         return Err(ForCores::RareCoding);
     }
-    Ok((width.into(), height.into(), [a, b, c] == *b"RGB"))
+    Ok(Frame {
+        width: width.into(),
+        height: height.into(),
+        subsampling: Subsampling { columns: u32::from(luma >> 4), rows: u32::from(luma & 15) },
+        named_rgb: [a, b, c] == *b"RGB",
+    })
 }
 
 #[cfg(test)]
@@ -196,9 +224,10 @@ mod tests {
 
     #[test]
     fn ordinary_frames_are_taken_and_each_other_kind_is_named() {
-        assert_eq!(frame(&head(0xc0, &ORDINARY, &[], 3)), Ok((64, 48)));
-        for luma in [0x11, 0x21, 0x12] {
-            assert_eq!(frame(&head(0xc0, &with(&[(7, luma)]), &[], 3)), Ok((64, 48)), "{luma:x}");
+        for (luma, columns, rows) in [(0x22, 2, 2), (0x11, 1, 1), (0x21, 2, 1), (0x12, 1, 2)] {
+            let expected =
+                Frame { width: 64, height: 48, subsampling: Subsampling { columns, rows }, named_rgb: false };
+            assert_eq!(frame(&head(0xc0, &with(&[(7, luma)]), &[], 3)), Ok(expected), "{luma:x}");
         }
         let grey = &[8, 0, 48, 0, 64, 1, 1, 0x11, 0][..];
         let cmyk = &[8, 0, 48, 0, 64, 4, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0, 4, 0x11, 0][..];
@@ -222,7 +251,17 @@ mod tests {
         }
         // Names of channels mean nothing in a JFIF file, nor where Adobe's marker says YCbCr.
         for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
-            assert_eq!(frame(&head(0xc0, &rgb, &[before], 3)), Ok((64, 48)));
+            assert!(frame(&head(0xc0, &rgb, &[before], 3)).is_ok());
+        }
+    }
+
+    #[test]
+    fn chroma_has_a_sample_for_a_single_last_column_or_row() {
+        for (columns, rows, expected) in [(1, 1, (5, 3)), (2, 1, (3, 3)), (1, 2, (5, 2)), (2, 2, (3, 2))] {
+            let subsampling = Subsampling { columns, rows };
+            let stored = Stored { width: 5, height: 3, orientation: 6, subsampling };
+            assert_eq!(stored.chroma(), expected);
+            assert_eq!(Stored { width: 1, height: 1, ..stored }.chroma(), (1, 1));
         }
     }
 
@@ -242,7 +281,8 @@ mod tests {
             bytes.into_inner()
         };
         let file = encoded(24, 16);
-        assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1 }));
+        let subsampling = Subsampling { columns: 1, rows: 1 };
+        assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1, subsampling }));
         // An EXIF block that says: lies on its left side.
         let exif =
             b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";

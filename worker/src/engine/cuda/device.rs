@@ -85,9 +85,14 @@ impl Device {
 
     /// Memory of `bytes` zeros.
     pub(super) fn zeros(&self, bytes: usize) -> Result<Buffer, CudaError> {
+        self.filled(bytes, 0)
+    }
+
+    /// Memory of `bytes` bytes, all of them `value`.
+    pub(super) fn filled(&self, bytes: usize, value: u8) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(bytes)?;
         // SAFETY: the buffer has that many bytes.
-        unsafe { result::memset_d8_sync(buffer.ptr, 0, bytes) }
+        unsafe { result::memset_d8_sync(buffer.ptr, value, bytes) }
             .map_err(CudaError::driver("clearing memory"))?;
         Ok(buffer)
     }
@@ -268,11 +273,11 @@ impl Stream {
         unsafe { result::stream::synchronize(self.0) }.map_err(CudaError::driver("waiting for a stream"))
     }
 
-    /// Makes `bytes` of a buffer 0.
-    pub(super) fn clear(self, buffer: &Buffer, bytes: usize) -> Result<(), CudaError> {
+    /// Makes the first `bytes` of a buffer `value`.
+    pub(super) fn fill(self, buffer: &Buffer, bytes: usize, value: u8) -> Result<(), CudaError> {
         assert!(bytes <= buffer.bytes, "{bytes} of {} bytes", buffer.bytes);
         // SAFETY: the buffer has that many bytes, and the stream is alive.
-        unsafe { result::memset_d8_async(buffer.ptr, 0, bytes, self.0) }
+        unsafe { result::memset_d8_async(buffer.ptr, value, bytes, self.0) }
             .map_err(CudaError::driver("clearing memory"))
     }
 

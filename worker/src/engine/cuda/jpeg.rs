@@ -1,5 +1,6 @@
-//! JPEG files decoded by the GPU's own decoder (nvJPEG), cropped and resized by a kernel. The pixels come back to the
-//! host, where each picture of a batch may come from elsewhere, and go the way of all batches from there: the bytes are
+//! JPEG files decoded by the GPU's own decoder (nvJPEG) into planes, of which one kernel for a group of pictures makes what is
+//! cropped and resized: nvJPEG's own RGB would take a kernel for each picture, and each of those waits for a training step's.
+//! The pixels come back to the host, where each picture of a batch may come from elsewhere, and go the way of all batches from there: the bytes are
 //! few by then, and every transform stays as it is.
 
 use super::{
@@ -14,9 +15,10 @@ use crate::{
     },
     gpu::nvjpeg::{self, Hardware, Nvjpeg},
 };
-use plan::{Cropping, MOST_DECODED, band, groups, pitch, room};
+use jpeg_encoder::{ColorType, SamplingFactor};
+use plan::{Cropping, MOST_DECODED, Planes, band, groups, room};
 use sessions::Sessions;
-use std::{fmt, io, sync::Arc};
+use std::{fmt, sync::Arc};
 
 mod plan;
 mod sessions;
@@ -29,11 +31,14 @@ const SESSIONS: usize = 2;
 /// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
 const GROUP: usize = 64;
 
-/// How far the pixels of the first picture may be from those that cores make of it: mean over all, of 255. Decoders
-/// round differently, and differ in how they enlarge chroma.
+/// How far the pixels of the first pictures may be from those that cores make of them: mean over all, of 255. Decoders
+/// round differently.
 const MOST_DIFFERENCE: f64 = 3.0;
 
-/// Opens the decoder of GPU `ordinal`, and has it decode a picture whose pixels are known.
+/// What a plane holds where nothing was decoded: together, grey.
+const NOTHING: u8 = 128;
+
+/// Opens the decoder of GPU `ordinal`, and has it decode pictures whose pixels are known.
 ///
 /// # Errors
 /// There is none, or it does not work; a sentence.
@@ -71,37 +76,56 @@ impl JpegDecoder {
         Ok(Self { name: format!("nvJPEG {version}{engines}"), sessions, kernels, device })
     }
 
-    /// Whether a picture comes out as cores decode it.
+    /// Whether a picture comes out as cores decode it, in each subsampling that it takes.
     fn try_it(&self) -> Result<(), String> {
-        let drawn = image::RgbImage::from_fn(96, 64, |x, y| {
+        // Odd sides: a plane of another size than was thought would be seen.
+        let (width, height) = (95, 63);
+        let drawn = image::RgbImage::from_fn(width, height, |x, y| {
             image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
         });
-        let mut file = io::Cursor::new(Vec::new());
-        drawn.write_to(&mut file, image::ImageFormat::Jpeg).map_err(|e| e.to_string())?;
-        let file = file.into_inner();
-        let wanted = Picture::decode(&file)?;
-        let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
-        let (rows, columns) = (ScaleTable::new(64, 64), ScaleTable::new(96, 96));
-        let mut picture = Some(Encoded {
-            bytes: &file,
-            stored,
-            left: 0,
-            top: 0,
-            rows: &rows,
-            columns: &columns,
-            flip: false,
-        });
-        let mut difference = Err(format!("the first picture is {}", ForCores::Refused));
-        self.decode((96, 64), &mut |_| picture.take().into_iter().collect(), &mut |made| {
-            if let [Some(pixels)] = made {
-                let apart: u64 =
-                    pixels.iter().zip(&wanted.pixels).map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
-                difference = Ok(apart as f64 / wanted.pixels.len() as f64);
+        let mut pictures = Vec::new();
+        for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
+            let mut file = Vec::new();
+            let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+            encoder.set_sampling_factor(sampling);
+            encoder
+                .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
+                .map_err(|error| error.to_string())?;
+            let wanted = Picture::decode(&file)?;
+            let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
+            pictures.push((file, stored, wanted, sampling));
+        }
+        let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
+        let mut given: Vec<Encoded<'_>> = pictures
+            .iter()
+            .map(|(bytes, stored, ..)| Encoded {
+                bytes,
+                stored: *stored,
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: false,
+            })
+            .collect();
+        let mut apart = Vec::new();
+        self.decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
+            for ((_, _, wanted, sampling), pixels) in pictures.iter().zip(made) {
+                let pairs = || pixels.iter().flat_map(|pixels| pixels.iter().zip(&wanted.pixels));
+                let sum: u64 = pairs().map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
+                if pixels.is_some() {
+                    apart.push((sum as f64 / wanted.pixels.len() as f64, *sampling));
+                }
             }
         })?;
-        match difference? {
-            apart if apart <= MOST_DIFFERENCE => Ok(()),
-            apart => Err(format!("nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average")),
+        if apart.is_empty() {
+            return Err(format!("the first picture is {}", ForCores::Refused));
+        }
+        match apart.iter().find(|(apart, _)| *apart > MOST_DIFFERENCE) {
+            None => Ok(()),
+            Some((apart, sampling)) => Err(format!(
+                "nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average ({sampling:?})"
+            )),
         }
     }
 }
@@ -152,8 +176,8 @@ impl Drop for JpegDecoder {
 /// A decoder and its memory.
 struct Session {
     hardware: Hardware,
-    /// All zeros between groups: of a damaged picture the decoder may write a part alone, and the rest is to be black, and not
-    /// of another picture.
+    /// All [`NOTHING`] between groups: of a damaged picture the decoder may write a part alone, and the rest is to be grey,
+    /// and not of another picture.
     decoded: Option<Buffer>,
     /// The files of a group, page-locked: a copy from elsewhere keeps the driver, and with it the training step, waiting until
     /// all that was started on the stream before is done.
@@ -200,7 +224,7 @@ impl Session {
         let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
-        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture)).collect();
+        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture.stored)).collect();
         let stream = self.cropper.stream.0;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
         for (number, group) in groups(&rooms, MOST_DECODED).into_iter().enumerate() {
@@ -209,7 +233,7 @@ impl Session {
                 self.wait()?;
             }
             let bytes = rooms[group.clone()].iter().sum();
-            let mut at = zeros(&mut self.decoded, device, bytes).map_err(said)?;
+            let mut at = nothing(&mut self.decoded, device, bytes).map_err(said)?;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             let of_group: Vec<&[u8]> =
@@ -218,15 +242,15 @@ impl Session {
             for (((number, picture), room), bytes) in
                 numbered[group.clone()].iter().zip(&rooms[group]).zip(files)
             {
-                let pitch = pitch(picture);
-                decoded.push(nvjpeg::Picture { bytes, to: at, pitch });
-                croppings.push(Cropping::new(picture, at, *number as u32, &mut tables));
+                let planes = Planes::new(picture.stored, at);
+                decoded.push(nvjpeg::Picture { bytes, planes: planes.all() });
+                croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
                 at += *room as u64;
             }
             self.hardware.decode(&decoded, stream.0)?;
             self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
             if let Some(decoded) = &self.decoded {
-                stream.clear(decoded, bytes).map_err(said)?;
+                stream.fill(decoded, bytes, NOTHING).map_err(said)?;
             }
         }
         self.cropper.end(pictures.len()).map_err(said)?;
@@ -239,7 +263,7 @@ impl Session {
     }
 }
 
-/// Crops and resizes decoded pictures, and brings them to the host.
+/// Makes RGB of decoded pictures, crops and resizes them, and brings them to the host.
 struct Cropper {
     stream: OwnedStream,
     /// Width and height of an output.
@@ -358,9 +382,9 @@ fn at_least(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Resul
     room_of(buffer, bytes, |bytes| device.alloc(bytes))
 }
 
-/// [`at_least`], all zeros where it is new.
-fn zeros(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    room_of(buffer, bytes, |bytes| device.zeros(bytes))
+/// [`at_least`], all [`NOTHING`] where it is new.
+fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))
 }
 
 fn room_of(

@@ -68,6 +68,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/optimizer.cu"),
     include_str!("../../../kernels/adam.cu"),
     include_str!("../../../kernels/gather.cu"),
+    include_str!("../../../kernels/planes.cu"),
     include_str!("../../../kernels/crop.cu"),
     include_str!("../../../kernels/step.cu"),
 );

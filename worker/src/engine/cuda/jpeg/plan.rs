@@ -3,15 +3,20 @@
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
 
 use super::super::device::Ptr;
-use crate::data::device::Encoded;
+use crate::{
+    data::device::{Encoded, Stored},
+    gpu::nvjpeg,
+};
 use std::ops::Range;
 
 /// Decoded pictures that lie on the GPU at a time, in bytes.
 pub(super) const MOST_DECODED: usize = 1 << 30;
 /// Pictures of a launch: a grid's second dimension.
 const MOST_PICTURES: usize = 65_535;
-/// Between pictures: nobody's rows share a cache line.
+/// Between planes: nobody's rows share a cache line.
 const ALIGN: usize = 256;
+/// Rows of planes begin where the GPU's memory has a new sector, so that a warp reads no more of them than it must.
+const ROW_ALIGN: usize = 32;
 /// Shared memory that a block takes without asking.
 const SHARED: u32 = 44 << 10;
 /// Output rows of a block, at most.
@@ -21,9 +26,13 @@ const BAND: u32 = 16;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Cropping {
-    pub(super) pixels: Ptr,
-    pub(super) along_row: i32,
-    pub(super) along_column: i32,
+    pub(super) planes: Planes,
+    pub(super) column: i32,
+    pub(super) row: i32,
+    pub(super) column_right: i32,
+    pub(super) row_right: i32,
+    pub(super) column_down: i32,
+    pub(super) row_down: i32,
     pub(super) first: u32,
     pub(super) span: u32,
     pub(super) rows: u32,
@@ -36,18 +45,66 @@ pub(super) struct Cropping {
     pub(super) to: u32,
 }
 
-// SAFETY: numbers without a gap between them: eight bytes, then twelve times four.
+/// `Planes` of the kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct Planes {
+    pub(super) luma: Ptr,
+    pub(super) blue: Ptr,
+    pub(super) red: Ptr,
+    pub(super) luma_pitch: u32,
+    pub(super) chroma_pitch: u32,
+    pub(super) chroma_width: u32,
+    pub(super) chroma_height: u32,
+    pub(super) half_columns: u32,
+    pub(super) half_rows: u32,
+}
+
+// SAFETY: numbers without a gap between them: eight bytes, then four, which fill a multiple of eight.
+unsafe impl bytemuck::Zeroable for Planes {}
+unsafe impl bytemuck::Pod for Planes {}
 unsafe impl bytemuck::Zeroable for Cropping {}
 unsafe impl bytemuck::Pod for Cropping {}
 
-/// Bytes of a row of a decoded picture.
-pub(super) fn pitch(picture: &Encoded<'_>) -> usize {
-    picture.stored.width as usize * 3
+/// Bytes of a row of so many samples.
+fn pitch(width: u32) -> usize {
+    (width as usize).next_multiple_of(ROW_ALIGN)
 }
 
-/// Bytes that a decoded picture takes.
-pub(super) fn room(picture: &Encoded<'_>) -> usize {
-    (pitch(picture) * picture.stored.height as usize).next_multiple_of(ALIGN)
+/// Bytes of a plane of such rows.
+fn plane(width: u32, height: u32) -> usize {
+    (pitch(width) * height as usize).next_multiple_of(ALIGN)
+}
+
+/// Bytes that the planes of a decoded picture take.
+pub(super) fn room(stored: Stored) -> usize {
+    let (width, height) = stored.chroma();
+    plane(stored.width, stored.height) + 2 * plane(width, height)
+}
+
+impl Planes {
+    /// Behind each other, from `at` on, in [`room`] bytes.
+    pub(super) fn new(stored: Stored, at: Ptr) -> Self {
+        let (chroma_width, chroma_height) = stored.chroma();
+        let blue = at + plane(stored.width, stored.height) as Ptr;
+        Self {
+            luma: at,
+            blue,
+            red: blue + plane(chroma_width, chroma_height) as Ptr,
+            luma_pitch: pitch(stored.width) as u32,
+            chroma_pitch: pitch(chroma_width) as u32,
+            chroma_width,
+            chroma_height,
+            half_columns: u32::from(stored.subsampling.columns == 2),
+            half_rows: u32::from(stored.subsampling.rows == 2),
+        }
+    }
+
+    /// For the decoder.
+    pub(super) fn all(&self) -> [nvjpeg::Plane; 3] {
+        [(self.luma, self.luma_pitch), (self.blue, self.chroma_pitch), (self.red, self.chroma_pitch)]
+            .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
+    }
 }
 
 /// Runs of pictures of these `rooms`, up to [`MOST_PICTURES`], that take `most` bytes together, or are one that takes more.
@@ -70,23 +127,23 @@ pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
 }
 
 impl Cropping {
-    /// For a picture that was decoded to `at` and becomes output `to`. Its tables are put behind the others.
-    pub(super) fn new(picture: &Encoded<'_>, at: Ptr, to: u32, tables: &mut Vec<i32>) -> Self {
-        let (width, height) = (i64::from(picture.stored.width), i64::from(picture.stored.height));
-        let line = 3 * width;
-        let (last_column, last_line) = (3 * (width - 1), line * (height - 1));
-        // Where the upright picture's first pixel is stored, and in which steps the others follow (EXIF's orientations).
-        let (origin, along_row, along_column) = match picture.stored.orientation {
-            2 => (last_column, -3, line),
-            3 => (last_column + last_line, -3, -line),
-            4 => (last_line, 3, -line),
-            5 => (0, line, 3),
-            6 => (last_line, -line, 3),
-            7 => (last_column + last_line, -line, -3),
-            8 => (last_column, line, -3),
-            _ => (0, 3, line),
+    /// For a picture that was decoded to `planes` and becomes output `to`. Its tables are put behind the others.
+    pub(super) fn new(picture: &Encoded<'_>, planes: Planes, to: u32, tables: &mut Vec<i32>) -> Self {
+        // No side is longer than `MOST_SIDE`.
+        let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
+        // Column and row at which the upright picture's first pixel is stored, and in which steps those on its right and
+        // below it follow (EXIF's orientations).
+        let (origin, right, down) = match picture.stored.orientation {
+            2 => ((last_column, 0), (-1, 0), (0, 1)),
+            3 => ((last_column, last_row), (-1, 0), (0, -1)),
+            4 => ((0, last_row), (1, 0), (0, -1)),
+            5 => ((0, 0), (0, 1), (1, 0)),
+            6 => ((0, last_row), (0, -1), (1, 0)),
+            7 => ((last_column, last_row), (0, -1), (-1, 0)),
+            8 => ((last_column, 0), (0, 1), (-1, 0)),
+            _ => ((0, 0), (1, 0), (0, 1)),
         };
-        let offset = origin + i64::from(picture.left) * along_row + i64::from(picture.top) * along_column;
+        let (left, top) = (picture.left as i32, picture.top as i32);
         let mut add = |entries: &[i32]| {
             let at = tables.len() as u32;
             tables.extend_from_slice(entries);
@@ -94,9 +151,13 @@ impl Cropping {
         };
         let inputs = picture.columns.inputs();
         Self {
-            pixels: at.wrapping_add_signed(offset),
-            along_row: along_row as i32,
-            along_column: along_column as i32,
+            planes,
+            column: origin.0 + left * right.0 + top * down.0,
+            row: origin.1 + left * right.1 + top * down.1,
+            column_right: right.0,
+            row_right: right.1,
+            column_down: down.0,
+            row_down: down.1,
             first: inputs.start,
             span: inputs.end - inputs.start,
             rows: add(&picture.rows.entries),
@@ -121,7 +182,7 @@ pub(super) fn band(croppings: &[Cropping], height: u32) -> (u32, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::device::MOST_SIDE;
+    use crate::data::device::{MOST_SIDE, Subsampling};
 
     #[test]
     fn groups_are_as_long_as_fits_and_one_picture_always_is() {
@@ -140,15 +201,46 @@ mod tests {
             let (band, shared) = band(&[Cropping { span, ..Cropping::default() }], 224);
             assert!((1..=BAND).contains(&band) && shared <= SHARED && shared == band * span * 3, "{span}");
         }
-        // What a picture of the largest side takes is less than all that there is.
-        assert!((MOST_SIDE as usize).pow(2) * 3 <= MOST_DECODED);
         assert_eq!(band(&[Cropping { span: 10, ..Cropping::default() }], 3).0, 3);
+    }
+
+    const FULL: Stored =
+        Stored { width: 0, height: 0, orientation: 1, subsampling: Subsampling { columns: 1, rows: 1 } };
+
+    #[test]
+    fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
+        assert!(room(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
+        // However many of the smallest there are.
+        assert_eq!(room(Stored { width: 1, height: 1, ..FULL }), 3 * ALIGN);
+        assert!(MOST_PICTURES * 3 * ALIGN <= MOST_DECODED);
+        let half = Subsampling { columns: 2, rows: 2 };
+        assert_eq!(room(Stored { width: 480, height: 370, subsampling: half, ..FULL }), 177_664 + 2 * 47_360);
+    }
+
+    #[test]
+    fn planes_do_not_overlap_and_end_where_the_next_picture_begins() {
+        for (columns, rows) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+            for (width, height) in [(1, 1), (2, 3), (33, 17), (8191, 5)] {
+                let stored = Stored { width, height, subsampling: Subsampling { columns, rows }, ..FULL };
+                let planes = Planes::new(stored, 1 << 40);
+                let [luma, blue, red] = planes.all();
+                let end = |plane: nvjpeg::Plane, rows: u32| plane.to + plane.pitch as u64 * u64::from(rows);
+                assert_eq!(luma.to, 1 << 40);
+                assert!(end(luma, height) <= blue.to, "{stored:?}");
+                assert!(end(blue, planes.chroma_height) <= red.to, "{stored:?}");
+                assert!(end(red, planes.chroma_height) <= luma.to + room(stored) as u64, "{stored:?}");
+                assert!(luma.pitch >= width as usize && blue.pitch >= planes.chroma_width as usize);
+            }
+        }
     }
 
     #[test]
     fn a_cropping_is_laid_out_as_the_kernel_reads_it() {
-        assert_eq!(size_of::<Cropping>(), 56);
-        assert_eq!(std::mem::offset_of!(Cropping, along_row), 8);
-        assert_eq!(std::mem::offset_of!(Cropping, to), 52);
+        assert_eq!(size_of::<Planes>(), 48);
+        assert_eq!(std::mem::offset_of!(Planes, half_rows), 44);
+        assert_eq!(size_of::<Cropping>(), 112);
+        assert_eq!(std::mem::offset_of!(Cropping, column), 48);
+        assert_eq!(std::mem::offset_of!(Cropping, first), 72);
+        assert_eq!(std::mem::offset_of!(Cropping, to), 108);
     }
 }

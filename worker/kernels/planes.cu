@@ -1,0 +1,36 @@
+// RGB out of the planes of a JPEG picture, as the cores' decoder (zune-jpeg) makes it: chroma that is stored for two columns or
+// rows is enlarged with weights of three quarters and one quarter, rows first, each pass rounded to a byte; then BT.601 of
+// full range (JFIF) in 14 bits. At the picture's border the last sample stands for the one beyond it.
+
+struct Planes {
+    const u8 *luma, *blue, *red;
+    u32 luma_pitch, chroma_pitch; // bytes from a row to the next
+    u32 chroma_width, chroma_height;
+    u32 half_columns, half_rows; // 1 where there is one sample of chroma for two of them
+
+    // The sample of chroma that is next to a pixel, and the one on the pixel's other side. The same one where each pixel has
+    // its own.
+    struct Nearest {
+        u32 first, second;
+        __device__ __forceinline__ Nearest(u32 at, u32 halved, u32 samples) {
+            first = second = at >> halved;
+            if (halved) second = at & 1 ? min(first + 1, samples - 1) : first - (first > 0);
+        }
+    };
+    static __device__ __forceinline__ int between(int first, int second) { return (3 * first + second + 2) >> 2; }
+
+    __device__ __forceinline__ int chroma(const u8* plane, const Nearest& column, const Nearest& row) const {
+        const u8 *first = plane + (u64)row.first * chroma_pitch, *second = plane + (u64)row.second * chroma_pitch;
+        return between(between(first[column.first], second[column.first]),
+                       between(first[column.second], second[column.second])) - 128;
+    }
+    static __device__ __forceinline__ u32 byte(int value) { return min(max(value >> 14, 0), 255); }
+
+    // A pixel of the picture as it is stored, red in the lowest byte.
+    __device__ __forceinline__ u32 pixel(u32 column, u32 row) const {
+        Nearest columns(column, half_columns, chroma_width), rows(row, half_rows, chroma_height);
+        int y = luma[(u64)row * luma_pitch + column] * 16384 + 8191;
+        int b = chroma(blue, columns, rows), r = chroma(red, columns, rows);
+        return byte(y + 22970 * r) | byte(y - 11700 * r - 5638 * b) << 8 | byte(y + 29032 * b) << 16;
+    }
+};

@@ -1,0 +1,267 @@
+//! Planes of real files, decoded on the host, and the kernel's `Planes` in Rust: what it makes of them against what cores
+//! make of the files.
+
+use super::*;
+use crate::data::device::{Stored, Subsampling};
+use zune_jpeg::{
+    JpegDecoder as Zune,
+    zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},
+};
+
+/// Each subsampling that is taken.
+pub(super) const SAMPLINGS: [SamplingFactor; 4] =
+    [SamplingFactor::R_4_4_4, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_0, SamplingFactor::R_4_2_0];
+
+/// The picture as a JPEG file.
+pub(super) fn encoded(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec<u8> {
+    let mut file = Vec::new();
+    let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+    encoder.set_sampling_factor(sampling);
+    encoder.encode(picture, picture.width() as u16, picture.height() as u16, ColorType::Rgb).unwrap();
+    file
+}
+
+/// Whether a side is one at which decoders need no chroma from beyond the border: cores take there what the file's last
+/// block happens to hold, which is in nobody's planes.
+pub(super) fn is_whole(side: u32, step: u32) -> bool {
+    step == 1 || side % 2 == 1 || side.is_multiple_of(16)
+}
+
+/// The kernel's `Planes::pixel` in Rust. Addresses count from the beginning of `memory`.
+pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3] {
+    let nearest = |at: u32, halved: u32, samples: u32| {
+        let first = at >> halved;
+        match (halved, at & 1) {
+            (0, _) => [first, first],
+            (_, 0) => [first, first.saturating_sub(1)],
+            _ => [first, (first + 1).min(samples - 1)],
+        }
+    };
+    let sample = |plane: u64, pitch: u32, column: u32, row: u32| {
+        i32::from(memory[plane as usize + row as usize * pitch as usize + column as usize])
+    };
+    let between = |first: i32, second: i32| (3 * first + second + 2) >> 2;
+    let columns = nearest(column, p.half_columns, p.chroma_width);
+    let rows = nearest(row, p.half_rows, p.chroma_height);
+    let chroma = |plane: u64| {
+        let [first, second] = columns.map(|column| {
+            let [first, second] = rows.map(|row| sample(plane, p.chroma_pitch, column, row));
+            between(first, second)
+        });
+        between(first, second) - 128
+    };
+    let luma = sample(p.luma, p.luma_pitch, column, row) * 16384 + 8191;
+    let (blue, red) = (chroma(p.blue), chroma(p.red));
+    [luma + 22970 * red, luma - 11700 * red - 5638 * blue, luma + 29032 * blue]
+        .map(|value| (value >> 14).clamp(0, 255) as u8)
+}
+
+/// Decodes a file into planes that are put behind `memory`.
+pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Result<Planes, String> {
+    let planes = Planes::new(stored, memory.len() as u64);
+    memory.resize(memory.len() + room(stored), NOTHING);
+    let (width, height) = stored.chroma();
+    let sizes = [(stored.width, stored.height), (width, height), (width, height)];
+    for ((plane, samples), (width, height)) in planes.all().into_iter().zip(samples(file, stored)?).zip(sizes)
+    {
+        assert_eq!(samples.len(), (width * height) as usize);
+        for (row, samples) in samples.chunks_exact(width as usize).enumerate() {
+            memory[plane.to as usize + row * plane.pitch..][..samples.len()].copy_from_slice(samples);
+        }
+    }
+    Ok(planes)
+}
+
+/// The three components. The decoder that there is gives luma as it is, but chroma enlarged; so it is told that the same
+/// data is a picture of which it enlarges nothing, or by copying.
+fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
+    let Subsampling { columns, rows } = stored.subsampling;
+    // Blocks of chroma.
+    let (across, down) = (stored.width.div_ceil(8 * columns), stored.height.div_ceil(8 * rows));
+    let (whole, chroma) = (Told::new(file, ColorSpace::YCbCr)?, stored.chroma());
+    let (blue, red) = match (columns, rows) {
+        (1, 1) => (whole.plane(1, 1, chroma), whole.plane(2, 1, chroma)),
+        // Four blocks of luma for one of chroma: lying in a row, they are too many for interpolation.
+        (2, 2) => {
+            let in_a_row = with_frame(file, (across * 32, down * 8), |frame| frame[7] = 0x41, |_| {});
+            let told = Told::new(&in_a_row, ColorSpace::YCbCr)?;
+            (told.plane(1, 4, chroma), told.plane(2, 4, chroma))
+        }
+        // Two: each a component, beside the two of chroma.
+        _ => {
+            let one_more = |list: &mut Vec<u8>, first: usize, entry: usize| {
+                list[first - 1] = 4;
+                let mut copy = list[first..first + entry].to_vec();
+                copy[0] = 99;
+                list.splice(first + entry..first + entry, copy);
+            };
+            let frame = |frame: &mut Vec<u8>| {
+                frame[7] = 0x11;
+                one_more(frame, 6, 3);
+            };
+            let of_four = with_frame(file, (across * 8, down * 8), frame, |scan| one_more(scan, 1, 2));
+            let told = Told::new(&of_four, ColorSpace::CMYK)?;
+            (told.plane(2, 1, chroma), told.plane(3, 1, chroma))
+        }
+    };
+    Ok([whole.plane(0, 1, (stored.width, stored.height)), blue, red])
+}
+
+/// What the decoder gives.
+struct Told {
+    width: usize,
+    channels: usize,
+    values: Vec<u8>,
+}
+
+impl Told {
+    fn new(file: &[u8], colors: ColorSpace) -> Result<Self, String> {
+        let options = DecoderOptions::default().set_strict_mode(false).jpeg_set_out_colorspace(colors);
+        let mut decoder = Zune::new_with_options(ZCursor::new(file), options);
+        let values = decoder.decode().map_err(|error| error.to_string())?;
+        let (width, _) = decoder.dimensions().unwrap();
+        Ok(Self { width, channels: colors.num_components(), values })
+    }
+
+    /// Every so many columns of a channel, of which there are at least as many as asked for.
+    fn plane(&self, channel: usize, step: usize, (width, height): (u32, u32)) -> Vec<u8> {
+        let all = (0..height as usize).flat_map(|y| (0..width as usize).map(move |x| (x, y)));
+        all.map(|(x, y)| self.values[(y * self.width + x * step) * self.channels + channel]).collect()
+    }
+}
+
+/// The file with another size and changes of what stands behind the markers of its frame and its scan.
+fn with_frame(
+    file: &[u8],
+    (width, height): (u32, u32),
+    frame: impl Fn(&mut Vec<u8>),
+    scan: impl Fn(&mut Vec<u8>),
+) -> Vec<u8> {
+    let (mut changed, mut at) = (file[..2].to_vec(), 2);
+    loop {
+        let (marker, length) = (file[at + 1], usize::from(u16::from_be_bytes([file[at + 2], file[at + 3]])));
+        let mut segment = file[at + 4..at + 2 + length].to_vec();
+        match marker {
+            0xc0 => {
+                segment[1..3].copy_from_slice(&(height as u16).to_be_bytes());
+                segment[3..5].copy_from_slice(&(width as u16).to_be_bytes());
+                frame(&mut segment);
+            }
+            0xda => scan(&mut segment),
+            _ => {}
+        }
+        changed.extend([0xff, marker]);
+        changed.extend((segment.len() as u16 + 2).to_be_bytes());
+        changed.extend(segment);
+        at += 2 + length;
+        if marker == 0xda {
+            return [&changed, &file[at..]].concat();
+        }
+    }
+}
+
+/// The file's pixels out of its planes, as they are stored.
+fn pixels(file: &[u8]) -> (Stored, Vec<[u8; 3]>) {
+    let stored = for_hardware(file).unwrap();
+    // Not at the beginning of the memory.
+    let mut memory = vec![7; 1000];
+    let planes = decode(file, stored, &mut memory).unwrap();
+    let all = (0..stored.height).flat_map(|y| (0..stored.width).map(move |x| (x, y)));
+    (stored, all.map(|(x, y)| pixel(&memory, &planes, x, y)).collect())
+}
+
+#[test]
+fn planes_become_the_pixels_that_cores_make() {
+    for sampling in SAMPLINGS {
+        for (number, (width, height)) in
+            [(1, 1), (2, 2), (3, 5), (7, 4), (16, 16), (17, 33), (31, 20), (64, 48), (66, 34), (95, 63)]
+                .into_iter()
+                .enumerate()
+        {
+            let file = encoded(&picture(number as u32, width, height), sampling);
+            let wanted = Picture::decode(&file).unwrap();
+            let (stored, found) = pixels(&file);
+            assert_eq!((stored.width, stored.height), (width, height));
+            let Subsampling { columns, rows } = stored.subsampling;
+            let mut compared = 0;
+            for (number, (found, wanted)) in found.iter().zip(wanted.pixels.chunks_exact(3)).enumerate() {
+                let (x, y) = (number as u32 % width, number as u32 / width);
+                let at_the_border = (x + 1 == width && !is_whole(width, columns))
+                    || (y + 1 == height && !is_whole(height, rows));
+                if !at_the_border {
+                    assert_eq!(found, wanted, "{sampling:?}, {width} x {height}, column {x}, row {y}");
+                    compared += 1;
+                }
+            }
+            assert!(
+                compared > 0 && compared >= (width - 1) * (height - 1),
+                "{sampling:?}, {width} x {height}"
+            );
+        }
+    }
+}
+
+/// Pillow's are libjpeg-turbo's, which also takes no chroma from beyond the border.
+#[test]
+fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border() {
+    for (name, file, pillow) in [
+        ("4:4:4", &fixture!("full-chroma.jpg")[..], &fixture!("full-chroma.jpg.rgb.png")[..]),
+        ("4:2:2", fixture!("half-chroma.jpg"), fixture!("half-chroma.jpg.rgb.png")),
+        ("4:2:0", fixture!("orientation-1.jpg"), fixture!("orientation-1.jpg.rgb.png")),
+    ] {
+        let wanted = image::load_from_memory(pillow).unwrap().into_rgb8();
+        let (stored, found) = pixels(file);
+        assert_eq!(wanted.dimensions(), (stored.width, stored.height));
+        let most = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+        assert!(most <= 4, "{name}: {most} of 255 apart");
+    }
+}
+
+#[test]
+fn where_nothing_was_decoded_a_picture_is_grey() {
+    for (columns, rows) in [(1, 1), (2, 2)] {
+        let stored =
+            Stored { width: 3, height: 3, orientation: 1, subsampling: Subsampling { columns, rows } };
+        assert_eq!(pixel(&vec![NOTHING; room(stored)], &Planes::new(stored, 0), 2, 2), [128; 3]);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
+    let decoder = super::super::open(0, DType::F16).unwrap();
+    for sampling in SAMPLINGS {
+        for (width, height) in [(1, 1), (31, 17), (95, 63), (479, 371)] {
+            // Saturated and smooth: what is not decoded is grey, and rounding alone makes little difference.
+            let drawn = image::RgbImage::from_fn(width, height, |x, y| {
+                image::Rgb([200 + (x * 40 / width) as u8, 20 + (y * 40 / height) as u8, 40])
+            });
+            let file = encoded(&drawn, sampling);
+            let wanted = Picture::decode(&file).unwrap();
+            let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
+            let mut given = vec![Encoded {
+                bytes: &file,
+                stored: for_hardware(&file).unwrap(),
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: false,
+            }];
+            let mut most = None;
+            decoder
+                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
+                    let pairs = |made: &[u8]| {
+                        made.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
+                    };
+                    most = made[0].map(pairs);
+                })
+                .unwrap();
+            eprintln!("{sampling:?}, {width} x {height}: {most:?} of 255 apart at most");
+            assert!(most.is_none_or(|most| most <= 12), "{sampling:?}, {width} x {height}: {most:?}");
+            // These two are what files mostly are.
+            let is_usual = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
+            assert!(most.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
+        }
+    }
+}

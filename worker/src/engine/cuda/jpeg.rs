@@ -1,7 +1,7 @@
 //! JPEG files decoded by the GPU's own decoder (nvJPEG) into planes, of which one kernel for a group of pictures makes what is
 //! cropped and resized: nvJPEG's own RGB would take a kernel for each picture, and each of those waits for a training step's.
-//! The pixels come back to the host, where each picture of a batch may come from elsewhere, and go the way of all batches from there: the bytes are
-//! few by then, and every transform stays as it is.
+//! The pixels come back to the host, where each picture of a batch may come from elsewhere, and go the way of all batches from
+//! there: the bytes are few by then, and every transform stays as it is.
 
 use super::{
     device::{Buffer, Device, Event, OwnedStream, Pinned},

@@ -2,7 +2,6 @@
 //! make of the files.
 
 use super::*;
-use crate::data::device::{Stored, Subsampling};
 use zune_jpeg::{
     JpegDecoder as Zune,
     zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},

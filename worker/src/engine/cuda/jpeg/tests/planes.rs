@@ -92,7 +92,7 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
                 list[first - 1] = 4;
                 let mut copy = list[first..first + entry].to_vec();
                 copy[0] = 99;
-                list.splice(first + entry..first + entry, copy);
+                drop(list.splice(first + entry..first + entry, copy));
             };
             let frame = |frame: &mut Vec<u8>| {
                 frame[7] = 0x11;
@@ -154,7 +154,7 @@ fn with_frame(
         changed.extend(segment);
         at += 2 + length;
         if marker == 0xda {
-            return [&changed, &file[at..]].concat();
+            return [&changed[..], &file[at..]].concat();
         }
     }
 }

@@ -120,7 +120,7 @@ export class Facts {
 
   #trouble(now, step) {
     const { job, ranks } = this, reason = job.reason ?? "";
-    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job.unreadable) };
+    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job.unreadable, job.state, reason) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
@@ -146,7 +146,14 @@ export class Facts {
 }
 
 /** As `unreadable` in web/src/job.rs. */
-const unreadable = (flaw) => `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest, and is not started. Run the version that stored it, or submit the job anew and delete this one.`;
+function unreadable(flaw, state, reason) {
+  const shown = `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest.`;
+  switch (state) {
+    case "queued": case "restarting": case "paused": return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
+    case "failed": return `${shown} The job failed: ${reason}`;
+    default: return shown;
+  }
+}
 
 function fact(id, main, more) {
   text(byId(id), main);

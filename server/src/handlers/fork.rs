@@ -69,6 +69,10 @@ pub(crate) async fn fork(
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&headers, &uri, &bytes)?;
+    if let Some(job) = jobs::made_before(&app, key.as_ref()).await? {
+        let at = format!("/api/v1/jobs/{}", job.id);
+        return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
+    }
     let source = jobs::find(&app, &id).await?;
     jobs::check_readable(&source)?;
     let from = choose(&app, &source, &request.checkpoint).await?;

@@ -436,7 +436,7 @@ mod tests {
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
         assert_eq!(of("shared"), Ok(DecoderChoice::Shared));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
+        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),

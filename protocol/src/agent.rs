@@ -246,11 +246,7 @@ impl fmt::Display for Ending {
             Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
             Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
             Ending::Failed { reason, retriable } => {
-                let next = if *retriable {
-                    "another attempt may fare better"
-                } else {
-                    "another attempt would fail, too"
-                };
+                let next = if *retriable { "another one may fare better" } else { "another one would, too" };
                 write!(f, "an attempt has failed: {}; {next}", reason.words())
             }
         }

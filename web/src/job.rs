@@ -122,7 +122,7 @@ impl JobTemplate<'_> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Before the state, which another version may have called something else.
         if let Some(flaw) = &self.job.unreadable {
-            return Some(("Not all of this job can be read.", unreadable(flaw, &self.job, &reason)));
+            return Some(("Not all of this job can be read.", unreadable(flaw, self.job, &reason)));
         }
         match self.job.state {
             JobState::Failed => Some(("The job failed.", reason)),

@@ -83,7 +83,7 @@ pub struct Attempt {
     pub state: AttemptState,
     /// Why it ended, or is ending; absent when it succeeded.
     pub reason: Option<Reason>,
-    /// Id of the checkpoint that it began from; absent when it began from the start, or ended before it trained.
+    /// Id of the checkpoint that it began from; absent when it began from the start.
     pub checkpoint: Option<String>,
     /// Optimizer steps of the run that were done when it ended; absent when it ended before it trained.
     pub step: Option<u64>,

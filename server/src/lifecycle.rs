@@ -54,7 +54,7 @@ pub struct AttemptEnd {
     pub state: AttemptState,
     /// None when it succeeded.
     pub reason: Option<Reason>,
-    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's, nor is a checkpoint.
+    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's.
     pub trained: bool,
 }
 

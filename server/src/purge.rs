@@ -10,6 +10,8 @@ use std::{
 
 /// After a failure: the database may be away.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
+/// How often a folder is emptied in which something appears meanwhile.
+const TRIES: usize = 10;
 /// The longest rest between two bits.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
@@ -43,7 +45,17 @@ async fn rest(error: &crate::store::StoreError) {
 
 async fn remove_files(app: &App, id: &JobId) {
     let folder = app.job_dir(id);
-    match tokio::fs::remove_dir_all(&folder).await {
+    let mut removed = tokio::fs::remove_dir_all(&folder).await;
+    for _ in 0..TRIES {
+        match &removed {
+            // Something was written there meanwhile, such as the answer to an evaluation.
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
+                removed = tokio::fs::remove_dir_all(&folder).await;
+            }
+            _ => break,
+        }
+    }
+    match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             // The job is gone for its users; what stays is only space.
             tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");

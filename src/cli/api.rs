@@ -13,6 +13,10 @@ use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
 
 /// Where `lockstep serve` listens unless told otherwise.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
+/// Characters of an id that stand for it, at least: ids begin with the same few.
+const SHORTEST_START: usize = 4;
+/// Jobs that are named where several are meant.
+const NAMED: usize = 10;
 
 /// The server that a command talks to, and how it prints.
 #[derive(Debug, Clone, clap::Args)]
@@ -59,24 +63,28 @@ impl Api {
     /// The job that `id` names: an id, the start of one, or a name that only one job has.
     ///
     /// # Errors
-    /// No such job, or several.
+    /// No such job, or several; and what names none, such as a variable of a script that is not set.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
+        if id.is_empty() {
+            return Err(wrong("no job is named: the name is empty; give an id, the start of one, or a name"));
+        }
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
         // Also those that this version cannot read: one of two jobs is not the only one.
         let text =
             |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
-        let called = |job: &Value| text(job, "id").starts_with(id) || text(job, "name") == id;
+        let begins = |job: &Value| id.len() >= SHORTEST_START && text(job, "id").starts_with(id);
+        let called = |job: &Value| begins(job) || text(job, "name") == id;
         let ids: Vec<_> =
             self.all_jobs().await?.iter().filter(|job| called(job)).map(|job| text(job, "id")).collect();
         match &ids[..] {
             [id] => self.get(&format!("/jobs/{id}")).await,
             [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
             _ => {
-                let detail =
-                    format!("{} jobs are called {id}: {}; name one by its id", ids.len(), ids.join(", "));
-                Err(wrong(detail))
+                let named = ids[..ids.len().min(NAMED)].join(", ");
+                let more = if ids.len() > NAMED { " and others" } else { "" };
+                Err(wrong(format!("{} jobs are called {id}: {named}{more}; name one by its id", ids.len())))
             }
         }
     }

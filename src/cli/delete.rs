@@ -1,7 +1,7 @@
 //! `lockstep delete`: a job and all that belongs to it.
 //!
-//! On a terminal it asks first, as nothing brings back a checkpoint. Elsewhere it does not: scripts have deleted jobs in
-//! this way since there is the command, its answer is part of what they rely on, and what they name is one job or refused
+//! On a terminal it asks first, as nothing brings back a checkpoint. With `--json`, and where standard input or standard error is no
+//! terminal, it does not: scripts have deleted jobs in this way since there is the command, and what they name is one job or refused
 //! (`Api::find_job`). `cancel` and `dataset remove` ask nobody: a cancelled job goes on with `retry`, and a dataset's files
 //! stay.
 
@@ -33,7 +33,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = Api::new(&args.server.server)?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        let asks = !args.yes && io::stdin().is_terminal() && io::stderr().is_terminal();
+        let asks = !args.yes && !args.server.json && io::stdin().is_terminal() && io::stderr().is_terminal();
         if asks && !confirmed(&job, &mut io::stdin().lock())? {
             return Err(wrong(format!("{} stays as it is", job.id)));
         }

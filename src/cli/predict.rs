@@ -11,7 +11,14 @@ use lockstep_protocol::{
     look::{Prediction, Probability},
 };
 use serde::Serialize;
-use std::path::PathBuf;
+use std::{
+    fs,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// Of the pictures of a question, as the server takes them.
+const MOST_BYTES: u64 = 24 << 20;
 
 /// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -38,6 +45,20 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
+/// A picture's file, which is looked at no further than pictures may be long.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    fs::File::open(path)?.take(MOST_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MOST_BYTES {
+        let most = format!(
+            "is larger than {} MiB, which is the most that pictures may have together",
+            MOST_BYTES >> 20
+        );
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, most));
+    }
+    Ok(bytes)
+}
+
 /// Prints each picture's most probable classes.
 ///
 /// # Errors
@@ -45,7 +66,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut pictures = Vec::new();
     for image in &args.images {
-        let bytes = std::fs::read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
+        let bytes = read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
         if bytes.is_empty() {
             return Err(wrong(format!(
                 "{}: is empty; give a picture: JPEG, PNG, WebP, GIF, BMP or TIFF",

@@ -249,6 +249,19 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     if usual == "none" || dataset.join(usual).is_dir() {
         return;
     }
+    if dataset.join("train").is_dir() {
+        let folders: Vec<String> = fs::read_dir(dataset)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| {
+                entry.ok().filter(|entry| entry.path().is_dir())?.file_name().into_string().ok()
+            })
+            .collect();
+        if let Some(split) = default_validation(usual, folders.iter().map(String::as_str)) {
+            spec.data.validation = Validation::Split(split.to_owned());
+            return;
+        }
+    }
     let Ok(splits) = lockstep_worker::data::split_names(dataset) else { return };
     if let Some(split) = default_validation(usual, splits.iter().map(String::as_str)) {
         spec.data.validation = Validation::Split(split.to_owned());

@@ -120,7 +120,7 @@ export class Facts {
 
   #trouble(now, step) {
     const { job, ranks } = this, reason = job.reason ?? "";
-    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job.unreadable) };
+    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job, reason) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
@@ -146,7 +146,14 @@ export class Facts {
 }
 
 /** As `unreadable` in web/src/job.rs. */
-const unreadable = (flaw) => `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest, and is not started. Run the version that stored it, or submit the job anew and delete this one.`;
+function unreadable({ unreadable: flaw, state, finished_at }, reason) {
+  const shown = `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest.`;
+  // A state of another version is given as failed, without an end.
+  if (["queued", "restarting", "paused"].includes(state) || (state === "failed" && !finished_at)) {
+    return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
+  }
+  return state === "failed" ? `${shown} The job failed: ${reason}` : shown;
+}
 
 function fact(id, main, more) {
   text(byId(id), main);

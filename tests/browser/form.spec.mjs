@@ -55,7 +55,7 @@ describe("the form", () => {
     assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
     await page.getByLabel("Image size", { exact: true }).fill("16");
-    await page.getByLabel("Batch size a rank", { exact: true }).fill("2");
+    await page.getByLabel("or of all ranks", { exact: true }).fill("2");
     await page.getByLabel("Ranks", { exact: true }).fill("1");
     await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
     assert.match(await warnings.textContent(), /1 file of pets could not be read.*is no Parquet file/s);

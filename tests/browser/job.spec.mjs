@@ -116,7 +116,7 @@ db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of anoth
 db.commit()`, join(house.dir, "lockstep.db"), id]);
     await page.reload();
     await until("it is live again", live);
-    assert.match(await verdict.textContent(), /Not all of this job can be read\..*train\/optimizer.*Run the version that stored it/s);
+    assert.match(await verdict.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
     assert.equal(await verdict.getAttribute("data-tone"), "warn");
     assert.ok(await verdict.isVisible());
     await page.end();

@@ -125,7 +125,7 @@ for precision, deterministic, ranks, way in runs:
     # The ragged step's own loss is a mean over ranks of different numbers of pictures; what it does to the weights shows in
     # the steps after it.
     apart = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(found, wanted), 1) if step % 5]
-    parts = [max(x for step, x in apart if step <= FIRST), max(x for step, x in apart if step > FIRST)]
+    parts = [max((x for step, x in apart if (step <= FIRST) == first), default=0) for first in (True, False)]
     show(name, found, "at most {:.1e} apart, later {:.1e}".format(*parts))
     for far, most in zip(parts, MOST[precision]):
         if not far < most:

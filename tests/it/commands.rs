@@ -101,6 +101,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let left = submitted.json()["id"].as_str().expect("an id").to_owned();
     server.job_when(&left, "it trains", |job| job["step"].as_u64() > Some(3)).await;
     server.cli(&["delete", &left]).wrong(&["running"]);
+    // A script whose variable is not set names no job, and a letter or two name none either.
+    server.cli(&["delete", ""]).wrong(&["the name is empty"]);
+    server.cli(&["delete", &left[..3]]).wrong(&["no job is called"]);
     assert!(server.cli(&["cancel", &left]).ok().contains("cancelled"));
     server.cli(&["cancel", &left]).wrong(&["cancelled"]);
     let watched = server.cli(&["watch", &left]);

@@ -122,7 +122,7 @@ impl JobTemplate<'_> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Before the state, which another version may have called something else.
         if let Some(flaw) = &self.job.unreadable {
-            return Some(("Not all of this job can be read.", unreadable(flaw)));
+            return Some(("Not all of this job can be read.", unreadable(flaw, self.job, &reason)));
         }
         match self.job.state {
             JobState::Failed => Some(("The job failed.", reason)),
@@ -172,12 +172,21 @@ impl JobTemplate<'_> {
 }
 
 /// As `unreadable` in `static/job/facts.js`.
-fn unreadable(flaw: &str) -> String {
-    format!(
+fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
+    let shown = format!(
         "Another version of lockstep stored it, and this one does not understand: {flaw}. It is shown as far as it can be \
-         read, with defaults for the rest, and is not started. Run the version that stored it, or submit the job anew \
-         and delete this one."
-    )
+         read, with defaults for the rest."
+    );
+    // A state of another version is given as failed, without an end.
+    let waits = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
+        || (job.state == JobState::Failed && job.finished_at.is_none());
+    match job.state {
+        _ if waits => format!(
+            "{shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one."
+        ),
+        JobState::Failed => format!("{shown} The job failed: {reason}"),
+        _ => shown,
+    }
 }
 
 #[derive(Debug, Clone, Default)]

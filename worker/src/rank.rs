@@ -357,8 +357,7 @@ fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<
 /// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
 fn leave(status: i32, within: Duration) -> ! {
     end_by_force_within(within);
-    nccl::wait_for_aborts(within / 2);
-    std::process::exit(status)
+    nccl::exit(status, within / 2)
 }
 
 /// Sees to it that this process ends in time, whatever its exit waits for.

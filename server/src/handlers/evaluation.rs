@@ -85,6 +85,7 @@ impl Running {
 /// Which checkpoint.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct Which {
     /// Its id, `best` or `latest`; the best when absent.
     checkpoint: Option<String>,
@@ -110,7 +111,7 @@ pub(crate) async fn evaluation(
     Path(id): Path<String>,
     Query(which): Query<Which>,
 ) -> Result<Response> {
-    jobs::find(&app, &id).await?;
+    let job = jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
     let of = if which.weights == Weights::Ema { "-ema" } else { "" };
@@ -121,6 +122,8 @@ pub(crate) async fn evaluation(
             Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("no dataset is called {name:?}"))
         })?),
     };
+    // Its own by name is its own, with the pictures that it held out.
+    let other = other.filter(|other| other.name != job.spec.data.dataset);
     // One that is registered anew under a name is another one.
     let on =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
@@ -206,11 +209,14 @@ async fn start(
     Ok(told)
 }
 
-/// Appears whole or not at all.
+/// Appears whole or not at all; not when the job's folder is gone, since nobody would remove it again.
 async fn keep(file: &std::path::Path, found: &ModelEvaluation) -> std::io::Result<()> {
     let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
     if let Some(folder) = file.parent() {
-        tokio::fs::create_dir_all(folder).await?;
+        match tokio::fs::create_dir(folder).await {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
     }
     let partial = file.with_extension("part");
     tokio::fs::write(&partial, words).await?;

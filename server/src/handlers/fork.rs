@@ -69,6 +69,10 @@ pub(crate) async fn fork(
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&headers, &uri, &bytes)?;
+    if let Some(job) = jobs::made_before(&app, key.as_ref()).await? {
+        let at = format!("/api/v1/jobs/{}", job.id);
+        return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
+    }
     let source = jobs::find(&app, &id).await?;
     jobs::check_readable(&source)?;
     let from = choose(&app, &source, &request.checkpoint).await?;
@@ -79,6 +83,15 @@ pub(crate) async fn fork(
         merge(&mut document, &path, value)?;
     }
     check_recipe(&source, &document)?;
+    let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
+    if pretrained != source.spec.model.pretrained.as_deref() {
+        let detail =
+            "a fork begins with its checkpoint's weights, not with these: leave it out, or submit a new job";
+        return Err(Error::Invalid(vec![SpecError {
+            pointer: "/model/pretrained".into(),
+            detail: detail.into(),
+        }]));
+    }
     let (spec, dataset) = jobs::check(&app, &document, false).await?;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);

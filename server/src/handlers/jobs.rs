@@ -126,11 +126,23 @@ pub(crate) async fn submit(
     document: &Value,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
+    if let Some(job) = made_before(app, key.as_ref()).await? {
+        return Ok((StatusCode::OK, job));
+    }
     let (spec, dataset) = check(app, document, true).await?;
     let warnings = submission::warnings(&spec, &dataset);
     let (status, mut job) = store(app, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
+}
+
+/// The job that this very request made before. Asked first: what has changed since, such as a file that is gone, is no reason
+/// to refuse what was accepted.
+pub(super) async fn made_before(app: &App, key: Option<&(String, String)>) -> Result<Option<Job>> {
+    match key {
+        Some(key) => Ok(app.store.job_made_by(key).await?),
+        None => Ok(None),
+    }
 }
 
 /// Stores a specification that was checked as a job, with its folder.

@@ -107,6 +107,8 @@ pub trait Store: Send + Sync + 'static {
     /// Stores a new job as `queued` with its first event, if its dataset is registered. The same idempotency key and request give the job
     /// that was made then.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
+    /// The job that an idempotency key and request have made.
+    async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// The job and what the server alone knows of it.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// Newest first, after the filter's cursor.

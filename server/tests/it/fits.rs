@@ -95,6 +95,10 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
         let instead = if pointer == "/model/arch" { "begin a new job" } else { "model.pretrained" };
         assert!(text.contains(instead), "what to do instead: {text}");
     }
+    // What would be stored and shown, and not used.
+    let (status, body) = fork(json!({"model.pretrained": "other.safetensors"})).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/model/pretrained")), "{body}");
+    assert!(body.to_string().contains("begins with its checkpoint's weights"), "{body}");
     let (_, jobs) = house.get("/jobs").await;
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "none of these made a job");
 

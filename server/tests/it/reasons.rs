@@ -82,8 +82,8 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     let expected = [
         ("failed", json!("rank_killed"), Value::Null, json!(41)),
         ("paused", json!("paused_by_user"), from.clone(), json!(40)),
-        // It was cancelled before it trained: neither steps nor a checkpoint are its own.
-        ("cancelled", json!("cancelled_by_user"), Value::Null, Value::Null),
+        // It was cancelled before it trained: no step is its own.
+        ("cancelled", json!("cancelled_by_user"), from.clone(), Value::Null),
         ("succeeded", Value::Null, from, json!(100)),
     ];
     for ((number, (state, code, from, step)), told) in

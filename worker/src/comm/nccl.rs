@@ -123,11 +123,26 @@ impl Aborts {
     }
 }
 
-/// Waits until every abort that was begun is finished, at most `limit`. A process calls it before it exits: exit handlers
-/// free what NCCL's abort still uses, and the process would end with a segmentation fault instead of its status.
-pub fn wait_for_aborts(limit: Duration) {
+/// Waits until every abort that was begun is finished, at most `limit`; says whether they are.
+pub fn wait_for_aborts(limit: Duration) -> bool {
     let under_way = ABORTS.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-    let _ = ABORTS.changed.wait_timeout_while(under_way, limit, |under_way| *under_way > 0);
+    match ABORTS.changed.wait_timeout_while(under_way, limit, |under_way| *under_way > 0) {
+        Ok((under_way, _)) => *under_way == 0,
+        Err(poisoned) => *poisoned.into_inner().0 == 0,
+    }
+}
+
+/// Exits. Exit handlers free what NCCL's abort uses, and a process that ran them meanwhile would end with a segmentation fault
+/// instead of its status: aborts have `limit` to finish, and handlers do not run where one has not.
+pub fn exit(status: i32, limit: Duration) -> ! {
+    if wait_for_aborts(limit) {
+        std::process::exit(status)
+    }
+    unsafe extern "C" {
+        safe fn _exit(status: c_int) -> !;
+    }
+    let _ = std::io::Write::flush(&mut std::io::stdout());
+    _exit(status)
 }
 
 /// Communicators of this process, which is one rank.
@@ -539,7 +554,7 @@ mod tests {
         abort_all("enough");
         assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
         drop(nccl);
-        wait_for_aborts(Duration::from_secs(10));
+        assert!(wait_for_aborts(Duration::from_secs(10)));
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     }
 
@@ -571,8 +586,7 @@ mod tests {
                     );
                 }
             });
-            wait_for_aborts(Duration::from_secs(10));
-            assert_eq!(*ABORTS.under_way.lock().unwrap(), 0, "round {round}");
+            assert!(wait_for_aborts(Duration::from_secs(10)), "round {round}");
         }
     }
 

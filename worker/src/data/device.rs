@@ -150,13 +150,13 @@ impl OnDevice {
         }
     }
 
-    /// Counts pictures of a batch that failed.
-    pub(super) fn failed(&self, why: String, pictures: u64) {
+    /// Counts pictures of a batch that failed; `is_first`: nothing else of it has.
+    pub(super) fn failed(&self, why: String, pictures: u64, is_first: bool) {
         tracing::warn!("the GPU could not decode {pictures} pictures, cores do: {why}");
         self.for_cores(ForCores::Failed, pictures);
         self.with(|decoded| {
             decoded.failure = Some(why);
-            decoded.failures += 1;
+            decoded.failures += u32::from(is_first);
             decoded.given_up |= decoded.failures >= MOST_FAILURES;
         });
     }

@@ -24,10 +24,13 @@ pub enum DeviceChoice {
 }
 
 /// How many queues the driver has for a process's streams. Streams that share one wait for each other, and with the usual 8,
-/// the fourteen of nvJPEG's decoder waited for whole training steps.
-const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// As many as there can be.
-const MOST_CONNECTIONS: &str = "32";
+/// the fourteen of nvJPEG's decoder waited for whole training steps. 32 are as many as there can be.
+const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+
+/// The variable for it, unless somebody has set it.
+fn queues() -> Option<(OsString, OsString)> {
+    std::env::var_os(QUEUES.0).is_none().then(|| (QUEUES.0.into(), QUEUES.1.into()))
+}
 
 /// The GPU of a rank, as its launcher gives it.
 ///
@@ -56,9 +59,7 @@ impl RankGpu {
     pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
         let mut variables = Libraries::find().environment(&links_dir()?)?;
         variables.push((VISIBLE.into(), self.visible.join(",").into()));
-        if std::env::var_os(CONNECTIONS).is_none() {
-            variables.push((CONNECTIONS.into(), MOST_CONNECTIONS.into()));
-        }
+        variables.extend(queues());
         Ok(variables)
     }
 }

@@ -181,6 +181,7 @@ impl DecoderChoice {
     /// Whether the GPU's decoder is to be opened; if not, why not, unless that goes without saying.
     fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
         match self {
+            Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
             Self::Auto | Self::Shared if deterministic => {
@@ -435,12 +436,13 @@ mod tests {
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
         assert_eq!(of("shared"), Ok(DecoderChoice::Shared));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
+        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),
             (DecoderChoice::Gpu, (true, true, true), Ok(())),
             (DecoderChoice::Auto, (false, true, false), Err(None)),
+            (DecoderChoice::Gpu, (false, true, false), Err(Some("this rank has no GPU".into()))),
             (DecoderChoice::Gpu, (true, false, false), Err(None)),
         ] {
             assert_eq!(choice.of_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");

@@ -166,15 +166,14 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     if row.token.is_none() {
         let end = row.ended.as_ref();
         sqlx::query(
-            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5, \
-             resume = CASE WHEN $6 THEN resume ELSE NULL END WHERE job_id = $1 AND ended_at IS NULL",
+            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5 \
+             WHERE job_id = $1 AND ended_at IS NULL",
         )
         .bind(job.id.as_str())
         .bind(at.as_millisecond())
         .bind(end.map(|end| end.state.as_str()))
         .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
         .bind(end.filter(|end| end.trained).map(|_| int(job.step)))
-        .bind(end.is_none_or(|end| end.trained))
         .execute(db)
         .await?;
     }
@@ -274,24 +273,38 @@ pub(super) async fn change(
     Ok(Changed { job: row.job, events })
 }
 
+/// The job that a request made which came with this key.
+///
+/// # Errors
+/// It was another request.
+async fn made_before(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
+    let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
+        .bind(key)
+        .fetch_optional(&mut *db)
+        .await?;
+    let Some(before) = before else { return Ok(None) };
+    if before.try_get::<String, _>("request")? != *request {
+        return Err(StoreError::KeyReused);
+    }
+    let id: String = before.try_get("job_id")?;
+    let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+    let row = load(db, &id).await?.ok_or(StoreError::NotFound("job"))?;
+    Ok(Some(row.job))
+}
+
 impl SqlStore {
+    pub(super) async fn read_made_before(&self, key: &(String, String)) -> Result<Option<Job>> {
+        let mut db = self.reader.acquire().await?;
+        made_before(&mut db, key).await
+    }
+
     pub(super) async fn insert_job(&self, new: NewJob) -> Result<Created> {
         let mut db = self.begin().await?;
         reached("create.begin")?;
-        if let Some((key, request)) = &new.idempotency {
-            let before = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
-                .bind(key)
-                .fetch_optional(&mut *db)
-                .await?;
-            if let Some(before) = before {
-                if before.try_get::<String, _>("request")? != *request {
-                    return Err(StoreError::KeyReused);
-                }
-                let id: String = before.try_get("job_id")?;
-                let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-                let row = load(&mut db, &id).await?.ok_or(StoreError::NotFound("job"))?;
-                return Ok(Created::Before(Box::new(row.job)));
-            }
+        if let Some(key) = &new.idempotency
+            && let Some(before) = made_before(&mut db, key).await?
+        {
+            return Ok(Created::Before(Box::new(before)));
         }
         things::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(

@@ -63,6 +63,9 @@ impl Store for SqlStore {
     async fn create_job(&self, new: NewJob) -> Result<Created> {
         self.insert_job(new).await
     }
+    async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>> {
+        self.read_made_before(key).await
+    }
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
         self.read_job(id).await
     }

@@ -18,7 +18,7 @@ use std::{
     panic::resume_unwind,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
 };
@@ -105,8 +105,15 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &read);
     }
-    let shared =
-        Shared { device, goal: &goal, files: &files, read: &read, queue: Queue::new(of_device), fill };
+    let shared = Shared {
+        device,
+        goal: &goal,
+        files: &files,
+        read: &read,
+        queue: Queue::new(of_device),
+        has_failed: AtomicBool::new(false),
+        fill,
+    };
     thread::scope(|scope| {
         let feeding: Vec<_> = (1..device.decoder.at_a_time())
             .map_while(|_| {
@@ -144,6 +151,8 @@ struct Shared<'a> {
     /// Of each picture of the batch: its file.
     read: &'a [Begun<'a>],
     queue: Queue,
+    /// The device has failed at some of them.
+    has_failed: AtomicBool,
     fill: Fill<'a>,
 }
 
@@ -168,7 +177,8 @@ impl Shared<'_> {
                 }
                 let (from, to) = claimed.get();
                 if from < to {
-                    self.device.failed(why, (to - from) as u64);
+                    let is_first = !self.has_failed.swap(true, Ordering::Relaxed);
+                    self.device.failed(why, (to - from) as u64, is_first);
                 }
                 filled = None;
             }

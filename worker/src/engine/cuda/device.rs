@@ -94,6 +94,8 @@ impl Device {
         // SAFETY: the buffer has that many bytes.
         unsafe { result::memset_d8_sync(buffer.ptr, value, bytes) }
             .map_err(CudaError::driver("clearing memory"))?;
+        // Whatever its name, that only starts it, on the default stream, for which ours do not wait.
+        Stream(std::ptr::null_mut()).synchronize()?;
         Ok(buffer)
     }
 

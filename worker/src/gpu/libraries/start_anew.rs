@@ -43,10 +43,11 @@ pub fn links_dir() -> io::Result<PathBuf> {
 }
 
 /// Starts this program anew, in its place and with the same arguments, when it cannot load
-/// `needed` as it was started but could with another environment. Returns when there is no need or
-/// no help; [`ready`] then says which.
+/// `needed` as it was started but could with another environment, or lacks a variable that ranks are started with. Returns
+/// when there is no need or no help; [`ready`] then says which.
 pub fn start_anew_if_needed(needed: &[Which]) {
-    if std::env::var_os(STARTED_ANEW).is_some() || ready(needed).is_ok() {
+    let queues = crate::gpu::queues();
+    if std::env::var_os(STARTED_ANEW).is_some() || (queues.is_none() && ready(needed).is_ok()) {
         return;
     }
     let libraries = Libraries::find();
@@ -59,10 +60,10 @@ pub fn start_anew_if_needed(needed: &[Which]) {
     let mut command = std::process::Command::new(program);
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
-        command.arg0(name).args(arguments).envs(variables).env(STARTED_ANEW, "1");
+        command.arg0(name).args(arguments).envs(variables).envs(queues).env(STARTED_ANEW, "1");
         // Only a failure returns; `ready` will say what is missing.
         let error = command.exec();
-        tracing::warn!(%error, "could not start anew with the folders of NVIDIA's libraries");
+        tracing::warn!(%error, "could not start anew with the environment of a rank");
     }
 }
 

@@ -280,6 +280,13 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
+    // However many groups of a batch fail, it is one batch.
+    let broken = Arc::new(OnTheHost { fails: true, most: Some(2), ..OnTheHost::default() });
+    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
+    let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
+    assert!(data.epoch(whole).all(|batch| batch.is_ok()));
+    assert!(broken.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{broken:?}");
+
     // Four batches that fail one after another are enough.
     let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
     data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);

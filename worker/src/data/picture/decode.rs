@@ -3,7 +3,11 @@
 //! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
 //! applied; of 16 bits the upper 8 are taken.
 
-use super::{MAX_BYTES, PictureRef, format_of, jpeg::{Stored, Subsampling}, no_picture, too_large, whole};
+use super::{
+    MAX_BYTES, PictureRef, format_of,
+    jpeg::{Stored, Subsampling},
+    no_picture, too_large, whole,
+};
 use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use std::io::Cursor;
 use zune_jpeg::{

@@ -128,51 +128,30 @@ pub(crate) struct Plane {
     pub(crate) pitch: usize,
 }
 
-/// A decoder in hardware of the GPU that was current on the thread that opened it. It wants that GPU to be current
+/// The decoders in hardware of the GPU that was current on the thread that opened this. It wants that GPU to be current
 /// whenever it is used, and when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Hardware {
     library: Arc<Nvjpeg>,
     handle: Opaque,
-    state: Opaque,
-    header: Opaque,
 }
 
-// One thread at a time, whichever: every method that uses them takes `&mut self`.
+// nvJPEG's documentation, "Thread safety": each thread has states of its own, and all of them may share a handle.
 unsafe impl Send for Hardware {}
+unsafe impl Sync for Hardware {}
 
 impl Hardware {
     /// # Errors
     /// This GPU has no decoder, or it cannot be used; a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
-        let null = ptr::null_mut();
-        let mut this = Self { library: library.clone(), handle: null, state: null, header: null };
-        let Nvjpeg { create, state_create, header_create, pre_allocate, .. } = **library;
+        let mut handle = ptr::null_mut();
         // SAFETY: null allocators stand for cudaMalloc and cudaHostAlloc; what was created is destroyed by `drop`.
-        unsafe {
-            match create(HARDWARE, null, null, FLAGS, &mut this.handle) {
-                0 => {}
-                status => {
-                    // What failed is not there to be destroyed.
-                    this.handle = null;
-                    return Err(match status {
-                        // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
-                        7 | 9 => "this GPU has no JPEG decoder that nvJPEG can use".into(),
-                        status => failed("opening the GPU's JPEG decoder", status),
-                    });
-                }
-            }
-            check("a decoding state", state_create(this.handle, &mut this.state))?;
-            check("a header's state", header_create(this.handle, &mut this.header))?;
-            if let Some(pre_allocate) = pre_allocate {
-                // However small, it makes the decoder keep its memory from batch to batch.
-                let status = pre_allocate(this.handle, this.state, 1, 1, 1, CSS_444, YUV);
-                if status != 0 {
-                    tracing::debug!("{}", failed("taking memory ahead", status));
-                }
-            }
+        match unsafe { (library.create)(HARDWARE, ptr::null_mut(), ptr::null_mut(), FLAGS, &mut handle) } {
+            0 => Ok(Self { library: library.clone(), handle }),
+            // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
+            7 | 9 => Err("this GPU has no JPEG decoder that nvJPEG can use".into()),
+            status => Err(failed("opening the GPU's JPEG decoder", status)),
         }
-        Ok(this)
     }
 
     /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not tell.
@@ -182,15 +161,57 @@ impl Hardware {
         let status = unsafe { (self.library.info?)(self.handle, &mut engines, &mut cores) };
         (status == 0).then_some((engines, cores))
     }
+}
+
+impl Drop for Hardware {
+    fn drop(&mut self) {
+        // SAFETY: created by `open`; states, which keep this, are gone.
+        let _ = unsafe { (self.library.destroy)(self.handle) };
+    }
+}
+
+/// A group of pictures that the decoders work on: the next one begins once the stream has gone past the one before.
+#[derive(Debug)]
+pub(crate) struct State {
+    hardware: Arc<Hardware>,
+    state: Opaque,
+    header: Opaque,
+}
+
+// One thread at a time, whichever: every method that uses them takes `&mut self`.
+unsafe impl Send for State {}
+
+impl State {
+    /// # Errors
+    /// nvJPEG gives no more; a sentence.
+    pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
+        let null = ptr::null_mut();
+        let mut this = Self { hardware: hardware.clone(), state: null, header: null };
+        let Nvjpeg { state_create, header_create, pre_allocate, .. } = *hardware.library;
+        // SAFETY: the handle is open; what was created is destroyed by `drop`.
+        unsafe {
+            check("a decoding state", state_create(hardware.handle, &mut this.state))?;
+            check("a header's state", header_create(hardware.handle, &mut this.header))?;
+            if let Some(pre_allocate) = pre_allocate {
+                // However small, it makes the decoder keep its memory from batch to batch.
+                let status = pre_allocate(hardware.handle, this.state, 1, 1, 1, CSS_444, YUV);
+                if status != 0 {
+                    tracing::debug!("{}", failed("taking memory ahead", status));
+                }
+            }
+        }
+        Ok(this)
+    }
 
     /// Whether it decodes such a file.
     pub(crate) fn takes(&mut self, bytes: &[u8]) -> bool {
-        let Nvjpeg { parse_header, supported, .. } = *self.library;
+        let Hardware { library, handle } = &*self.hardware;
+        let Nvjpeg { parse_header, supported, .. } = **library;
         let mut unsupported = -1;
         // SAFETY: the bytes are only read during the call.
         let told = unsafe {
-            parse_header(self.handle, bytes.as_ptr(), bytes.len(), self.header) == 0
-                && supported(self.handle, self.header, &mut unsupported) == 0
+            parse_header(*handle, bytes.as_ptr(), bytes.len(), self.header) == 0
+                && supported(*handle, self.header, &mut unsupported) == 0
         };
         // 0 means yes.
         told && unsupported == 0
@@ -201,7 +222,8 @@ impl Hardware {
     /// # Errors
     /// All of them or some could not be decoded; which ones is not said.
     pub(crate) fn decode(&mut self, pictures: &[Picture<'_>], stream: CUstream) -> Result<(), String> {
-        let Nvjpeg { initialize, decode, .. } = *self.library;
+        let Hardware { library, handle } = &*self.hardware;
+        let Nvjpeg { initialize, decode, .. } = **library;
         let data: Vec<*const u8> = pictures.iter().map(|p| p.bytes.as_ptr()).collect();
         let lengths: Vec<usize> = pictures.iter().map(|p| p.bytes.len()).collect();
         let mut images: Vec<Image> = pictures
@@ -218,23 +240,21 @@ impl Hardware {
         let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
         // SAFETY: the lists have `count` entries each; callers give room, and keep the files until the stream has gone past.
         unsafe {
-            check("beginning a batch", initialize(self.handle, self.state, count, 1, YUV))?;
+            check("beginning a batch", initialize(*handle, self.state, count, 1, YUV))?;
             check(
                 "decoding a batch",
-                decode(self.handle, self.state, data.as_ptr(), lengths.as_ptr(), images.as_mut_ptr(), stream),
+                decode(*handle, self.state, data.as_ptr(), lengths.as_ptr(), images.as_mut_ptr(), stream),
             )
         }
     }
 }
 
-impl Drop for Hardware {
+impl Drop for State {
     fn drop(&mut self) {
-        let Nvjpeg { destroy, state_destroy, header_destroy, .. } = *self.library;
-        // SAFETY: created by `open`, as far as it came.
+        let Nvjpeg { state_destroy, header_destroy, .. } = *self.hardware.library;
+        // SAFETY: created by `new`, as far as it came.
         unsafe {
-            for (what, of) in
-                [(self.header, header_destroy), (self.state, state_destroy), (self.handle, destroy)]
-            {
+            for (what, of) in [(self.header, header_destroy), (self.state, state_destroy)] {
                 if !what.is_null() {
                     let _ = of(what);
                 }

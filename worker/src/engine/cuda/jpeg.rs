@@ -13,21 +13,24 @@ use crate::{
         Picture,
         device::{DeviceDecoder, Encoded, ForCores, ScaleTable, for_hardware},
     },
-    gpu::nvjpeg::{self, Hardware, Nvjpeg},
+    gpu::nvjpeg::{self, Hardware, Nvjpeg, State},
 };
 use jpeg_encoder::{ColorType, SamplingFactor};
 use plan::{Cropping, MOST_DECODED, Planes, band, groups, room};
 use sessions::Sessions;
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 mod plan;
 mod sessions;
 #[cfg(test)]
 mod tests;
 
-/// Groups of pictures that are under way at a time: the decoders in hardware work on one while the other is cropped and copied.
-/// Each has fourteen streams of nvJPEG's; more than the driver's 32 queues would have them wait for training steps.
-const SESSIONS: usize = 2;
+/// Groups of pictures that are under way at a time: while one is given to the decoders, which takes the driver longer than
+/// decoding does, another is copied to page-locked memory, and a third is cropped and copied back.
+const SESSIONS: usize = 3;
 /// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
 const GROUP: usize = 64;
 
@@ -52,6 +55,9 @@ struct JpegDecoder {
     name: String,
     // Dropped in this order, by `close`, too.
     sessions: Sessions<Session>,
+    /// Held by who gives a group to the decoders: two at a time would keep each other, and the training step, waiting for the
+    /// driver's locks.
+    submission: Mutex<()>,
     kernels: Kernels,
     device: Device,
 }
@@ -67,13 +73,15 @@ impl JpegDecoder {
         let (library, version) = Nvjpeg::find()?;
         let library = Arc::new(library);
         let device = Device::open(ordinal).map_err(|e| e.to_string())?;
-        let sessions = (0..SESSIONS).map(|_| Session::open(&library)).collect::<Result<Vec<_>, String>>()?;
-        let engines = sessions.first().and_then(|session| session.hardware.engines());
+        let hardware = Arc::new(Hardware::open(&library)?);
+        let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
+        let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
         // What nvJPEG starts on a stream is not ours to run beside.
         let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
         let sessions = Sessions::new(sessions);
-        Ok(Self { name: format!("nvJPEG {version}{engines}"), sessions, kernels, device })
+        let name = format!("nvJPEG {version}{engines}");
+        Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })
     }
 
     /// Whether a picture comes out as cores decode it, in each subsampling that it takes.
@@ -151,7 +159,7 @@ impl DeviceDecoder for JpegDecoder {
         if pictures.is_empty() {
             return Ok(());
         }
-        let taken = session.decode(&self.device, &self.kernels, &pictures, size)?;
+        let taken = session.decode(self, &pictures, size)?;
         let bytes = size.0 as usize * size.1 as usize * 3;
         let all = session.cropper.pixels(pictures.len() * bytes);
         let made: Vec<Option<&[u8]>> =
@@ -173,9 +181,9 @@ impl Drop for JpegDecoder {
     }
 }
 
-/// A decoder and its memory.
+/// A group of pictures that is under way, and its memory.
 struct Session {
-    hardware: Hardware,
+    state: State,
     /// All [`NOTHING`] between groups: of a damaged picture the decoder may write a part alone, and the rest is to be grey,
     /// and not of another picture.
     decoded: Option<Buffer>,
@@ -188,23 +196,22 @@ struct Session {
 }
 
 impl Session {
-    fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
+    fn open(hardware: &Arc<Hardware>) -> Result<Self, String> {
         let said = |error: CudaError| error.to_string();
-        let hardware = Hardware::open(library)?;
+        let state = State::new(hardware)?;
         let cropper = Cropper::new().map_err(said)?;
-        Ok(Self { hardware, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
+        Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
     }
 
     /// Makes the pictures that it takes, and says which. All work is done when it returns.
     fn decode(
         &mut self,
-        device: &Device,
-        kernels: &Kernels,
+        decoder: &JpegDecoder,
         pictures: &[Encoded<'_>],
         size: (u32, u32),
     ) -> Result<Vec<bool>, String> {
-        let taken: Vec<bool> = pictures.iter().map(|picture| self.hardware.takes(picture.bytes)).collect();
-        let outcome = self.make(device, kernels, pictures, &taken, size);
+        let taken: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
+        let outcome = self.make(decoder, pictures, &taken, size);
         if outcome.is_err() {
             // Some may be under way, and callers let go of the files.
             let _ = self.cropper.stream.0.synchronize();
@@ -215,12 +222,12 @@ impl Session {
 
     fn make(
         &mut self,
-        device: &Device,
-        kernels: &Kernels,
+        decoder: &JpegDecoder,
         pictures: &[Encoded<'_>],
         taken: &[bool],
         size: (u32, u32),
     ) -> Result<(), String> {
+        let JpegDecoder { submission, kernels, device, .. } = decoder;
         let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
@@ -247,7 +254,9 @@ impl Session {
                 croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
                 at += *room as u64;
             }
-            self.hardware.decode(&decoded, stream.0)?;
+            let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
+            self.state.decode(&decoded, stream.0)?;
+            drop(turn);
             self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
             if let Some(decoded) = &self.decoded {
                 stream.fill(decoded, bytes, NOTHING).map_err(said)?;

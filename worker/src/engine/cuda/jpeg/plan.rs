@@ -9,8 +9,8 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Decoded pictures that lie on the GPU at a time, in bytes.
-pub(super) const MOST_DECODED: usize = 1 << 30;
+/// Decoded pictures of a group that lie on the GPU at a time, in bytes: below 2 GiB for all groups that are under way.
+pub(super) const MOST_DECODED: usize = 512 << 20;
 /// Pictures of a launch: a grid's second dimension.
 const MOST_PICTURES: usize = 65_535;
 /// Between planes: nobody's rows share a cache line.

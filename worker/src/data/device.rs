@@ -100,7 +100,7 @@ impl fmt::Display for Decoded {
 pub enum Sharing {
     /// The device, all of it.
     DeviceAlone,
-    /// The device and cores, each taking the next pictures of a batch as soon as it has time.
+    /// The device, and cores while a step waits for its batch.
     WithCores,
 }
 

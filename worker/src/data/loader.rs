@@ -12,6 +12,7 @@ pub use epoch::{Batches, EpochPlan};
 pub use mixing::{Mix, Mixing};
 pub use shape::Shape;
 
+use ahead::Demand;
 use batch::Maker;
 use part::{Part, Pixels};
 use workers::Workers;
@@ -176,8 +177,9 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let (transform, workers) = (self.transform(epoch), Workers::alone(1));
-        let maker = Maker { part, transform, form: Form::Normalised, workers: &workers, device: None };
+        let (transform, workers, demand) = (self.transform(epoch), Workers::alone(1), &Demand::default());
+        let maker =
+            Maker { part, transform, form: Form::Normalised, workers: &workers, device: None, demand };
         let batch = maker.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {

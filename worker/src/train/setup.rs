@@ -148,19 +148,17 @@ pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_s
     }
 }
 
-/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
+/// Who decodes JPEG files: `auto`, `cpu` or `gpu`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
 /// What a rank asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU what it can, if it can, and cores the rest.
+    /// The GPU what it can, if it can, and cores the rest; and some more while a step waits for its batch.
     Auto,
     Cores,
-    /// As `Auto`; without a GPU that can, the job fails.
+    /// The GPU all that it can. Without a GPU that can, the job fails.
     Gpu,
-    /// As `Auto`, with cores taking some of what the GPU can, too.
-    Shared,
 }
 
 impl DecoderChoice {
@@ -172,8 +170,7 @@ impl DecoderChoice {
                 "" | "auto" => Ok(Self::Auto),
                 "cpu" => Ok(Self::Cores),
                 "gpu" => Ok(Self::Gpu),
-                "shared" => Ok(Self::Shared),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu, gpu or shared")),
+                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
             },
         }
     }
@@ -184,10 +181,10 @@ impl DecoderChoice {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
-            Self::Auto | Self::Shared if deterministic => {
+            Self::Auto if deterministic => {
                 Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
             }
-            Self::Auto | Self::Gpu | Self::Shared => Ok(()),
+            Self::Auto | Self::Gpu => Ok(()),
         }
     }
 }
@@ -217,8 +214,8 @@ pub(super) fn choose_decoder(
     match opened {
         Ok(decoder) => {
             let (sharing, who) = match choice {
-                DecoderChoice::Shared => (Sharing::WithCores, ", and by cores beside it"),
-                DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
+                DecoderChoice::Auto => (Sharing::WithCores, ", and by cores while a step waits for them"),
+                DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
             };
             say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
             data.set_decoder(Some(decoder), sharing);
@@ -435,8 +432,7 @@ mod tests {
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
-        assert_eq!(of("shared"), Ok(DecoderChoice::Shared));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
+        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),

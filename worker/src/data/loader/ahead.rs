@@ -3,9 +3,52 @@
 use super::Batch;
 use crate::data::DataError;
 use std::{
-    sync::{Arc, mpsc},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
 };
+
+/// Whether a step waits for its batch.
+#[derive(Debug, Default)]
+pub(super) struct Demand {
+    waits: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Demand {
+    fn waits(&self) -> MutexGuard<'_, bool> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_there(&self) -> bool {
+        *self.waits()
+    }
+
+    /// Has [`Demand::wait`] look again.
+    pub(super) fn look_again(&self) {
+        // With the lock, so that nobody is between looking and waiting.
+        let _waits = self.waits();
+        self.changed.notify_all();
+    }
+
+    fn set(&self, waits: bool) {
+        *self.waits() = waits;
+        self.changed.notify_all();
+    }
+
+    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::look_again`] makes it ask.
+    pub(super) fn wait(&self, is_over: impl Fn() -> bool) -> bool {
+        let mut waits = self.waits();
+        loop {
+            if is_over() {
+                return false;
+            }
+            if *waits {
+                return true;
+            }
+            waits = self.changed.wait(waits).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
 
 /// Runs `make(0)`, `make(1)`, ... on `threads` threads, `ahead` of them waiting for each, and gives the results in order.
 /// Dropping the iterator ends the threads.
@@ -13,17 +56,17 @@ pub(super) fn prepare_ahead(
     count: usize,
     threads: usize,
     ahead: usize,
-    make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
+    make: impl Fn(usize, &Demand) -> Result<Batch, DataError> + Send + Sync + 'static,
 ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
     let threads = threads.clamp(1, count.max(1));
-    let make = Arc::new(make);
+    let (make, demand) = (Arc::new(make), Arc::new(Demand::default()));
     let lanes: Vec<_> = (0..threads)
         .map(|lane| {
             let (sender, receiver) = mpsc::sync_channel(ahead);
-            let make = make.clone();
+            let (make, demand) = (make.clone(), demand.clone());
             let work = move || {
                 for number in (lane..count).step_by(threads) {
-                    let batch = make(number);
+                    let batch = make(number, &demand);
                     let last = batch.is_err();
                     if sender.send(batch).is_err() || last {
                         break;
@@ -41,7 +84,13 @@ pub(super) fn prepare_ahead(
         }
         let (lane, refused) = &lanes[number % threads];
         number += 1;
-        Some(lane.recv().unwrap_or_else(|_| {
+        let batch = lane.try_recv().or_else(|_| {
+            demand.set(true);
+            let batch = lane.recv();
+            demand.set(false);
+            batch
+        });
+        Some(batch.unwrap_or_else(|_| {
             let why = refused
                 .as_ref()
                 .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);

@@ -1,6 +1,7 @@
 //! What a batch is, and how one is made: its pictures are opened, transformed and put together.
 
 use super::{
+    ahead::Demand,
     on_device::{self, Begun},
     part::Part,
     workers::{Scratch, Work, Workers},
@@ -94,12 +95,14 @@ pub(super) struct Maker<'a> {
     pub(super) workers: &'a Workers,
     /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
+    /// Of the steps that the batches are for.
+    pub(super) demand: &'a Demand,
 }
 
 impl Maker<'_> {
     /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
-        let Self { part, transform, form, workers, .. } = *self;
+        let Self { part, transform, form, workers, demand, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
         let room = |wanted: Form| if form == wanted { chosen.len() * size } else { 0 };
         let mut batch = Batch {
@@ -131,7 +134,7 @@ impl Maker<'_> {
             Some(device) => {
                 let fill =
                     |work: Work, numbers: &[usize], begun: &[Begun<'_>]| pictures.fill(work, numbers, begun);
-                on_device::make(device, part, transform, chosen, epoch, workers, &fill)?;
+                on_device::make(device, part, transform, chosen, epoch, (workers, demand), &fill)?;
             }
             None => pictures.fill(Work::Decoding, &all, &[])?,
         }

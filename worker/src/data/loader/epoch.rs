@@ -107,9 +107,9 @@ impl DataSource {
             Ok(preparation) => preparation,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
-        prepare_ahead(count, lanes, ahead, move |number| {
+        prepare_ahead(count, lanes, ahead, move |number, demand| {
             let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
-            make(&Maker { part, transform, form, workers, device: device.as_deref() }, number)
+            make(&Maker { part, transform, form, workers, device: device.as_deref(), demand }, number)
         })
     }
 

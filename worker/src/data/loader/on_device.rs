@@ -1,8 +1,9 @@
 //! A batch's pictures where a device decodes: it also crops and resizes those that it takes. Cores make the others at the same
-//! time, and then those that it has not come to yet: the device takes pictures from the front of the batch, many at a time,
-//! cores from its end, one by one, so neither waits while the other has work left.
+//! time. While a step waits for its batch, they also make those that the device has not come to yet: it takes pictures from the
+//! front of a batch, many at a time, cores from its end, one by one.
 
 use super::{
+    ahead::Demand,
     part::Part,
     workers::{Work, Workers},
 };
@@ -68,7 +69,7 @@ pub(super) fn make(
     transform: &Transform,
     chosen: &[u32],
     epoch: Option<u32>,
-    workers: &Workers,
+    (workers, demand): (&Workers, &Demand),
     fill: Fill<'_>,
 ) -> Result<(), DataError> {
     let numbers = 0..chosen.len();
@@ -111,7 +112,9 @@ pub(super) fn make(
         files: &files,
         read: &read,
         queue: Queue::new(of_device),
+        demand,
         has_failed: AtomicBool::new(false),
+        has_ended: AtomicBool::new(false),
         fill,
     };
     thread::scope(|scope| {
@@ -124,13 +127,18 @@ pub(super) fn make(
             .collect();
         let beside = || {
             let own = fill(Work::Decoding, &of_cores, &read);
-            if device.sharing == Sharing::WithCores && workers.is_pool() {
-                workers.drain(|| shared.one_on_a_core());
+            let is_shared = device.sharing == Sharing::WithCores && workers.is_pool();
+            while is_shared
+                && demand.wait(|| shared.queue.is_empty() || shared.has_ended.load(Ordering::Relaxed))
+            {
+                workers.drain(|| demand.is_there() && shared.one_on_a_core());
             }
             own
         };
         let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, beside);
+        let ended = Ended(&shared);
         shared.feed();
+        drop(ended);
         let own = match beside {
             Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Err(_) => fill(Work::Decoding, &of_cores, &read),
@@ -151,9 +159,22 @@ struct Shared<'a> {
     /// Of each picture of the batch: its file.
     read: &'a [Begun<'a>],
     queue: Queue,
+    demand: &'a Demand,
     /// The device has failed at some of them.
     has_failed: AtomicBool,
+    /// The device is given no more of them.
+    has_ended: AtomicBool,
     fill: Fill<'a>,
+}
+
+/// Tells cores that the device is given no more, also after a panic.
+struct Ended<'a>(&'a Shared<'a>);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.has_ended.store(true, Ordering::Relaxed);
+        self.0.demand.look_again();
+    }
 }
 
 impl Shared<'_> {

@@ -31,8 +31,9 @@ mod tests;
 /// Groups of pictures that are under way at a time: while one is given to the decoders, which takes the driver longer than
 /// decoding does, another is copied to page-locked memory, and a third is cropped and copied back.
 const SESSIONS: usize = 3;
-/// Pictures of a group: enough for some seven decoders in hardware to be busy, few enough to be done soon.
-const GROUP: usize = 64;
+/// Pictures of a group: enough for some seven decoders in hardware to be busy while the others wait for a training step's
+/// kernels, few enough to be done soon.
+const GROUP: usize = 128;
 
 /// How far the pixels of the first pictures may be from those that cores make of them: mean over all, of 255. Decoders
 /// round differently.

@@ -25,6 +25,7 @@ macro_rules! fixture {
 
 mod planes;
 mod together;
+mod waiting;
 
 /// The kernel `crop` in Rust: an output out of `memory`, in which descriptions' addresses count from its beginning.
 fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {

@@ -1,0 +1,85 @@
+//! Cores decode beside a GPU only while a step waits for its batch.
+
+use super::*;
+use std::{
+    sync::{Condvar, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A GPU that decodes nothing until it is told.
+#[derive(Debug, Default)]
+struct Held {
+    inner: OnTheHost,
+    gate: Gate,
+}
+
+#[derive(Debug, Default)]
+struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    fn open(&self) {
+        *self.0.lock().unwrap() = true;
+        self.1.notify_all();
+    }
+
+    fn pass(&self) {
+        drop(self.1.wait_while(self.0.lock().unwrap(), |is_open| !*is_open).unwrap());
+    }
+}
+
+impl DeviceDecoder for Held {
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn decode<'a>(
+        &self,
+        size: (u32, u32),
+        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        then: &mut dyn FnMut(&[Option<&[u8]>]),
+    ) -> Result<(), String> {
+        self.gate.pass();
+        self.inner.decode(size, next, then)
+    }
+}
+
+#[test]
+fn while_a_step_waits_cores_make_what_a_gpu_has_not_begun() {
+    let dir = folder(|_| (50, 44));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let wanted: Vec<Batch> = open(dir.path(), &spec, Form::Bytes).epoch(PLAN).map(Result::unwrap).collect();
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let held = Arc::new(Held::default());
+    data.set_decoder(Some(held.clone()), Sharing::WithCores);
+    let mut epoch = data.epoch(PLAN);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(move || epoch.next().unwrap().unwrap());
+        // As many as the batch has, from this one and from those after it.
+        let beside = || data.decoded().unwrap().by_cores.get(&ForCores::Beside).copied().unwrap_or(0);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while beside() < wanted[0].labels.len() as u64 {
+            assert!(Instant::now() < deadline, "{:?}", data.decoded());
+            thread::yield_now();
+        }
+        held.gate.open();
+        assert!(waiting.join().unwrap() == wanted[0]);
+    });
+}
+
+#[test]
+fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
+    let dir = folder(|_| (50, 44));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(Arc::new(OnTheHost { most: Some(1), ..OnTheHost::default() })), Sharing::WithCores);
+    // Nobody asks for a batch yet; those of the epoch are made ahead.
+    let epoch = data.epoch(PLAN);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while data.decoded().unwrap().by_device < 2 * PLAN.batch_size as u64 {
+        assert!(Instant::now() < deadline, "{:?}", data.decoded());
+        thread::yield_now();
+    }
+    assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Beside), "{:?}", data.decoded());
+    drop(epoch);
+}

@@ -3,17 +3,18 @@
 //! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
-use crate::{gpu::DeviceChoice, rank::RankConfig};
+use crate::{
+    gpu::DeviceChoice,
+    host::{boot_id, write_private, write_whole},
+    rank::RankConfig,
+};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File},
-    io::{self, Write},
-    os::unix::{
-        fs::OpenOptionsExt,
-        process::{CommandExt, ExitStatusExt},
-    },
+    io,
+    os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -46,15 +47,6 @@ struct Mark {
     /// Clock ticks after boot (`/proc/<pid>/stat`, field 22).
     start_time: u64,
     boot_id: String,
-}
-
-/// The program that ranks are: this very binary, also when its file has been replaced since.
-///
-/// # Errors
-/// The system does not say which file this process runs.
-pub fn own_program() -> io::Result<PathBuf> {
-    let path = std::env::current_exe()?;
-    Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
 /// The file of `rank` with `extension` in an attempt's folder.
@@ -220,10 +212,6 @@ fn stat(pid: i32) -> Option<Stat> {
     Some(Stat { state, group, start_time })
 }
 
-fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
-}
-
 /// The process that was started with this rank file as an argument.
 fn find_by_argument(config_path: &Path) -> Option<Mark> {
     let wanted = config_path.as_os_str().as_encoded_bytes();
@@ -236,38 +224,6 @@ fn find_by_argument(config_path: &Path) -> Option<Mark> {
         let stat = stat(pid).filter(|s| s.group == pid)?;
         Some(Mark { pid, start_time: stat.start_time, boot_id: boot_id() })
     })
-}
-
-/// As [`write_whole`], for this user's eyes only.
-///
-/// # Errors
-/// The sentence names the file.
-pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
-    write_with(path, content, 0o600)
-}
-
-/// Writes a file that others see complete or not at all.
-///
-/// # Errors
-/// The sentence names the file.
-pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
-    write_with(path, content, 0o644)
-}
-
-fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".new");
-    let temporary = PathBuf::from(temporary);
-    // One that an earlier writer left might have another mode.
-    let _ = fs::remove_file(&temporary);
-    File::options()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(&temporary)
-        .and_then(|mut file| file.write_all(content))
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
 #[cfg(test)]

@@ -3,80 +3,42 @@
 //! A rank always says why it ends: finished, stopped, or its reason as its last record. It ends in
 //! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
+mod config;
+
+pub use config::RankConfig;
+
 use crate::{
-    comm::{Alone, Communicator, nccl, ring::Ring, shared::Host, watchdog::Watchdog},
+    comm::{
+        Alone, Communicator, nccl,
+        rendezvous::{Meeting, RendezvousError, Store},
+        ring::Ring,
+        shared::Host,
+        watchdog::Watchdog,
+    },
     data::Look,
     engine::{EngineError, cuda::CudaError},
     fence,
     gpu::{
-        DeviceChoice, RankGpu,
+        DeviceChoice,
         libraries::{self, Which},
         metrics::Sampler,
     },
-    rendezvous::{Meeting, RendezvousError, Store},
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, RankReport, StartAttempt},
+    agent::{AttemptEvent, RankReport},
     reason::ReasonCode,
-    spec::Device,
 };
-use serde::{Deserialize, Serialize};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
-
-/// What a rank process is told, as the file `rank.<r>.json` in its attempt's folder.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RankConfig {
-    /// The attempt, with `master_port` already chosen.
-    pub start: StartAttempt,
-    /// This process's rank, from 0.
-    pub rank: u32,
-    /// The slot it runs in.
-    pub slot: u32,
-    /// Ranks of the attempt on this machine.
-    pub local_ranks: u32,
-    /// Threads of this rank.
-    pub threads: u32,
-    /// Absent: it computes on CPU cores.
-    #[serde(default)]
-    pub gpu: Option<RankGpu>,
-    /// Where its agent keeps until when it may go on without one; absent where there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lease: Option<PathBuf>,
-    /// The job's folder; this attempt's is `attempts/<n>` in it.
-    pub job_dir: PathBuf,
-}
-
-impl RankConfig {
-    /// The attempt's folder.
-    pub fn attempt_dir(&self) -> PathBuf {
-        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
-    }
-
-    /// Where it computes: a job may ask for the CPU on a machine that has GPUs.
-    pub fn device(&self) -> DeviceChoice {
-        match &self.gpu {
-            Some(gpu) if self.start.spec.parallel.device != Device::Cpu => {
-                DeviceChoice::Cuda { ordinal: gpu.ordinal }
-            }
-            _ => DeviceChoice::Cpu,
-        }
-    }
-
-    /// Where the job's checkpoints are.
-    pub fn checkpoints_dir(&self) -> PathBuf {
-        self.job_dir.join("checkpoints")
-    }
-}
 
 /// Exit status of a rank whose training is done.
 pub const EXIT_FINISHED: i32 = 0;

@@ -8,7 +8,6 @@ mod error;
 mod evaluation;
 mod fallback;
 mod measure;
-mod observer;
 mod pretrained;
 mod saving;
 mod setup;
@@ -17,11 +16,10 @@ mod step;
 mod votes;
 
 pub use error::TrainError;
-pub use observer::Observer;
 
 use crate::{
     checkpoint::Keeper,
-    comm::{Communicator, watchdog::Watchdog},
+    comm::{Communicator, rendezvous::Store, watchdog::Watchdog},
     data::{
         Look,
         loader::{DataSource, Shape},
@@ -29,8 +27,7 @@ use crate::{
     engine::Engine,
     gpu::DeviceChoice,
     precision::SkippedSteps,
-    rendezvous::Store,
-    report::LossLines,
+    report::{LossLines, Observer},
     schedule::Schedule,
 };
 use fallback::CurrentEngine;

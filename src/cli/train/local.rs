@@ -3,7 +3,8 @@
 use super::{super::block_on, show::Show};
 use lockstep_worker::{
     comm::nccl,
-    launch::{Exit, RankProcess, own_program, rank_file},
+    host::own_program,
+    launch::{Exit, RankProcess, rank_file},
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, events_path},
 };

@@ -10,11 +10,11 @@
 
 mod owner;
 
-use super::{CommError, Reduction};
-use crate::{
-    gpu::libraries::{self, Which},
+use super::{
+    CommError, Reduction,
     rendezvous::{RendezvousError, Store},
 };
+use crate::gpu::libraries::{self, Which};
 use cudarc::{
     driver::{CudaContext, sys::CUstream},
     nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId},
@@ -537,8 +537,8 @@ fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
 mod tests {
     use super::*;
     use crate::{
-        gpu::gather::gather,
-        rendezvous::{free_port, tests::meeting},
+        comm::rendezvous::{free_port, tests::meeting},
+        doctor::gather::gather,
     };
 
     #[test]

@@ -1,16 +1,19 @@
 //! Training throughput of named cases on made-up pictures.
 
-use super::{Engine, EngineConfig, Optimizer, StepResult, build_cpu, build_cuda};
+use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
-    comm::{Alone, Communicator, ring::Ring, shared::Host},
+    comm::{
+        Alone, Communicator,
+        rendezvous::{Meeting, Store, free_port},
+        ring::Ring,
+        shared::Host,
+    },
     data::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
     },
-    gpu::GpuConfig,
     made_up::values,
     net::{init, resnet},
-    rendezvous::{Meeting, Store, free_port},
 };
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 use serde::Serialize;

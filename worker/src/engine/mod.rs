@@ -8,6 +8,8 @@ mod finite;
 mod optimizer;
 
 pub use finite::{all_finite, first_not_finite};
+pub use crate::tensors::{HostTensor, NamedTensors};
+pub use cuda::GpuConfig;
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 
 use crate::{
@@ -16,23 +18,10 @@ use crate::{
         device::DeviceDecoder,
         loader::{Batch, DataSource, Form},
     },
-    gpu::GpuConfig,
 };
 use lockstep_protocol::spec::Precision;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, sync::Arc};
-
-/// A tensor on the host: row-major, float32.
-#[derive(Debug, Clone, PartialEq)]
-pub struct HostTensor {
-    /// torchvision's layout: OIHW for convolutions, `[out, in]` for linear, `[channels]` for batch norm.
-    pub shape: Vec<usize>,
-    pub values: Vec<f32>,
-}
-
-/// Tensors under torchvision's names (`layer1.0.conv1.weight`, `bn1.running_mean`, ...).
-/// `num_batches_tracked` is not among them: the checkpoint writer adds it.
-pub type NamedTensors = BTreeMap<String, HostTensor>;
+use std::sync::Arc;
 
 /// What stays the same over a run.
 #[derive(Debug, Clone)]

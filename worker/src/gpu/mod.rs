@@ -2,17 +2,14 @@
 //! rank is told about its own.
 
 pub mod devices;
-pub mod gather;
 pub mod libraries;
 pub mod metrics;
 pub mod nvjpeg;
 
-use crate::{comm::watchdog::Watchdog, rendezvous::Store};
 use devices::VISIBLE;
 use libraries::{Libraries, links_dir};
-use lockstep_protocol::spec::{LossScale, Precision};
 use serde::{Deserialize, Serialize};
-use std::{ffi::OsString, io, sync::Arc};
+use std::{ffi::OsString, io};
 
 /// Where a rank computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,22 +59,4 @@ impl RankGpu {
         variables.extend(queues());
         Ok(variables)
     }
-}
-
-/// What the CUDA engine is given beside what every engine is.
-#[derive(Debug, Clone)]
-pub struct GpuConfig {
-    /// As CUDA numbers the devices that this process sees.
-    pub ordinal: i32,
-    pub precision: Precision,
-    /// For fp16.
-    pub loss_scale: LossScale,
-    /// The same bits in every run.
-    pub deterministic: bool,
-    /// Where the ranks meet; absent for a single rank.
-    pub store: Option<Arc<Store>>,
-    /// To be told of every step that is submitted and done.
-    pub watchdog: Option<Arc<Watchdog>>,
-    /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
-    pub generation: u32,
 }

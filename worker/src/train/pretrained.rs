@@ -1,7 +1,7 @@
 //! Weights that somebody brings (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
 //! timm has the same names for these networks.
 
-use super::{TrainError, Training, start::some_of};
+use super::{TrainError, Training};
 use crate::{
     checkpoint,
     engine::{NamedTensors, first_not_finite},
@@ -10,6 +10,9 @@ use std::path::Path;
 
 /// The last layer, which has a row for each class.
 const HEAD: [&str; 2] = ["fc.weight", "fc.bias"];
+
+/// Differences between a file and the network that are named.
+const NAMED: usize = 5;
 
 /// The weights of the file at `path` in place of `initial`. Where it has another number of classes, the last layer stays
 /// as it is initialised, which is logged.
@@ -75,6 +78,16 @@ fn take_over(mut given: NamedTensors, initial: NamedTensors) -> Result<Taken, Ve
     }
     problems.extend(given.keys().map(|name| format!("{name} is not in this network")));
     if problems.is_empty() { Ok(Taken { weights, other_head }) } else { Err(problems) }
+}
+
+/// The first of them, and how many more there are.
+pub(super) fn some_of(problems: &[String]) -> String {
+    let more = problems.len().saturating_sub(NAMED);
+    let mut text = problems[..problems.len().min(NAMED)].join("; ");
+    if more > 0 {
+        text.push_str(&format!("; and {more} more"));
+    }
+    text
 }
 
 /// Shapes of both `fc.weight`, where the given head is whole and differs in its number of classes alone.

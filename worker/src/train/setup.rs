@@ -8,8 +8,8 @@ use crate::{
         device::Sharing,
         loader::{DataSource, Mixing, Shape},
     },
-    engine::{self, Engine, EngineConfig, Optimizer},
-    gpu::{DeviceChoice, GpuConfig},
+    engine::{self, Engine, EngineConfig, GpuConfig, Optimizer},
+    gpu::DeviceChoice,
     net,
 };
 use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision, ScheduleKind};

@@ -1,7 +1,11 @@
 //! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
 //! what is in them, so the others need not have them.
 
-use super::{TrainError, Training, pretrained, setup::Plan};
+use super::{
+    TrainError, Training,
+    pretrained::{self, some_of},
+    setup::Plan,
+};
 use crate::{
     checkpoint::{self, Best, OptimizerNote, State},
     comm::Communicator,
@@ -15,9 +19,6 @@ use lockstep_protocol::{
     spec::{OptimizerKind, Precision},
 };
 use std::path::{Path, PathBuf};
-
-/// Differences between a file and the network that are named.
-const NAMED: usize = 5;
 
 pub(super) struct Beginning {
     /// Optimizer steps done before.
@@ -69,16 +70,6 @@ pub(super) fn begin(
         engine.broadcast_parameters()?;
     }
     Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
-}
-
-/// The first of them, and how many more there are.
-pub(super) fn some_of(problems: &[String]) -> String {
-    let more = problems.len().saturating_sub(NAMED);
-    let mut text = problems[..problems.len().min(NAMED)].join("; ");
-    if more > 0 {
-        text.push_str(&format!("; and {more} more"));
-    }
-    text
 }
 
 fn resume(

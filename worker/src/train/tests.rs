@@ -6,8 +6,11 @@ mod scripted;
 use super::*;
 use crate::{
     checkpoint::{self, State},
-    comm::{Alone, ring::Ring},
-    rendezvous::{Meeting, free_port},
+    comm::{
+        Alone,
+        rendezvous::{Meeting, free_port},
+        ring::Ring,
+    },
 };
 use scripted::{Overflow, Scripted, one_value};
 use std::{

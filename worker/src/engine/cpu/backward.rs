@@ -4,9 +4,8 @@ use super::{
     batch_norm::{self, Affine, Mask},
     conv::{self, ConvShape},
     forward::max_pool,
-    gradient::Turn,
     linear,
-    machine::Machine,
+    machine::{Machine, Turn},
     plan::Step,
     pool,
 };

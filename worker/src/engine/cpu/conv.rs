@@ -10,6 +10,7 @@
 
 mod grouped;
 mod memory;
+mod pieces;
 mod product;
 mod tile;
 mod vector;

@@ -6,6 +6,7 @@
 
 mod arena;
 mod cache;
+mod config;
 mod cudnn;
 mod device;
 mod error;
@@ -26,6 +27,7 @@ mod state;
 mod tests;
 mod tuner;
 
+pub use config::GpuConfig;
 pub use error::CudaError;
 pub use kernels::DType;
 
@@ -40,10 +42,7 @@ use crate::{
         device::DeviceDecoder,
         loader::{Batch, DataSource, Form},
     },
-    gpu::{
-        GpuConfig,
-        libraries::{self, Which},
-    },
+    gpu::libraries::{self, Which},
     net::Network,
 };
 use device::{Device, Graph};

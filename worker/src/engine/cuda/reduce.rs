@@ -14,8 +14,7 @@ use crate::{
         nccl::{self, Dtype, Nccl},
         peers::Peers,
     },
-    engine::EngineError,
-    gpu::GpuConfig,
+    engine::{EngineError, GpuConfig},
 };
 use std::sync::Arc;
 

@@ -358,7 +358,7 @@ macro_rules! tiles {
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
-            use super::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
+            use crate::engine::cpu::conv::tile::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
                 unsafe { product::<$vector, P, V, PART>(t) }

@@ -4,7 +4,6 @@
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
 use crate::{
-    gpu::DeviceChoice,
     host::{boot_id, write_private, write_whole},
     rank::RankConfig,
 };
@@ -69,9 +68,7 @@ impl RankProcess {
         let stdout = stderr.try_clone()?;
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
-        if let (DeviceChoice::Cuda { .. }, Some(gpu)) = (config.device(), &config.gpu) {
-            command.envs(gpu.environment()?);
-        }
+        command.envs(config.device().backend.environment(config.gpu.as_ref())?);
         let child = command
             .arg("rank")
             .arg(&config_path)
@@ -229,7 +226,7 @@ fn find_by_argument(config_path: &Path) -> Option<Mark> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::RankGpu;
+    use crate::{engine::toy, gpu::RankGpu};
     use lockstep_protocol::{
         agent::{AttemptRef, StartAttempt},
         job::JobId,
@@ -316,6 +313,19 @@ mod tests {
         // A job for CPUs on the same machine is none of the GPUs' business.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!printed(&config).contains("GPU-b"));
+    }
+
+    #[test]
+    fn a_rank_is_started_with_what_its_backend_wants() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = program(dir.path(), &format!("echo \"${}\"", toy::VISIBLE));
+        let mut config = config(dir.path());
+        let device = format!("{}a", toy::DEVICE);
+        config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
+        let mut process = RankProcess::start(&script, &config).unwrap();
+        assert_eq!(wait(&mut process), Exit::Status(0));
+        let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
+        assert_eq!(printed.trim_end(), device);
     }
 
     #[test]

@@ -24,8 +24,7 @@ use crate::{
         Look,
         loader::{DataSource, Shape},
     },
-    engine::Engine,
-    gpu::DeviceChoice,
+    engine::{DeviceChoice, Engine},
     precision::SkippedSteps,
     report::{LossLines, Observer},
     schedule::Schedule,
@@ -104,14 +103,11 @@ fn train_with<'a>(
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
     let Training { spec, comm, observer, .. } = training;
-    let device = match training.device {
-        DeviceChoice::Cpu => "CPU".into(),
-        DeviceChoice::Cuda { ordinal } => format!("GPU {ordinal}"),
-    };
-    let mut pulse = Pulse::new(*observer, comm.rank(), device);
+    let mut pulse = Pulse::new(*observer, comm.rank(), training.device.to_string());
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
-    let data_threads = setup::data_threads(training.device, training.threads, data.is_prepared_each_step());
+    let data_threads =
+        setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     let plan = Plan::new(spec, &data.shape, data_threads, comm.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = build_engine(training, &data.shape, precision, 0)?;

@@ -132,19 +132,6 @@ pub fn wait_for_aborts(limit: Duration) -> bool {
     }
 }
 
-/// Exits. Exit handlers free what NCCL's abort uses, and a process that ran them meanwhile would end with a segmentation fault
-/// instead of its status: aborts have `limit` to finish, and handlers do not run where one has not.
-pub fn exit(status: i32, limit: Duration) -> ! {
-    if wait_for_aborts(limit) {
-        std::process::exit(status)
-    }
-    unsafe extern "C" {
-        safe fn _exit(status: c_int) -> !;
-    }
-    let _ = std::io::Write::flush(&mut std::io::stdout());
-    _exit(status)
-}
-
 /// Communicators of this process, which is one rank.
 static LIVE: Mutex<Vec<Weak<State>>> = Mutex::new(Vec::new());
 

@@ -11,15 +11,6 @@ use libraries::{Libraries, links_dir};
 use serde::{Deserialize, Serialize};
 use std::{ffi::OsString, io};
 
-/// Where a rank computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// On CPU cores.
-    Cpu,
-    /// On a GPU, as CUDA numbers those that this process sees.
-    Cuda { ordinal: i32 },
-}
-
 /// How many queues the driver has for a process's streams. Streams that share one wait for each other, and with the usual 8,
 /// the fourteen of nvJPEG's decoder waited for whole training steps. 32 are as many as there can be.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");

@@ -1,7 +1,10 @@
 //! What a rank process is told by whoever starts it.
 
-use crate::gpu::{DeviceChoice, RankGpu};
-use lockstep_protocol::{agent::StartAttempt, spec::Device};
+use crate::{
+    engine::{DeviceChoice, registry},
+    gpu::RankGpu,
+};
+use lockstep_protocol::agent::StartAttempt;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -34,14 +37,9 @@ impl RankConfig {
         self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
     }
 
-    /// Where it computes: a job may ask for the CPU on a machine that has GPUs.
+    /// Where it computes.
     pub fn device(&self) -> DeviceChoice {
-        match &self.gpu {
-            Some(gpu) if self.start.spec.parallel.device != Device::Cpu => {
-                DeviceChoice::Cuda { ordinal: gpu.ordinal }
-            }
-            _ => DeviceChoice::Cpu,
-        }
+        registry::device_of(self.gpu.as_ref(), self.start.spec.parallel.device)
     }
 
     /// Where the job's checkpoints are.

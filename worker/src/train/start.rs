@@ -10,7 +10,6 @@ use crate::{
     checkpoint::{self, Best, OptimizerNote, State},
     comm::Communicator,
     engine::{Engine, NamedTensors, OptimizerState, slots},
-    gpu::DeviceChoice,
     precision::SkippedSteps,
 };
 use lockstep_protocol::{
@@ -33,7 +32,7 @@ pub(super) struct Beginning {
 /// back to it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
-    if training.spec.train.precision != Precision::Auto || training.device == DeviceChoice::Cpu {
+    if training.spec.train.precision != Precision::Auto || !training.device.backend.needs().half_precision {
         return Ok(None);
     }
     // The newest that can be read: a damaged one will be set aside for the one before it.

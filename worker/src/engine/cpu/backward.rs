@@ -6,10 +6,9 @@ use super::{
     forward::max_pool,
     linear,
     machine::{Machine, Turn},
-    plan::Step,
     pool,
 };
-use crate::engine::EngineError;
+use crate::engine::{EngineError, plan::Step};
 use std::ops::Range;
 
 impl Machine {

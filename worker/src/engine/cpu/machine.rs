@@ -1,18 +1,13 @@
 //! One rank's step: forward, backward, all-reduce and update, over buffers that stay.
 
-use super::{
-    batch_norm::Statistics,
-    conv,
-    layout::Layout,
-    loss,
-    plan::{self, Step},
-    reduce::Reducer,
-    state::State,
-};
+use super::{batch_norm::Statistics, conv, layout::Layout, loss, reduce::Reducer, state::State};
 use crate::{
     comm::Communicator,
     data::loader::Batch,
-    engine::{EngineConfig, EngineError, EvalResult, StepResult},
+    engine::{
+        EngineConfig, EngineError, EvalResult, StepResult,
+        plan::{self, Step},
+    },
     net::Network,
 };
 use std::sync::Arc;

@@ -5,6 +5,7 @@
 //! are the same bits in every run: every sum has a fixed order.
 
 mod arena;
+mod backend;
 mod cache;
 mod config;
 mod cudnn;
@@ -33,7 +34,7 @@ pub use kernels::DType;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    finite, unknown_size,
+    check, finite, unknown_size,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -45,6 +46,7 @@ use crate::{
     gpu::libraries::{self, Which},
     net::Network,
 };
+pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
@@ -399,7 +401,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_parameters(&self.program.ops, self.program.main.0, values)?;
@@ -421,7 +423,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_averaged(&self.device, values)
@@ -433,7 +435,7 @@ impl Engine for CudaEngine {
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let wanted = self.config.optimizer.state_shapes(&self.network);
-        super::cpu::layout::check_shapes(&self.network, &to.slots, wanted)?;
+        check::check_shapes(&self.network, &to.slots, wanted)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_optimizer_state(to)

@@ -115,7 +115,7 @@ fn train_with<'a>(
     data.set_form(form);
     setup::choose_decoder(training, engine.precision(), &mut data)?;
     pulse.device(engine.device_name());
-    let beginning = start::begin(training, &plan, &data.shape.classes, engine.as_mut())?;
+    let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {

@@ -13,7 +13,7 @@ use crate::{
         loader::{Batch, DataSource, EpochPlan},
     },
     made_up::values,
-    net::{init, resnet},
+    net::{self, init},
 };
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 use serde::Serialize;
@@ -146,7 +146,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
 }
 
 fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<Measurement, String> {
-    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
     let ranks = comm.world_size();
     let batch_size = case.batch_size / ranks as usize;
@@ -264,7 +264,7 @@ fn on_gpu(
     comm: Arc<dyn Communicator>,
     gpu: GpuConfig,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
-    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,

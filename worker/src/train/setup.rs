@@ -274,7 +274,7 @@ pub(super) fn build_engine(
     // The stem is that of the size it is measured at, whatever size it trains on meanwhile.
     let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
     let of_size = |side: usize| {
-        net::resnet::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+        net::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
     };
     let mut training_sizes: Vec<usize> = shape.training_sizes.iter().map(|(_, side)| *side).collect();
     if let Some(smallest) = training_sizes.first() {

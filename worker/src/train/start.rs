@@ -9,7 +9,9 @@ use super::{
 use crate::{
     checkpoint::{self, Best, OptimizerNote, State},
     comm::Communicator,
+    data::loader::Shape,
     engine::{Engine, NamedTensors, OptimizerState, slots},
+    net,
     precision::SkippedSteps,
 };
 use lockstep_protocol::{
@@ -52,17 +54,19 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
 pub(super) fn begin(
     training: &Training<'_>,
     plan: &Plan,
-    classes: &[String],
+    shape: &Shape,
     engine: &mut dyn Engine,
 ) -> Result<Beginning, TrainError> {
     if let Some(folder) = training.resume {
-        return resume(training, plan, classes, engine, folder);
+        return resume(training, plan, &shape.classes, engine, folder);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     if let Some(path) = pretrained
         && training.comm.rank() == 0
     {
-        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?)?;
+        let network = net::build(&training.spec.model, shape.image_size, shape.channels, shape.classes.len())
+            .map_err(TrainError::Impossible)?;
+        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?, network.head())?;
         engine.set_parameters(&weights)?;
     }
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {

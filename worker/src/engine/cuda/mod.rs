@@ -11,6 +11,7 @@ mod config;
 mod cudnn;
 mod device;
 mod error;
+#[allow(clippy::undocumented_unsafe_blocks)] // One of two: the reason above it is both's.
 mod jpeg;
 mod kernels;
 mod layout;

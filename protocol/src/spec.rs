@@ -7,13 +7,15 @@ mod check;
 mod document;
 mod image_size;
 mod keys;
+mod mistake;
 mod recipe;
 mod renamed;
 
-pub use check::{SpecError, from_json, from_toml, read_leniently};
-pub use document::{apply_set, key_parts, set_key, shortened, toml_document};
+pub use check::{from_json, from_toml, read_leniently};
+pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section, nearest};
+pub use mistake::{SpecError, shortened};
 pub use recipe::Recipe;
 pub use renamed::{is_renamed, upgrade};
 

@@ -5,9 +5,11 @@ mod pictures;
 use super::{output, wrong};
 use lockstep_protocol::spec::{LossScale, Precision};
 use lockstep_worker::{
-    engine::bench::{self, Case},
-    gpu::{
+    engine::{
         GpuConfig,
+        bench::{self, Case},
+    },
+    gpu::{
         devices::{self, Gpu, Usable},
         libraries::{self, Which},
     },

@@ -111,7 +111,7 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
 }
 
 fn spawn(settings: &Settings) -> anyhow::Result<Child> {
-    let program = lockstep_worker::launch::own_program()?;
+    let program = lockstep_worker::host::own_program()?;
     let mut command = Command::new(&program);
     command
         .args(["agent", "--server", &settings.server, "--name", "local", "--follow-parent", "--data-dir"])

@@ -16,12 +16,12 @@ use lockstep_protocol::{
 };
 use lockstep_worker::{
     checkpoint,
+    comm::rendezvous::free_port,
     gpu::{
         RankGpu, devices,
         libraries::{self, Which},
     },
     rank::RankConfig,
-    rendezvous::free_port,
 };
 use std::{
     fs,

@@ -1,15 +1,15 @@
 //! What this machine has for training, with what to do about it, and whether ranks reach each other.
 
+pub(crate) mod gather;
+
 use crate::{
     agent::machine,
-    comm::{CommError, Communicator, Reduction},
+    comm::{CommError, Communicator, Reduction, rendezvous::RendezvousError},
     gpu::{
         devices::{self, Gpu, Link},
-        gather as gpu_gather,
         libraries::{self, Libraries, Which},
         nvjpeg,
     },
-    rendezvous::RendezvousError,
     team::{Member, Met},
 };
 use serde::{Deserialize, Serialize};
@@ -372,7 +372,7 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     let Met { comm, store } = member.meet(PATIENCE)?;
     let gathered = match (&member.gpu, &store) {
         (Some(gpu), Some(store)) => {
-            let found = gpu_gather::gather(store, gpu.ordinal)?;
+            let found = gather::gather(store, gpu.ordinal)?;
             Gathered {
                 device: "GPU".into(),
                 values: found.values,

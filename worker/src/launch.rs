@@ -3,17 +3,17 @@
 //! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
 //! it was started (a process id is used again, the pair is not) and the boot it belongs to.
 
-use crate::{gpu::DeviceChoice, rank::RankConfig};
+use crate::{
+    host::{boot_id, write_private, write_whole},
+    rank::RankConfig,
+};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File},
-    io::{self, Write},
-    os::unix::{
-        fs::OpenOptionsExt,
-        process::{CommandExt, ExitStatusExt},
-    },
+    io,
+    os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -48,15 +48,6 @@ struct Mark {
     boot_id: String,
 }
 
-/// The program that ranks are: this very binary, also when its file has been replaced since.
-///
-/// # Errors
-/// The system does not say which file this process runs.
-pub fn own_program() -> io::Result<PathBuf> {
-    let path = std::env::current_exe()?;
-    Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
-}
-
 /// The file of `rank` with `extension` in an attempt's folder.
 pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
@@ -77,9 +68,7 @@ impl RankProcess {
         let stdout = stderr.try_clone()?;
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
-        if let (DeviceChoice::Cuda { .. }, Some(gpu)) = (config.device(), &config.gpu) {
-            command.envs(gpu.environment()?);
-        }
+        command.envs(config.device().backend.environment(config.gpu.as_ref())?);
         let child = command
             .arg("rank")
             .arg(&config_path)
@@ -220,10 +209,6 @@ fn stat(pid: i32) -> Option<Stat> {
     Some(Stat { state, group, start_time })
 }
 
-fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
-}
-
 /// The process that was started with this rank file as an argument.
 fn find_by_argument(config_path: &Path) -> Option<Mark> {
     let wanted = config_path.as_os_str().as_encoded_bytes();
@@ -238,42 +223,10 @@ fn find_by_argument(config_path: &Path) -> Option<Mark> {
     })
 }
 
-/// As [`write_whole`], for this user's eyes only.
-///
-/// # Errors
-/// The sentence names the file.
-pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
-    write_with(path, content, 0o600)
-}
-
-/// Writes a file that others see complete or not at all.
-///
-/// # Errors
-/// The sentence names the file.
-pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
-    write_with(path, content, 0o644)
-}
-
-fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".new");
-    let temporary = PathBuf::from(temporary);
-    // One that an earlier writer left might have another mode.
-    let _ = fs::remove_file(&temporary);
-    File::options()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(&temporary)
-        .and_then(|mut file| file.write_all(content))
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::RankGpu;
+    use crate::{engine::toy, gpu::RankGpu};
     use lockstep_protocol::{
         agent::{AttemptRef, StartAttempt},
         job::JobId,
@@ -360,6 +313,19 @@ mod tests {
         // A job for CPUs on the same machine is none of the GPUs' business.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!printed(&config).contains("GPU-b"));
+    }
+
+    #[test]
+    fn a_rank_is_started_with_what_its_backend_wants() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = program(dir.path(), &format!("echo \"${}\"", toy::VISIBLE));
+        let mut config = config(dir.path());
+        let device = format!("{}a", toy::DEVICE);
+        config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
+        let mut process = RankProcess::start(&script, &config).unwrap();
+        assert_eq!(wait(&mut process), Exit::Status(0));
+        let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
+        assert_eq!(printed.trim_end(), device);
     }
 
     #[test]

@@ -3,80 +3,39 @@
 //! A rank always says why it ends: finished, stopped, or its reason as its last record. It ends in
 //! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
+mod config;
+#[cfg(test)]
+mod tests;
+
+pub use config::RankConfig;
+
 use crate::{
-    comm::{Alone, Communicator, nccl, ring::Ring, shared::Host, watchdog::Watchdog},
-    data::Look,
-    engine::{EngineError, cuda::CudaError},
-    fence,
-    gpu::{
-        DeviceChoice, RankGpu,
-        libraries::{self, Which},
-        metrics::Sampler,
+    comm::{
+        Alone, Communicator,
+        rendezvous::{Meeting, RendezvousError, Store},
+        ring::Ring,
+        shared::Host,
+        watchdog::Watchdog,
     },
-    rendezvous::{Meeting, RendezvousError, Store},
+    data::Look,
+    engine::{EngineError, registry},
+    fence,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, RankReport, StartAttempt},
+    agent::{AttemptEvent, RankReport},
     reason::ReasonCode,
-    spec::Device,
 };
-use serde::{Deserialize, Serialize};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
-
-/// What a rank process is told, as the file `rank.<r>.json` in its attempt's folder.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RankConfig {
-    /// The attempt, with `master_port` already chosen.
-    pub start: StartAttempt,
-    /// This process's rank, from 0.
-    pub rank: u32,
-    /// The slot it runs in.
-    pub slot: u32,
-    /// Ranks of the attempt on this machine.
-    pub local_ranks: u32,
-    /// Threads of this rank.
-    pub threads: u32,
-    /// Absent: it computes on CPU cores.
-    #[serde(default)]
-    pub gpu: Option<RankGpu>,
-    /// Where its agent keeps until when it may go on without one; absent where there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lease: Option<PathBuf>,
-    /// The job's folder; this attempt's is `attempts/<n>` in it.
-    pub job_dir: PathBuf,
-}
-
-impl RankConfig {
-    /// The attempt's folder.
-    pub fn attempt_dir(&self) -> PathBuf {
-        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
-    }
-
-    /// Where it computes: a job may ask for the CPU on a machine that has GPUs.
-    pub fn device(&self) -> DeviceChoice {
-        match &self.gpu {
-            Some(gpu) if self.start.spec.parallel.device != Device::Cpu => {
-                DeviceChoice::Cuda { ordinal: gpu.ordinal }
-            }
-            _ => DeviceChoice::Cpu,
-        }
-    }
-
-    /// Where the job's checkpoints are.
-    pub fn checkpoints_dir(&self) -> PathBuf {
-        self.job_dir.join("checkpoints")
-    }
-}
 
 /// Exit status of a rank whose training is done.
 pub const EXIT_FINISHED: i32 = 0;
@@ -138,7 +97,7 @@ impl RankError {
         match self {
             RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
             RankError::Train(TrainError::Overflow { .. }) => Some(ReasonCode::PrecisionTooNarrow),
-            RankError::Train(TrainError::Engine(EngineError::Cuda(CudaError::OutOfMemory { .. }))) => {
+            RankError::Train(TrainError::Engine(EngineError::Backend(error))) if error.is_out_of_memory() => {
                 Some(ReasonCode::OutOfMemory)
             }
             RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
@@ -242,10 +201,7 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
             data_ms: 0.0,
             images_per_second: 0.0,
             pid: std::process::id(),
-            device: match config.device() {
-                DeviceChoice::Cpu => "CPU".into(),
-                DeviceChoice::Cuda { ordinal } => format!("GPU {ordinal}"),
-            },
+            device: config.device().to_string(),
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());
@@ -255,10 +211,9 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
 
 fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> Result<Outcome, RankError> {
     let start = &config.start;
-    let on_gpu = config.device() != DeviceChoice::Cpu;
-    if on_gpu {
-        libraries::ready(Which::needed(start.world_size)).map_err(TrainError::Impossible)?;
-    }
+    let device = config.device();
+    let needs = device.backend.needs();
+    device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut met = None;
     let comm: Arc<dyn Communicator> = if start.world_size == 1 {
@@ -275,7 +230,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
-        let comm: Arc<dyn Communicator> = if on_gpu { ring } else { Host::meet(&store, ring)? };
+        let comm: Arc<dyn Communicator> = if needs.shared_memory { Host::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
         let store = Arc::new(store);
         // The store ends with rank 0's process; others may still be asking.
@@ -284,11 +239,15 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         comm
     };
     let _ = life.comm.set(comm.clone());
-    let (watchdog, _sampler) = if on_gpu {
-        (Some(watch(config, life, reporter, met.clone(), stall)?), sample(config, life, reporter))
-    } else {
-        (None, None)
+    let watchdog = match needs.watchdog {
+        true => Some(watch(config, life, reporter, met.clone(), stall)?),
+        false => None,
     };
+    let told = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), life.progress.clone());
+    let _told = told.unwrap_or_else(|why| {
+        reporter.log(&why);
+        None
+    });
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let outcome = train(&Training {
@@ -297,7 +256,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         look: if config.lease.is_some() { Look::Folders } else { Look::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
-        device: config.device(),
+        device,
         threads: config.threads as usize,
         comm,
         store: met,
@@ -348,16 +307,10 @@ fn watch(
     })
 }
 
-/// Metrics of this rank's GPU; training does without where there are none.
-fn sample(config: &RankConfig, life: &Life, reporter: &Arc<Reporter>) -> Option<Sampler> {
-    let uuid = config.gpu.as_ref()?.uuid()?;
-    Sampler::start(uuid, reporter.clone(), life.progress.clone()).map_err(|why| reporter.log(&why)).ok()
-}
-
-/// Exits; for sure, also when CUDA's own end waits for a GPU that does not answer.
+/// Exits; for sure, also when a device's own end waits for one that does not answer.
 fn leave(status: i32, within: Duration) -> ! {
     end_by_force_within(within);
-    nccl::exit(status, within / 2)
+    registry::exit(status, within / 2)
 }
 
 /// Sees to it that this process ends in time, whatever its exit waits for.
@@ -387,7 +340,7 @@ struct Life {
 impl Life {
     /// Ends collectives that are under way.
     fn abort(&self, reason: &str) {
-        nccl::abort_all(reason);
+        registry::abort(reason);
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);
         }

@@ -18,8 +18,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+mod observer;
 mod tail;
 
+pub use observer::Observer;
 pub use tail::{Tail, TailError};
 
 /// How long a point or a line may wait for others before it is written: a live chart moves at

@@ -2,10 +2,13 @@
 //! `doctor` and of `bench`.
 
 use crate::{
-    comm::{Alone, Communicator, ring::Ring},
+    comm::{
+        Alone, Communicator,
+        rendezvous::{Meeting, RendezvousError, Store, free_port},
+        ring::Ring,
+    },
     gpu::{RankGpu, devices::Gpu},
-    launch::own_program,
-    rendezvous::{Meeting, RendezvousError, Store, free_port},
+    host::own_program,
 };
 use serde::{Deserialize, Serialize};
 use std::{

@@ -8,7 +8,6 @@ mod error;
 mod evaluation;
 mod fallback;
 mod measure;
-mod observer;
 mod pretrained;
 mod saving;
 mod setup;
@@ -17,20 +16,17 @@ mod step;
 mod votes;
 
 pub use error::TrainError;
-pub use observer::Observer;
 
 use crate::{
     checkpoint::Keeper,
-    comm::{Communicator, watchdog::Watchdog},
+    comm::{Communicator, rendezvous::Store, watchdog::Watchdog},
     data::{
         Look,
         loader::{DataSource, Shape},
     },
-    engine::Engine,
-    gpu::DeviceChoice,
+    engine::{DeviceChoice, Engine},
     precision::SkippedSteps,
-    rendezvous::Store,
-    report::LossLines,
+    report::{LossLines, Observer},
     schedule::Schedule,
 };
 use fallback::CurrentEngine;
@@ -107,14 +103,11 @@ fn train_with<'a>(
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
     let Training { spec, comm, observer, .. } = training;
-    let device = match training.device {
-        DeviceChoice::Cpu => "CPU".into(),
-        DeviceChoice::Cuda { ordinal } => format!("GPU {ordinal}"),
-    };
-    let mut pulse = Pulse::new(*observer, comm.rank(), device);
+    let mut pulse = Pulse::new(*observer, comm.rank(), training.device.to_string());
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
-    let data_threads = setup::data_threads(training.device, training.threads, data.is_prepared_each_step());
+    let data_threads =
+        setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     let plan = Plan::new(spec, &data.shape, data_threads, comm.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = build_engine(training, &data.shape, precision, 0)?;
@@ -122,7 +115,7 @@ fn train_with<'a>(
     data.set_form(form);
     setup::choose_decoder(training, engine.precision(), &mut data)?;
     pulse.device(engine.device_name());
-    let beginning = start::begin(training, &plan, &data.shape.classes, engine.as_mut())?;
+    let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {

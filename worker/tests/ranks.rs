@@ -3,7 +3,12 @@
 
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use lockstep_worker::{
-    comm::{Alone, CommError, Communicator, Reduction, ring::Ring, shared::Host},
+    comm::{
+        Alone, CommError, Communicator, Reduction,
+        rendezvous::{Meeting, Store, free_port},
+        ring::Ring,
+        shared::Host,
+    },
     data::loader::Batch,
     engine::{
         Engine, EngineConfig, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StepResult,
@@ -11,7 +16,6 @@ use lockstep_worker::{
     },
     made_up::{labels, values},
     net::{Network, init, resnet},
-    rendezvous::{Meeting, Store, free_port},
 };
 use std::{sync::Arc, time::Duration};
 

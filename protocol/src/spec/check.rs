@@ -3,24 +3,15 @@
 
 use super::{
     DataSpec, ImageSize, JobSpec, Recipe,
-    document::{shortened, toml_document},
-    keys::{KEYS, MAX_LR, Section, nearest, type_of},
+    document::toml_document,
+    keys::{KEYS, MAX_LR, Section, nearest},
+    mistake::{SpecError, shortened, type_of},
     renamed,
 };
 use crate::limits::{KEY_BYTES, MISTAKES};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
-use utoipa::ToSchema;
-
-/// A mistake in a specification and where it is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct SpecError {
-    /// JSON pointer (RFC 6901), such as `/train/batch_size`; empty for the whole document.
-    pub pointer: String,
-    /// What is wrong and what would be right.
-    pub detail: String,
-}
 
 /// Reads a specification from JSON; with a [`Recipe`], resolved: every key that the document does not give has the
 /// recipe's value. What comes out reads back the same.

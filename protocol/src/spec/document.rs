@@ -1,7 +1,7 @@
 //! A specification before it is checked: TOML as JSON, and single keys set from a command line or a fork. Depth is
 //! limited before anything is built, as what is nested is also copied, compared and dropped by recursion.
 
-use super::SpecError;
+use super::mistake::{SpecError, shortened};
 use crate::limits::{KEY_BYTES, KEY_PARTS, TOML_NESTING};
 use serde_json::{Map, Value};
 use toml_parser::{Source, lexer::TokenKind};
@@ -132,13 +132,4 @@ pub fn set_key(document: &mut Value, path: &str, value: Value) -> Result<(), Str
     };
     table.insert((*last).to_owned(), value);
     Ok(())
-}
-
-/// What people wrote, short enough for a message.
-pub fn shortened(text: &str) -> String {
-    const SHOWN: usize = 60;
-    match text.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text.to_owned(),
-    }
 }

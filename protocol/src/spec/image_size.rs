@@ -1,6 +1,6 @@
 //! The size of the network's input: one for the whole run, or larger ones as it goes on (progressive resizing).
 
-use super::{DataSpec, keys::shown};
+use super::{DataSpec, mistake::shown};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;

@@ -1,6 +1,9 @@
 //! The table of keys: what each may hold, and what is said of a value that does not fit.
 
-use super::{Arch, OptimizerKind, Recipe, image_size, shortened};
+use super::{
+    Arch, OptimizerKind, Recipe, image_size,
+    mistake::{shortened, shown},
+};
 use crate::limits::KEY_BYTES;
 use serde_json::Value;
 
@@ -318,15 +321,6 @@ fn one_of(words: &[&str]) -> String {
     }
 }
 
-/// A value in a message: short, and of what is nested only its type.
-pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
-    match value {
-        Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),
-        _ => shortened(&text),
-    }
-}
-
 /// `1,000,000`.
 fn grouped(n: i64) -> String {
     let digits = n.unsigned_abs().to_string();
@@ -349,16 +343,4 @@ pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&
         .filter(|(score, _)| *score > 0.8)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, n)| n)
-}
-
-pub(super) fn type_of(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "true or false",
-        Value::Number(n) if n.is_f64() => "a number with a fraction",
-        Value::Number(_) => "a whole number",
-        Value::String(_) => "text",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "a table",
-    }
 }

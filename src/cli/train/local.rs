@@ -2,8 +2,9 @@
 
 use super::{super::block_on, show::Show};
 use lockstep_worker::{
-    comm::nccl,
-    launch::{Exit, RankProcess, own_program, rank_file},
+    engine::registry,
+    host::own_program,
+    launch::{Exit, RankProcess, rank_file},
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, events_path},
 };
@@ -202,8 +203,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         _ => {
             // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.
             end_by_force_within(EXIT_WITHIN);
-            // Exit handlers free what NCCL's aborts use.
-            nccl::wait_for_aborts(EXIT_WITHIN / 2);
+            // Exit handlers free what aborts use.
+            registry::wait_for_aborts(EXIT_WITHIN / 2);
             let reason = show.failures.pop().map_or_else(|| "it left no word".into(), |f| f.reason);
             Ended::Failed(format!("rank {} failed at step {}: {reason}", config.rank, show.step))
         }

@@ -8,7 +8,7 @@
 //! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
 //! ```
 
-use crate::launch::{write_private, write_whole};
+use crate::host::{write_private, write_whole};
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     spec::upgrade,

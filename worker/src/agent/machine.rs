@@ -1,6 +1,6 @@
 //! What this machine is and where on it ranks can run.
 
-use crate::gpu::devices::Gpu;
+use crate::{gpu::devices::Gpu, host::hostname};
 use lockstep_protocol::agent::{Machine, Slot};
 use std::{fs, path::Path};
 
@@ -15,11 +15,6 @@ pub fn look(dir: &Path) -> Machine {
         disk_free_bytes,
         version: env!("CARGO_PKG_VERSION").into(),
     }
-}
-
-/// This machine's name.
-pub fn hostname() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// Cores that this process may use (its affinity and control group counted).

@@ -12,7 +12,7 @@ mod salvage;
 mod session;
 mod verdict;
 
-use crate::{fence::Fence, gpu::devices, launch};
+use crate::{fence::Fence, gpu::devices, host, launch};
 use attempt::{Attempt, Order, Surroundings};
 use home::{Held, Home, HomeError};
 use lease::Lease;
@@ -117,7 +117,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let fence = Fence::open(home.dir())?;
     let lease = Arc::new(Lease::new());
     let around = Surroundings {
-        program: options.program.clone().map_or_else(launch::own_program, Ok)?,
+        program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
         fence: fence.path().to_owned(),
         check: preflight::check,
@@ -128,7 +128,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let fencing = tokio::spawn(keep_fence(fence, lease));
     let adopted: Vec<_> = home.held();
     let mut agent = Agent {
-        name: options.name.clone().unwrap_or_else(machine::hostname),
+        name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
         only_job: options.only_job.clone(),
         home,

@@ -5,7 +5,7 @@ use super::home::Held;
 use crate::{
     data::fingerprint::{self, Fingerprint},
     engine::slots,
-    launch::write_whole,
+    host::write_whole,
     look, net,
 };
 use lockstep_protocol::{

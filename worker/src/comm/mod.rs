@@ -3,6 +3,7 @@
 pub(crate) mod handshake;
 pub mod nccl;
 pub mod peers;
+pub mod rendezvous;
 pub mod ring;
 pub mod shared;
 pub mod watchdog;
@@ -52,6 +53,9 @@ pub enum Reduction {
     Mean,
 }
 
+/// Memory that all ranks see, or why there is none.
+pub type SharedMemoryOrReason = Result<SharedMemory, String>;
+
 /// Collectives among the ranks of a group; every rank calls the same ones in the same order.
 ///
 /// Implementations are a TCP ring, shared memory beside it where all ranks are on one machine, and NCCL on GPUs
@@ -88,7 +92,7 @@ pub trait Communicator: Send + Sync {
         None
     }
     /// `bytes` of zeroed memory that all ranks see, or why there is none; every rank gets the same.
-    fn shared_memory(&self, _bytes: usize) -> Result<Result<SharedMemory, String>, CommError> {
+    fn shared_memory(&self, _bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         Ok(Err("the ranks are not known to be on one machine".into()))
     }
 }

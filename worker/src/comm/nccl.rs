@@ -10,11 +10,11 @@
 
 mod owner;
 
-use super::{CommError, Reduction};
-use crate::{
-    gpu::libraries::{self, Which},
+use super::{
+    CommError, Reduction,
     rendezvous::{RendezvousError, Store},
 };
+use crate::gpu::libraries::{self, Which};
 use cudarc::{
     driver::{CudaContext, sys::CUstream},
     nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId},
@@ -130,19 +130,6 @@ pub fn wait_for_aborts(limit: Duration) -> bool {
         Ok((under_way, _)) => *under_way == 0,
         Err(poisoned) => *poisoned.into_inner().0 == 0,
     }
-}
-
-/// Exits. Exit handlers free what NCCL's abort uses, and a process that ran them meanwhile would end with a segmentation fault
-/// instead of its status: aborts have `limit` to finish, and handlers do not run where one has not.
-pub fn exit(status: i32, limit: Duration) -> ! {
-    if wait_for_aborts(limit) {
-        std::process::exit(status)
-    }
-    unsafe extern "C" {
-        safe fn _exit(status: c_int) -> !;
-    }
-    let _ = std::io::Write::flush(&mut std::io::stdout());
-    _exit(status)
 }
 
 /// Communicators of this process, which is one rank.
@@ -537,8 +524,8 @@ fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
 mod tests {
     use super::*;
     use crate::{
-        gpu::gather::gather,
-        rendezvous::{free_port, tests::meeting},
+        comm::rendezvous::{free_port, tests::meeting},
+        doctor::gather::gather,
     };
 
     #[test]

@@ -4,17 +4,20 @@
 //! Plain allocations shared by CUDA IPC handles, between processes; no multicast, no managed memory.
 #![allow(unsafe_code)] // CUDA's IPC calls; what they need is checked before each.
 
-use super::CommError;
+use super::{
+    CommError,
+    rendezvous::{RendezvousError, Store},
+};
 use crate::{
     gpu::libraries::{self, Which},
-    rendezvous::{RendezvousError, Store},
+    host::{boot_id, hostname},
 };
 use cudarc::driver::{
     CudaContext, DriverError, result,
     sys::{self, CUdeviceptr, CUipcMemHandle},
 };
 use serde::{Deserialize, Serialize};
-use std::{fs, sync::Arc};
+use std::sync::Arc;
 
 /// Ranks at most.
 pub const MOST: usize = 8;
@@ -281,15 +284,13 @@ fn exchange(store: &Store, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, Com
 
 /// Tells machines apart, also two containers' of one machine, which share no memory handles.
 fn host() -> String {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
-    let name = crate::agent::machine::hostname();
-    format!("{} {name}", read("/proc/sys/kernel/random/boot_id"))
+    format!("{} {}", boot_id(), hostname())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::{free_port, tests::meeting};
+    use crate::comm::rendezvous::{free_port, tests::meeting};
 
     /// Where a machine has GPUs two ranks on one of them must not share memory either.
     #[test]

@@ -13,8 +13,11 @@ mod sink;
 mod tests;
 mod wire;
 
-use super::{CommError, Communicator, Reduction, handshake::Terms, shared::SharedMemory};
-use crate::rendezvous::{RendezvousError, Store};
+use super::{
+    CommError, Communicator, Reduction, SharedMemoryOrReason,
+    handshake::Terms,
+    rendezvous::{RendezvousError, Store},
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sink::Fill;
 use std::{
@@ -315,7 +318,7 @@ impl Communicator for Ring {
         self.beside.clone().map(|ring| ring as Arc<dyn Communicator>)
     }
 
-    fn shared_memory(&self, _: usize) -> Result<Result<SharedMemory, String>, CommError> {
+    fn shared_memory(&self, _: usize) -> Result<SharedMemoryOrReason, CommError> {
         let why = self.apart.get().map_or("the ranks are not known to be on one machine", String::as_str);
         Ok(Err(why.into()))
     }

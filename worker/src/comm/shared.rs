@@ -7,6 +7,7 @@
 
 mod bell;
 mod host;
+mod layout;
 mod mapping;
 mod offer;
 #[cfg(test)]

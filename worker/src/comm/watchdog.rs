@@ -5,7 +5,7 @@
 //! finished; whose steps stop for longer than the stall time-out looks there, says what it sees, and
 //! ends its attempt.
 
-use crate::rendezvous::Store;
+use crate::comm::rendezvous::Store;
 use std::{
     fmt::Write as _,
     io,
@@ -249,7 +249,7 @@ impl Board {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::{free_port, tests::meeting};
+    use crate::comm::rendezvous::{free_port, tests::meeting};
     use std::sync::mpsc;
 
     const PATIENCE: Duration = Duration::from_secs(20);

@@ -83,7 +83,7 @@ pub fn of_pictures(path: &Path, look: Look) -> Result<Option<PicturesFingerprint
 
 /// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
 pub(crate) fn has_pictures(path: &Path) -> bool {
-    super::shards::fixed_part(path).is_some()
+    super::pattern::fixed_part(path).is_some()
         || path.join("train").is_dir()
         || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
 }

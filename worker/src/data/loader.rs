@@ -7,8 +7,9 @@ use super::{
 };
 use std::sync::{Arc, Mutex};
 
+pub use super::shard::EpochPlan;
 pub use batch::{Batch, Form};
-pub use epoch::{Batches, EpochPlan};
+pub use epoch::Batches;
 pub use mixing::{Mix, Mixing};
 pub use shape::Shape;
 
@@ -19,6 +20,7 @@ use workers::Workers;
 
 mod ahead;
 mod batch;
+mod broken;
 mod epoch;
 mod mixing;
 mod on_device;
@@ -193,8 +195,8 @@ impl DataSource {
 
     /// A line for each picture that could not be read since the last call, and the number of all such pictures so far.
     pub fn newly_broken(&self) -> (Vec<String>, usize) {
-        let (mut news, training) = self.train.replaced.news();
-        let (more, validation) = self.validation.replaced.news();
+        let (mut news, training) = self.train.broken.news();
+        let (more, validation) = self.validation.broken.news();
         news.extend(more);
         (news, training + validation)
     }

@@ -7,9 +7,11 @@ mod idx;
 mod image_folder;
 mod index;
 mod inspect;
+mod label;
 mod listing;
 pub mod loader;
 mod parquet;
+mod pattern;
 mod picture;
 mod prepare;
 mod random;
@@ -17,6 +19,7 @@ mod shard;
 mod shards;
 mod stored;
 mod transform;
+mod unfinished;
 
 pub use index::Progress;
 pub use inspect::{inspect, split_names};
@@ -223,7 +226,7 @@ fn folders_of_pictures(path: &Path) -> Vec<String> {
 /// # Errors
 /// There is nothing there.
 pub fn canonical(path: &Path) -> io::Result<PathBuf> {
-    match shards::fixed_part(path) {
+    match pattern::fixed_part(path) {
         Some((folder, rest)) if folder.as_os_str().is_empty() => {
             Ok(Path::new(".").canonicalize()?.join(rest))
         }
@@ -234,7 +237,7 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
 
 /// Whether a dataset's path, or some shard of its pattern, is there.
 pub(crate) fn exists(path: &Path) -> bool {
-    shards::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| shards::exists(&folder, &rest))
+    pattern::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| pattern::exists(&folder, &rest))
 }
 
 /// How far the making of a dataset's index is; none when nobody makes one, or it is small.

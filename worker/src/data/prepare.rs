@@ -10,15 +10,13 @@ mod shard;
 #[cfg(test)]
 mod tests;
 
-pub(super) use record::is_unfinished;
-
 use super::{
     Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
     index::{IndexStore, Progress},
     listing::Listing,
-    shards,
+    pattern, shards,
 };
-use crate::{files, launch::write_whole};
+use crate::{files, host::write_whole};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
@@ -232,7 +230,7 @@ fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
     let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
     let fits = (settings.shard_bytes / mean.max(1)).max(1);
     // All of one size, rather than a short one at the end.
-    let count = (listing.len() as u64).div_ceil(fits).clamp(1, shards::SHARDS as u64);
+    let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::SHARDS as u64);
     (listing.len() as u64).div_ceil(count).max(1) as u32
 }
 

@@ -4,12 +4,33 @@
 //! the next `global` pictures of it; they are cut into equal runs in the order (micro-batch, rank).
 //! So the pictures of a step are the same at any number of ranks, and shards never overlap.
 
-use super::{loader::EpochPlan, random::Random};
+use super::random::Random;
 use std::ops::Range;
 
 /// What a random stream is for, so that streams of one seed differ.
 const SHUFFLE: u64 = 1;
 const HOLD_OUT: u64 = 2;
+
+/// Which batches of an epoch a rank wants.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EpochPlan {
+    /// From 0.
+    pub epoch: u32,
+    /// Optimizer step within the epoch to start at, from 0.
+    pub first_step: u64,
+    /// From 0.
+    pub rank: u32,
+    /// At least 1.
+    pub world_size: u32,
+    /// Pictures of a rank in a micro-batch.
+    pub batch_size: usize,
+    /// Micro-batches a step.
+    pub accumulate: usize,
+    /// Leave out the last, smaller step.
+    pub drop_remainder: bool,
+    /// Threads that prepare batches.
+    pub threads: usize,
+}
 
 /// The order of the training pictures in `epoch` (from 0).
 pub(super) fn epoch_order(samples: usize, seed: u64, epoch: u32) -> Vec<u32> {

@@ -3,19 +3,17 @@
 //! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the split is told by the names.
 
 mod members;
-mod pattern;
 #[cfg(test)]
 mod tests;
-
-pub(super) use members::{LABEL_BYTES, class_name};
-pub(super) use pattern::{exists, fixed_part};
 
 use super::{
     Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
     index::{self, IndexStore, Members, Stamp},
+    label::CLASSES,
     listing::{Listing, Place},
     parquet::{self, ParquetFile, Trouble},
-    prepare,
+    pattern::{self, SHARDS, fixed_part},
+    unfinished::is_unfinished,
 };
 use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
@@ -27,10 +25,6 @@ use std::{
     sync::Arc,
 };
 
-/// Shards of a dataset.
-pub(super) const SHARDS: usize = 100_000;
-/// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
-pub(super) const CLASSES: u32 = 100_000;
 /// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
@@ -230,7 +224,7 @@ fn read(
     shards: Vec<PathBuf>,
     store: &IndexStore,
 ) -> Result<Catalog, DataError> {
-    if prepare::is_unfinished(root) {
+    if is_unfinished(root) {
         return Err(DataError::File {
             path: root.display().to_string(),
             detail:

@@ -1,16 +1,19 @@
 //! Training throughput of named cases on made-up pictures.
 
-use super::{Engine, EngineConfig, Optimizer, StepResult, build_cpu, build_cuda};
+use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
-    comm::{Alone, Communicator, ring::Ring, shared::Host},
+    comm::{
+        Alone, Communicator,
+        rendezvous::{Meeting, Store, free_port},
+        ring::Ring,
+        shared::Host,
+    },
     data::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
     },
-    gpu::GpuConfig,
     made_up::values,
-    net::{init, resnet},
-    rendezvous::{Meeting, Store, free_port},
+    net::{self, init},
 };
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 use serde::Serialize;
@@ -143,7 +146,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
 }
 
 fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<Measurement, String> {
-    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
     let ranks = comm.world_size();
     let batch_size = case.batch_size / ranks as usize;
@@ -261,7 +264,7 @@ fn on_gpu(
     comm: Arc<dyn Communicator>,
     gpu: GpuConfig,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
-    let network = Arc::new(resnet::build(&case.model, case.image_size, 3, CLASSES)?);
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,

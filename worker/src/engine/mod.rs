@@ -1,38 +1,32 @@
 //! An engine runs a [`crate::net::Network`]: forward, backward, all-reduce and update of one rank.
 //! Nothing above this folder and `comm/` knows which engine it is.
 
+mod backend;
 pub mod bench;
+mod check;
 pub mod cpu;
 pub mod cuda;
 mod finite;
 mod optimizer;
+mod plan;
+pub mod registry;
+mod shape;
+#[cfg(test)]
+pub(crate) mod toy;
 
+pub use crate::tensors::{HostTensor, NamedTensors};
+pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Needs};
+pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 
 use crate::{
     comm::{CommError, Communicator},
-    data::{
-        device::DeviceDecoder,
-        loader::{Batch, DataSource, Form},
-    },
-    gpu::GpuConfig,
+    data::loader::{Batch, DataSource, Form},
 };
 use lockstep_protocol::spec::Precision;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, sync::Arc};
-
-/// A tensor on the host: row-major, float32.
-#[derive(Debug, Clone, PartialEq)]
-pub struct HostTensor {
-    /// torchvision's layout: OIHW for convolutions, `[out, in]` for linear, `[channels]` for batch norm.
-    pub shape: Vec<usize>,
-    pub values: Vec<f32>,
-}
-
-/// Tensors under torchvision's names (`layer1.0.conv1.weight`, `bn1.running_mean`, ...).
-/// `num_batches_tracked` is not among them: the checkpoint writer adds it.
-pub type NamedTensors = BTreeMap<String, HostTensor>;
+use std::sync::Arc;
 
 /// What stays the same over a run.
 #[derive(Debug, Clone)]
@@ -107,9 +101,9 @@ pub enum EngineError {
     /// What the device, its driver or a library does not do; another attempt would not fare better.
     #[error("{0}")]
     Device(String),
-    /// The GPU or one of its libraries.
-    #[error(transparent)]
-    Cuda(#[from] cuda::CudaError),
+    /// The device or one of its libraries, in the words of its backend.
+    #[error("{0}")]
+    Backend(Box<dyn DeviceError>),
 }
 
 /// One rank's copy of the network and its optimizer.
@@ -228,13 +222,4 @@ pub fn build_cuda(
     gpu: GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cuda::build(network, initial, config, comm, &gpu)
-}
-
-/// Opens the decoder of JPEG files that GPU `ordinal` (as CUDA numbers those that this process sees) has in hardware,
-/// beside an engine that computes in `precision`.
-///
-/// # Errors
-/// There is none, nvJPEG is not there, or it does not make the pixels that cores make; a sentence.
-pub fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-    cuda::build_decoder(ordinal, precision)
 }

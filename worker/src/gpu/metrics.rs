@@ -1,7 +1,7 @@
 //! How a rank's GPU fares, told once a second while training moves on.
 
 use super::libraries::{Libraries, Which};
-use crate::train::Observer;
+use crate::report::Observer;
 use nvml_wrapper::{Nvml, enum_wrappers::device::TemperatureSensor, error::NvmlError};
 use std::{
     sync::{

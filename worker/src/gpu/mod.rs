@@ -2,26 +2,15 @@
 //! rank is told about its own.
 
 pub mod devices;
-pub mod gather;
 pub mod libraries;
 pub mod metrics;
+#[allow(clippy::undocumented_unsafe_blocks)] // Its one reason does not have the word that the lint looks for.
 pub mod nvjpeg;
 
-use crate::{comm::watchdog::Watchdog, rendezvous::Store};
 use devices::VISIBLE;
 use libraries::{Libraries, links_dir};
-use lockstep_protocol::spec::{LossScale, Precision};
 use serde::{Deserialize, Serialize};
-use std::{ffi::OsString, io, sync::Arc};
-
-/// Where a rank computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// On CPU cores.
-    Cpu,
-    /// On a GPU, as CUDA numbers those that this process sees.
-    Cuda { ordinal: i32 },
-}
+use std::{ffi::OsString, io};
 
 /// How many queues the driver has for a process's streams. Streams that share one wait for each other, and with the usual 8,
 /// the fourteen of nvJPEG's decoder waited for whole training steps. 32 are as many as there can be.
@@ -62,22 +51,4 @@ impl RankGpu {
         variables.extend(queues());
         Ok(variables)
     }
-}
-
-/// What the CUDA engine is given beside what every engine is.
-#[derive(Debug, Clone)]
-pub struct GpuConfig {
-    /// As CUDA numbers the devices that this process sees.
-    pub ordinal: i32,
-    pub precision: Precision,
-    /// For fp16.
-    pub loss_scale: LossScale,
-    /// The same bits in every run.
-    pub deterministic: bool,
-    /// Where the ranks meet; absent for a single rank.
-    pub store: Option<Arc<Store>>,
-    /// To be told of every step that is submitted and done.
-    pub watchdog: Option<Arc<Watchdog>>,
-    /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
-    pub generation: u32,
 }

@@ -62,7 +62,7 @@ impl Model {
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| naming(e.to_string()))?;
-        let network = net::resnet::build(&model, image_size, channels, classes.len()).map_err(naming)?;
+        let network = net::build(&model, image_size, channels, classes.len()).map_err(naming)?;
         let weights = checkpoint::read_tensors(&path)?;
         if let Some(found) = engine::first_not_finite(&weights) {
             return Err(naming(format!(

@@ -5,8 +5,6 @@ use crate::{checkpoint, net};
 use lockstep_protocol::look::FitWeights;
 use std::{collections::BTreeMap, path::Path};
 
-/// The last layer, which has a row for each class and may have other ones.
-const HEAD: [&str; 2] = ["fc.weight", "fc.bias"];
 /// Tensors that are named; all are counted.
 const NAMED: usize = 3;
 
@@ -22,10 +20,9 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
     };
     let FitWeights { model, image_size, channels, classes, .. } = question;
     // A network that cannot be built is told of elsewhere.
-    let network =
-        net::resnet::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
+    let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = problems(&given, &wanted);
+    let problems = problems(&given, &wanted, network.head());
     if problems.is_empty() {
         return None;
     }
@@ -41,14 +38,15 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
     ))
 }
 
-/// Every tensor that does not fit, by name.
-fn problems(given: &Shapes, wanted: &Shapes) -> Vec<String> {
-    let other_head = is_other_head(given, wanted);
+/// Every tensor that does not fit, by name. `head`: the last layer, which has a row for each class and may have other ones.
+fn problems(given: &Shapes, wanted: &Shapes, head: &str) -> Vec<String> {
+    let head = ["weight", "bias"].map(|suffix| format!("{head}.{suffix}"));
+    let other_head = is_other_head(given, wanted, &head);
     let mut problems = Vec::new();
     for (name, own) in wanted {
         match given.get(name) {
             None => problems.push(format!("{name} is missing")),
-            Some(_) if other_head && HEAD.contains(&&**name) => {}
+            Some(_) if other_head && head.contains(name) => {}
             Some(shape) if shape == own => {}
             Some(shape) => {
                 let hint = stem_hint(name, shape, own);
@@ -62,10 +60,10 @@ fn problems(given: &Shapes, wanted: &Shapes) -> Vec<String> {
 }
 
 /// Whether the given head is whole and differs in its number of classes alone: then it is made anew.
-fn is_other_head(given: &Shapes, wanted: &Shapes) -> bool {
-    let [weight, bias] = HEAD.map(|name| given.get(name).map(Vec::as_slice));
+fn is_other_head(given: &Shapes, wanted: &Shapes, head: &[String; 2]) -> bool {
+    let [weight, bias] = head.each_ref().map(|name| given.get(name).map(Vec::as_slice));
     let (Some(&[classes, inputs]), Some(&[of_bias])) = (weight, bias) else { return false };
-    matches!(wanted.get(HEAD[0]).map(Vec::as_slice), Some(&[_, own]) if own == inputs && of_bias == classes)
+    matches!(wanted.get(&head[0]).map(Vec::as_slice), Some(&[_, own]) if own == inputs && of_bias == classes)
 }
 
 /// What to change where the first convolution has the kernel of the other stem.
@@ -100,7 +98,7 @@ mod tests {
         model: &ModelSpec,
         change: impl FnOnce(&mut BTreeMap<String, HostTensor>),
     ) -> PathBuf {
-        let network = net::resnet::build(model, 32, 3, 10).unwrap();
+        let network = net::build(model, 32, 3, 10).unwrap();
         let mut tensors: BTreeMap<_, _> =
             net::init::initial_parameters(&network, false, 1).into_iter().collect();
         change(&mut tensors);

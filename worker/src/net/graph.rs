@@ -166,6 +166,15 @@ impl Network {
         self.tensors.len() - 1
     }
 
+    /// The layer that makes the logits, with a row for each class: what is made anew where classes are others. Empty in a
+    /// network that does not end in one.
+    pub fn head(&self) -> &str {
+        match self.ops.last() {
+            Some(Op::Linear { name, .. }) => name,
+            _ => "",
+        }
+    }
+
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
     pub fn parameters(&self) -> Vec<Parameter> {
         let mut all = Vec::new();

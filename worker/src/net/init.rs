@@ -5,7 +5,7 @@
 //! crate, because a system's own differ in the last bit.
 
 use super::{Network, Parameter, Role};
-use crate::engine::{HostTensor, NamedTensors};
+use crate::tensors::{HostTensor, NamedTensors};
 use rayon::prelude::*;
 
 /// Values a task makes; even, because normals come in pairs.

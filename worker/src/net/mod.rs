@@ -5,3 +5,19 @@ pub mod init;
 pub mod resnet;
 
 pub use graph::{Network, Op, Parameter, Role, TensorId, TensorShape};
+
+use lockstep_protocol::spec::ModelSpec;
+
+/// The network that `model` names for square inputs of `image_size` pixels and `channels` channels: the one place that
+/// knows which family an architecture is of.
+///
+/// # Errors
+/// A sentence when the image is too small for the architecture, or there is nothing to classify.
+pub fn build(
+    model: &ModelSpec,
+    image_size: usize,
+    channels: usize,
+    classes: usize,
+) -> Result<Network, String> {
+    resnet::build(model, image_size, channels, classes)
+}

@@ -50,7 +50,7 @@ impl TrainError {
     pub fn is_retriable(&self) -> bool {
         match self {
             TrainError::System(_) => true,
-            TrainError::Engine(EngineError::Cuda(error)) => error.is_retriable(),
+            TrainError::Engine(EngineError::Backend(error)) => error.is_retriable(),
             _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
         }
     }

@@ -1,6 +1,6 @@
 //! Where a rank's time goes: reported about once a second, and whenever it begins to do something else.
 
-use super::Observer;
+use crate::report::Observer;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use std::time::{Duration, Instant};
 

@@ -1,18 +1,18 @@
 //! Weights that somebody brings (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
 //! timm has the same names for these networks.
 
-use super::{TrainError, Training, start::some_of};
+use super::{TrainError, Training};
 use crate::{
     checkpoint,
     engine::{NamedTensors, first_not_finite},
 };
 use std::path::Path;
 
-/// The last layer, which has a row for each class.
-const HEAD: [&str; 2] = ["fc.weight", "fc.bias"];
+/// Differences between a file and the network that are named.
+const NAMED: usize = 5;
 
-/// The weights of the file at `path` in place of `initial`. Where it has another number of classes, the last layer stays
-/// as it is initialised, which is logged.
+/// The weights of the file at `path` in place of `initial`. Where it has another number of classes, the last layer `head`,
+/// which has a row for each class, stays as it is initialised, which is logged.
 ///
 /// # Errors
 /// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
@@ -20,6 +20,7 @@ pub(super) fn weights(
     training: &Training<'_>,
     path: &Path,
     initial: NamedTensors,
+    head: &str,
 ) -> Result<NamedTensors, TrainError> {
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
     let path = checkpoint::model_file(path).map_err(|e| wrong(e.to_string()))?;
@@ -30,13 +31,13 @@ pub(super) fn weights(
             path.display()
         )));
     }
-    let taken = take_over(given, initial).map_err(|problems| {
+    let taken = take_over(given, initial, head).map_err(|problems| {
         let (arch, text) = (training.spec.model.arch.name(), some_of(&problems));
         wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display()))
     })?;
     if let Some([theirs, ours]) = taken.other_head {
         training.observer.log(&format!(
-            "fc.weight of {} is {theirs:?}, this job's is {ours:?}: the last layer (fc) keeps its initial values",
+            "{head}.weight of {} is {theirs:?}, this job's is {ours:?}: the last layer ({head}) keeps its initial values",
             path.display()
         ));
     }
@@ -46,7 +47,7 @@ pub(super) fn weights(
 #[derive(Debug)]
 struct Taken {
     weights: NamedTensors,
-    /// Shapes of the file's `fc.weight` and of the network's, where classes differ.
+    /// Shapes of the head's weights in the file and in the network, where classes differ.
     other_head: Option<[Vec<usize>; 2]>,
 }
 
@@ -54,13 +55,14 @@ struct Taken {
 ///
 /// # Errors
 /// Every tensor that keeps them from fitting, by name.
-fn take_over(mut given: NamedTensors, initial: NamedTensors) -> Result<Taken, Vec<String>> {
-    let other_head = other_head(&given, &initial);
+fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Result<Taken, Vec<String>> {
+    let head = ["weight", "bias"].map(|suffix| format!("{head}.{suffix}"));
+    let other_head = other_head(&given, &initial, &head);
     let mut problems = Vec::new();
     let mut weights = NamedTensors::new();
     for (name, own) in initial {
         match given.remove(&name) {
-            Some(_) if other_head.is_some() && HEAD.contains(&&*name) => {
+            Some(_) if other_head.is_some() && head.contains(&name) => {
                 weights.insert(name, own);
             }
             Some(tensor) if tensor.shape == own.shape => {
@@ -77,10 +79,20 @@ fn take_over(mut given: NamedTensors, initial: NamedTensors) -> Result<Taken, Ve
     if problems.is_empty() { Ok(Taken { weights, other_head }) } else { Err(problems) }
 }
 
-/// Shapes of both `fc.weight`, where the given head is whole and differs in its number of classes alone.
-fn other_head(given: &NamedTensors, initial: &NamedTensors) -> Option<[Vec<usize>; 2]> {
+/// The first of them, and how many more there are.
+pub(super) fn some_of(problems: &[String]) -> String {
+    let more = problems.len().saturating_sub(NAMED);
+    let mut text = problems[..problems.len().min(NAMED)].join("; ");
+    if more > 0 {
+        text.push_str(&format!("; and {more} more"));
+    }
+    text
+}
+
+/// Shapes of both weights of `head`, where the given one is whole and differs in its number of classes alone.
+fn other_head(given: &NamedTensors, initial: &NamedTensors, head: &[String; 2]) -> Option<[Vec<usize>; 2]> {
     let shapes = |tensors: &NamedTensors| -> Option<[Vec<usize>; 2]> {
-        let [weight, bias] = HEAD.map(|name| tensors.get(name).map(|t| t.shape.clone()));
+        let [weight, bias] = head.each_ref().map(|name| tensors.get(name).map(|t| t.shape.clone()));
         Some([weight?, bias?])
     };
     let ([weight, bias], [own, _]) = (shapes(given)?, shapes(initial)?);
@@ -105,7 +117,8 @@ mod tests {
 
     fn network(arch: Arch, stem: Stem, classes: usize, seed: u64) -> NamedTensors {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
-        let network = net::resnet::build(&model, 64, 3, classes).unwrap();
+        let network = net::build(&model, 64, 3, classes).unwrap();
+        assert_eq!(network.head(), "fc");
         net::init::initial_parameters(&network, false, seed)
     }
 
@@ -115,14 +128,14 @@ mod tests {
 
     #[test]
     fn all_that_a_file_of_the_same_network_has_is_taken() {
-        let taken = take_over(resnext(10, 1), resnext(10, 2)).unwrap();
+        let taken = take_over(resnext(10, 1), resnext(10, 2), "fc").unwrap();
         assert!(taken.weights == resnext(10, 1) && taken.other_head.is_none());
     }
 
     #[test]
     fn a_head_of_other_classes_keeps_its_initial_values_and_nothing_else_does() {
         let (theirs, ours) = (resnext(1000, 1), resnext(10, 2));
-        let taken = take_over(theirs.clone(), ours.clone()).unwrap();
+        let taken = take_over(theirs.clone(), ours.clone(), "fc").unwrap();
         assert_eq!(taken.other_head, Some([vec![1000, 2048], vec![10, 2048]]));
         assert_eq!(taken.weights.len(), ours.len());
         for (name, tensor) in &taken.weights {
@@ -134,7 +147,7 @@ mod tests {
     fn problems(change: impl FnOnce(&mut NamedTensors)) -> Vec<String> {
         let mut given = resnext(10, 1);
         change(&mut given);
-        take_over(given, resnext(10, 2)).unwrap_err()
+        take_over(given, resnext(10, 2), "fc").unwrap_err()
     }
 
     fn tensor(shape: &[usize]) -> HostTensor {
@@ -172,9 +185,9 @@ mod tests {
     fn another_stem_is_told_with_what_to_set() {
         let [imagenet, cifar] =
             [Stem::Imagenet, Stem::Cifar].map(|stem| network(Arch::ResNet18, stem, 10, 1));
-        let found = take_over(imagenet.clone(), cifar.clone()).unwrap_err();
+        let found = take_over(imagenet.clone(), cifar.clone(), "fc").unwrap_err();
         let wanted = "conv1.weight is [64, 3, 7, 7], wanted [64, 3, 3, 3] (set model.stem = \"imagenet\")";
         assert_eq!(found, [wanted]);
-        assert!(take_over(cifar, imagenet).unwrap_err()[0].ends_with("(set model.stem = \"cifar\")"));
+        assert!(take_over(cifar, imagenet, "fc").unwrap_err()[0].ends_with("(set model.stem = \"cifar\")"));
     }
 }

@@ -8,11 +8,10 @@ use crate::{
         device::Sharing,
         loader::{DataSource, Mixing, Shape},
     },
-    engine::{self, Engine, EngineConfig, Optimizer},
-    gpu::{DeviceChoice, GpuConfig},
+    engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer},
     net,
 };
-use lockstep_protocol::spec::{Device, JobSpec, ModelSpec, Precision, ScheduleKind};
+use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
 use std::{collections::BTreeMap, ffi::OsStr, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -140,11 +139,11 @@ const TRAINING_TO_DATA: usize = 8;
 
 /// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready
 /// in memory take one.
-pub(super) fn data_threads(device: DeviceChoice, threads: usize, prepared_each_step: bool) -> usize {
-    match device {
+pub(super) fn data_threads(needs: Needs, threads: usize, prepared_each_step: bool) -> usize {
+    match needs.leaves_threads {
         _ if !prepared_each_step => 1,
-        DeviceChoice::Cpu => threads.div_ceil(TRAINING_TO_DATA).max(1),
-        DeviceChoice::Cuda { .. } => threads.max(1),
+        false => threads.div_ceil(TRAINING_TO_DATA).max(1),
+        true => threads.max(1),
     }
 }
 
@@ -196,16 +195,10 @@ pub(super) fn choose_decoder(
     data: &mut DataSource,
 ) -> Result<(), TrainError> {
     let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
-    let ordinal = match training.device {
-        DeviceChoice::Cpu => None,
-        DeviceChoice::Cuda { ordinal } => Some(ordinal),
-    };
-    let wanted = choice.of_job(ordinal.is_some(), data.decodes_jpeg(), training.spec.train.deterministic);
-    let opened = match (wanted, ordinal) {
-        (Err(why), _) => Err(why),
-        (Ok(()), None) => Err(None),
-        (Ok(()), Some(ordinal)) => engine::build_decoder(ordinal, precision).map_err(Some),
-    };
+    let DeviceChoice { backend, ordinal } = training.device;
+    let wanted =
+        choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
+    let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     let say = |line: &str| {
         if training.comm.rank() == 0 {
             training.observer.log(line);
@@ -273,20 +266,12 @@ pub(super) fn build_engine(
     generation: u32,
 ) -> Result<Box<dyn Engine>, TrainError> {
     let spec = training.spec;
-    if spec.parallel.device == Device::Cuda && training.device == DeviceChoice::Cpu {
-        let text = "parallel.device = \"cuda\": this rank has no GPU; use cpu or auto";
-        return Err(TrainError::Impossible(text.into()));
-    }
-    if training.device == DeviceChoice::Cpu
-        && matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16)
-    {
-        let text = "train.precision: CPU ranks compute in fp32; use fp32 or auto";
-        return Err(TrainError::Impossible(text.into()));
-    }
+    let DeviceChoice { backend, ordinal } = training.device;
+    backend.check(spec).map_err(TrainError::Impossible)?;
     // The stem is that of the size it is measured at, whatever size it trains on meanwhile.
     let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
     let of_size = |side: usize| {
-        net::resnet::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+        net::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
     };
     let mut training_sizes: Vec<usize> = shape.training_sizes.iter().map(|(_, side)| *side).collect();
     if let Some(smallest) = training_sizes.first() {
@@ -305,22 +290,19 @@ pub(super) fn build_engine(
         gradients_mean: spec.parallel.gradients_mean,
         threads: training.threads.max(1),
     };
-    let (network, comm) = (Arc::new(network), training.comm.clone());
-    let mut engine = match training.device {
-        DeviceChoice::Cpu => engine::build_cpu(network, &initial, config, comm)?,
-        DeviceChoice::Cuda { ordinal } => {
-            let gpu = GpuConfig {
-                ordinal,
-                precision: precision.unwrap_or(spec.train.precision),
-                loss_scale: spec.train.loss_scale.clone(),
-                deterministic: spec.train.deterministic,
-                store: training.store.clone(),
-                watchdog: training.watchdog.clone(),
-                generation,
-            };
-            engine::build_cuda(network, &initial, config, comm, gpu)?
-        }
-    };
+    let mut engine = backend.build(BuildArgs {
+        network: Arc::new(network),
+        initial: &initial,
+        config,
+        comm: training.comm.clone(),
+        ordinal,
+        precision: precision.unwrap_or(spec.train.precision),
+        loss_scale: spec.train.loss_scale.clone(),
+        deterministic: spec.train.deterministic,
+        store: training.store.clone(),
+        watchdog: training.watchdog.clone(),
+        generation,
+    })?;
     if !training_sizes.is_empty() || !evaluation_sizes.is_empty() {
         engine.take_sizes(&training_sizes, &evaluation_sizes)?;
     }
@@ -425,6 +407,8 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{engine::registry, gpu::RankGpu};
+    use lockstep_protocol::spec::Device;
 
     #[test]
     fn the_gpu_decodes_where_it_is_one_and_nobody_wants_otherwise() {
@@ -453,18 +437,15 @@ mod tests {
 
     #[test]
     fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {
-        let gpu = DeviceChoice::Cuda { ordinal: 0 };
-        for (device, threads, expected) in [
-            (DeviceChoice::Cpu, 0, 1),
-            (DeviceChoice::Cpu, 1, 1),
-            (DeviceChoice::Cpu, 8, 1),
-            (DeviceChoice::Cpu, 9, 2),
-            (DeviceChoice::Cpu, 64, 8),
-            (gpu, 0, 1),
-            (gpu, 16, 16),
-        ] {
-            assert_eq!(data_threads(device, threads, true), expected, "{device:?}, {threads} threads");
-            assert_eq!(data_threads(device, threads, false), 1);
+        let given = RankGpu { ordinal: 0, visible: vec!["GPU-a".into()] };
+        let on = |given| registry::device_of(given, Device::Auto);
+        let (cpu, gpu) = (on(None), on(Some(&given)));
+        for (device, threads, expected) in
+            [(cpu, 0, 1), (cpu, 1, 1), (cpu, 8, 1), (cpu, 9, 2), (cpu, 64, 8), (gpu, 0, 1), (gpu, 16, 16)]
+        {
+            let needs = device.backend.needs();
+            assert_eq!(data_threads(needs, threads, true), expected, "{device:?}, {threads} threads");
+            assert_eq!(data_threads(needs, threads, false), 1);
         }
     }
 }

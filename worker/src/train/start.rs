@@ -1,12 +1,17 @@
 //! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
 //! what is in them, so the others need not have them.
 
-use super::{TrainError, Training, pretrained, setup::Plan};
+use super::{
+    TrainError, Training,
+    pretrained::{self, some_of},
+    setup::Plan,
+};
 use crate::{
     checkpoint::{self, Best, OptimizerNote, State},
     comm::Communicator,
+    data::loader::Shape,
     engine::{Engine, NamedTensors, OptimizerState, slots},
-    gpu::DeviceChoice,
+    net,
     precision::SkippedSteps,
 };
 use lockstep_protocol::{
@@ -15,9 +20,6 @@ use lockstep_protocol::{
     spec::{OptimizerKind, Precision},
 };
 use std::path::{Path, PathBuf};
-
-/// Differences between a file and the network that are named.
-const NAMED: usize = 5;
 
 pub(super) struct Beginning {
     /// Optimizer steps done before.
@@ -32,7 +34,7 @@ pub(super) struct Beginning {
 /// back to it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
-    if training.spec.train.precision != Precision::Auto || training.device == DeviceChoice::Cpu {
+    if training.spec.train.precision != Precision::Auto || !training.device.backend.needs().half_precision {
         return Ok(None);
     }
     // The newest that can be read: a damaged one will be set aside for the one before it.
@@ -52,33 +54,25 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
 pub(super) fn begin(
     training: &Training<'_>,
     plan: &Plan,
-    classes: &[String],
+    shape: &Shape,
     engine: &mut dyn Engine,
 ) -> Result<Beginning, TrainError> {
     if let Some(folder) = training.resume {
-        return resume(training, plan, classes, engine, folder);
+        return resume(training, plan, &shape.classes, engine, folder);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     if let Some(path) = pretrained
         && training.comm.rank() == 0
     {
-        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?)?;
+        let network = net::build(&training.spec.model, shape.image_size, shape.channels, shape.classes.len())
+            .map_err(TrainError::Impossible)?;
+        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?, network.head())?;
         engine.set_parameters(&weights)?;
     }
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
     Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
-}
-
-/// The first of them, and how many more there are.
-pub(super) fn some_of(problems: &[String]) -> String {
-    let more = problems.len().saturating_sub(NAMED);
-    let mut text = problems[..problems.len().min(NAMED)].join("; ");
-    if more > 0 {
-        text.push_str(&format!("; and {more} more"));
-    }
-    text
 }
 
 fn resume(

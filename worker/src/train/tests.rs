@@ -6,9 +6,15 @@ mod scripted;
 use super::*;
 use crate::{
     checkpoint::{self, State},
-    comm::{Alone, ring::Ring},
-    rendezvous::{Meeting, free_port},
+    comm::{
+        Alone,
+        rendezvous::{Meeting, free_port},
+        ring::Ring,
+    },
+    engine::registry,
+    gpu::RankGpu,
 };
+use lockstep_protocol::spec::Device;
 use scripted::{Overflow, Scripted, one_value};
 use std::{
     fs,
@@ -157,6 +163,7 @@ impl Bench {
             };
             Ok(Box::new(engine) as Box<dyn Engine>)
         };
+        let gpu = RankGpu { ordinal: 0, visible: vec!["GPU-a".into()] };
         let (spec, log) = (self.spec(), Log::default());
         let checkpoints = self.folder.path().join("checkpoints");
         let resume = resume.map(|name| checkpoints.join(name));
@@ -167,7 +174,8 @@ impl Bench {
             look: Look::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
-            device: DeviceChoice::Cuda { ordinal: 0 },
+            // One that computes in 16 bits.
+            device: registry::device_of(Some(&gpu), Device::Auto),
             threads: 1,
             comm,
             store,

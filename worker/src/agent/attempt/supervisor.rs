@@ -13,6 +13,7 @@ use super::{
 use crate::{
     checkpoint,
     gpu::RankGpu,
+    host,
     launch::{Exit, RankProcess},
     rank::RankConfig,
     report::Records,
@@ -348,7 +349,7 @@ impl Supervisor {
                 };
                 let facts = Facts {
                     detail: Some(format!("{before}{left}")),
-                    agent: Some(machine::hostname()),
+                    agent: Some(host::hostname()),
                     ..Facts::default()
                 };
                 Ending::Failed { reason: Reason::new(ReasonCode::Unkillable, facts), retriable: false }

@@ -1,7 +1,7 @@
 //! Rings of threads on loopback.
 
 use super::*;
-use crate::rendezvous::{Meeting, free_port, tests::meeting};
+use crate::comm::rendezvous::{Meeting, free_port, tests::meeting};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 

@@ -3,55 +3,19 @@
 use super::{
     SharedMemory,
     bell::Bell,
+    layout::{Head, Line, SLOT, beginning, slots_at},
     mapping::{Anonymous, Held, Mapping, whole_pages},
     offer,
 };
-use crate::{
-    comm::{
-        CommError, Communicator, Reduction,
-        ring::{Operation, Ring},
-    },
+use crate::comm::{
+    CommError, Communicator, Reduction,
     rendezvous::{RendezvousError, Store},
+    ring::{Operation, Ring},
 };
 use std::{
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
     time::Duration,
 };
-
-/// Longest vector that is summed in shared memory: sums and sums of squares of 4096 channels.
-const SLOT: usize = 8192;
-
-/// The beginning of the memory. Then a [`Line`] a rank, then two slots of [`SLOT`] numbers a rank.
-#[repr(C, align(128))]
-#[derive(Debug)]
-pub(super) struct Head {
-    pub(super) token: [AtomicU64; 2],
-    bell: Bell,
-}
-
-/// What a rank has said, in two places that take turns: a rank may be one call ahead of another.
-#[repr(C, align(128))]
-#[derive(Debug)]
-struct Line {
-    /// Calls so far.
-    calls: AtomicU64,
-    /// The operation and its root or reduction.
-    what: [AtomicU64; 2],
-    /// Values.
-    length: [AtomicU64; 2],
-}
-
-fn slots_at(world: usize) -> usize {
-    size_of::<Head>() + world * size_of::<Line>()
-}
-
-/// Bytes that the group itself takes.
-pub(super) fn beginning(world: usize) -> usize {
-    whole_pages(slots_at(world) + 2 * world * SLOT * size_of::<f64>())
-}
 
 /// Ranks of one machine that share memory, over the ring that they are in anyway.
 #[derive(Debug)]

@@ -2,9 +2,10 @@
 
 use super::{
     VARIABLE,
-    host::{Head, beginning},
+    layout::{Head, beginning},
     mapping::{Anonymous, Held, Mapping},
 };
+use crate::host::boot_id;
 use serde::{Deserialize, Serialize};
 use std::{
     io,
@@ -74,8 +75,4 @@ fn allowed() -> Result<(), String> {
         Ok(value) if value == "0" => Err(format!("{VARIABLE} is 0")),
         _ => Ok(()),
     }
-}
-
-fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

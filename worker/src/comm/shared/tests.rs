@@ -1,9 +1,10 @@
 //! Ranks of one machine, as threads that map the memory each for itself.
 
 use super::*;
-use crate::{
-    comm::{Communicator, Reduction, ring::Ring},
+use crate::comm::{
+    Communicator, Reduction,
     rendezvous::{Store, free_port, tests::meeting},
+    ring::Ring,
 };
 use std::{
     sync::atomic::{AtomicU64, Ordering},

@@ -17,7 +17,6 @@
 //! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
 //! begins. `<key>.lock` is held by whoever makes an index, `<key>.folders` is described in `folders.rs`, `<key>.progress` says how far that is.
 
-use super::Remembered;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -143,11 +142,6 @@ impl IndexStore {
         self.settled
     }
 
-    /// Which folders of a dataset are known.
-    pub(in crate::data) fn remembered(&self, dataset: &Path) -> Remembered {
-        Remembered::at(self.file(dataset, "folders"))
-    }
-
     /// In `dir`, of datasets of `worth` pictures or more.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, worth: usize) -> Self {
@@ -184,7 +178,7 @@ impl IndexStore {
         self.dir.is_some() && pictures >= self.worth && unknown >= self.few
     }
 
-    fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
+    pub(super) fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
         let folder = folder_of(dataset).map(|folder| format!("-{folder}")).unwrap_or_default();
         Some(self.dir.as_ref()?.join(format!("{}{folder}.{extension}", path_key(dataset))))
     }
@@ -264,7 +258,7 @@ fn path_key(dataset: &Path) -> String {
 /// Tells the folder of a dataset from another at the same path on another machine. None where the file system tells no
 /// birth: such are of the network mostly, and the same on all machines.
 fn folder_of(dataset: &Path) -> Option<String> {
-    let fixed = crate::data::shards::fixed_part(dataset).map(|(folder, _)| folder);
+    let fixed = crate::data::pattern::fixed_part(dataset).map(|(folder, _)| folder);
     let mut found = fs::metadata(fixed.as_deref().unwrap_or(dataset)).ok()?;
     if found.is_file() {
         found = fs::metadata(dataset.parent()?).ok()?;
@@ -429,7 +423,7 @@ impl Making {
             self.told = Some(Instant::now());
             // Nobody depends on it.
             let text = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = crate::launch::write_whole(&self.progress_path, &text);
+            let _ = crate::host::write_whole(&self.progress_path, &text);
         }
     }
 

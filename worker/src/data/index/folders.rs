@@ -130,6 +130,13 @@ pub(in crate::data) struct Remembered {
     path: Option<PathBuf>,
 }
 
+impl IndexStore {
+    /// Which folders of a dataset are known.
+    pub(in crate::data) fn remembered(&self, dataset: &Path) -> Remembered {
+        Remembered::at(self.file(dataset, "folders"))
+    }
+}
+
 impl Remembered {
     pub(super) fn at(path: Option<PathBuf>) -> Self {
         Self { path }

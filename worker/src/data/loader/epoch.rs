@@ -7,32 +7,15 @@ use super::{
     part::Part,
     workers::Workers,
 };
-use crate::data::{DataError, shard, transform::Transform};
+use crate::data::{
+    DataError,
+    shard::{self, EpochPlan},
+    transform::Transform,
+};
 use std::sync::{Arc, PoisonError};
 
 /// Batches in the order of steps. The first error ends them.
 pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
-
-/// Which batches of an epoch a rank wants.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct EpochPlan {
-    /// From 0.
-    pub epoch: u32,
-    /// Optimizer step within the epoch to start at, from 0.
-    pub first_step: u64,
-    /// From 0.
-    pub rank: u32,
-    /// At least 1.
-    pub world_size: u32,
-    /// Pictures of a rank in a micro-batch.
-    pub batch_size: usize,
-    /// Micro-batches a step.
-    pub accumulate: usize,
-    /// Leave out the last, smaller step.
-    pub drop_remainder: bool,
-    /// Threads that prepare batches.
-    pub threads: usize,
-}
 
 /// The threads that prepare batches, and how far ahead.
 struct Preparation {
@@ -70,7 +53,7 @@ impl DataSource {
             let part = maker.part;
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let make = |chosen: &[u32]| maker.make(chosen, Some(plan.epoch));
-            let mut batch = part.replaced.with_others(part, &chosen, make)?;
+            let mut batch = part.with_others(&chosen, make)?;
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
             }
@@ -87,7 +70,7 @@ impl DataSource {
         let batches = self.prepare(part, transform, count, threads, move |maker, number| {
             let first = share.start + number * batch_size;
             let chosen = &maker.part.chosen[first..(first + batch_size).min(share.end)];
-            maker.part.replaced.without(maker.part, chosen, |chosen| maker.make(chosen, None))
+            maker.part.without(chosen, |chosen| maker.make(chosen, None))
         });
         // A batch of which every file is broken is empty.
         Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))

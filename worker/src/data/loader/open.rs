@@ -3,8 +3,8 @@
 use super::{
     DataSource, Mixing,
     batch::Form,
+    broken::Broken,
     part::{Part, Pixels},
-    replaced::Replaced,
     shape::Shape,
     splits::{self, Opened, normalisation, open_splits, sizes},
 };
@@ -109,17 +109,17 @@ impl DataSource {
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
-        let replaced = || Replaced::new(spec.broken_files == BrokenFiles::Skip);
+        let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
                 let (chosen, whole) = (all(split.labels.len()), resize.is_some());
                 let Opened { pixels, files_digest, labels, .. } = split;
-                Part { pixels, files_digest, labels, chosen, size, whole, replaced: replaced() }
+                Part { pixels, files_digest, labels, chosen, size, whole, broken: broken() }
             }
             None => {
                 let (pixels, labels, whole) = (train.pixels.clone(), train.labels.clone(), resize.is_some());
                 let files_digest = train.files_digest;
-                Part { pixels, files_digest, labels, chosen: held_out, size, whole, replaced: replaced() }
+                Part { pixels, files_digest, labels, chosen: held_out, size, whole, broken: broken() }
             }
         };
         let train = Part {
@@ -129,7 +129,7 @@ impl DataSource {
             chosen: train_chosen,
             size,
             whole: spec.random_resized_crop,
-            replaced: replaced(),
+            broken: broken(),
         };
         if train.chosen.is_empty() {
             return Err(DataError::Invalid("no training picture is left".into()));
@@ -192,7 +192,7 @@ impl DataSource {
             chosen,
             size,
             whole: false,
-            replaced: Replaced::new(false),
+            broken: Broken::new(false),
         };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };

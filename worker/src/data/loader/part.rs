@@ -1,6 +1,6 @@
 //! The pictures that training or validation uses, and how one of them is opened.
 
-use super::replaced::Replaced;
+use super::broken::Broken;
 use crate::data::{
     DataError,
     listing::Listing,
@@ -34,7 +34,7 @@ pub(super) struct Part {
     /// The transform takes each file's whole picture, whatever its size.
     pub(super) whole: bool,
     /// Pictures that can no longer be read.
-    pub(super) replaced: Replaced,
+    pub(super) broken: Broken,
 }
 
 /// The buffers with which a thread opens pictures.

@@ -10,10 +10,7 @@ use super::{
 };
 use crate::data::{DataError, Random};
 use rayon::prelude::*;
-use std::{
-    collections::BTreeSet,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::collections::BTreeSet;
 
 /// What a random stream is for (see `shard.rs` for others).
 const REPLACEMENT: u64 = 10;
@@ -29,55 +26,32 @@ pub(crate) fn too_many(broken: usize, seen: usize, all: usize) -> bool {
     broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
 }
 
-/// What a part's pictures are replaced by.
-#[derive(Debug)]
-pub(super) struct Replaced {
-    /// Else the first broken file is an error.
-    allowed: bool,
-    met: Mutex<Met>,
-}
-
-#[derive(Debug, Default)]
-struct Met {
-    /// Pictures asked for so far, or all of them.
-    asked: usize,
-    /// Places in the split.
-    broken: BTreeSet<u32>,
-    /// What was not told yet.
-    news: Vec<String>,
-}
-
-impl Replaced {
-    pub(super) fn new(allowed: bool) -> Self {
-        Self { allowed, met: Mutex::default() }
-    }
-
-    /// A batch of the `chosen` places, each broken one replaced by another of `part` that can be read.
+impl Part {
+    /// A batch of the `chosen` places, each broken one replaced by another of the part that can be read.
     ///
     /// # Errors
     /// More are broken than may be, of those that this rank has asked for: they come in random order, so they tell of all.
     pub(super) fn with_others(
         &self,
-        part: &Part,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
         let asked = {
-            let mut met = self.met();
-            met.asked = (met.asked + chosen.len()).min(part.chosen.len());
+            let mut met = self.broken.met();
+            met.asked = (met.asked + chosen.len()).min(self.chosen.len());
             met.asked
         };
         loop {
             let places: Vec<u32> = {
-                let broken = &self.met().broken;
-                chosen.iter().map(|place| other(part, *place, broken)).collect()
+                let broken = &self.broken.met().broken;
+                chosen.iter().map(|place| other(self, *place, broken)).collect()
             };
             match make(&places) {
-                Err(error) if self.allowed => self.note(part, &places, error)?,
+                Err(error) if self.broken.allowed => self.note(&places, error)?,
                 made => return made,
             }
-            let met = self.met();
-            if too_many(met.broken.len(), asked, part.chosen.len()) {
+            let met = self.broken.met();
+            if too_many(met.broken.len(), asked, self.chosen.len()) {
                 return Err(DataError::Invalid(gone(met.broken.len(), asked, met.news.last())));
             }
         }
@@ -87,17 +61,16 @@ impl Replaced {
     /// are: those of one rank lie side by side in the split.
     pub(super) fn without(
         &self,
-        part: &Part,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
         loop {
             let places: Vec<u32> = {
-                let broken = &self.met().broken;
+                let broken = &self.broken.met().broken;
                 chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
             };
             match make(&places) {
-                Err(error) if self.allowed => self.note(part, &places, error)?,
+                Err(error) if self.broken.allowed => self.note(&places, error)?,
                 made => return made,
             }
         }
@@ -105,11 +78,11 @@ impl Replaced {
 
     /// Remembers which of `places` are broken: all of them at once, as they come in runs (a lost shard) and a batch is made
     /// anew each time.
-    fn note(&self, part: &Part, places: &[u32], error: DataError) -> Result<(), DataError> {
-        let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &part.pixels) else {
+    fn note(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
+        let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
         };
-        let look = |opener: &mut Opener, place: &u32| match part.picture(*place as usize, opener) {
+        let look = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
             Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
             _ => None,
         };
@@ -123,23 +96,13 @@ impl Replaced {
         if found.is_empty() {
             return Err(error);
         }
-        let mut met = self.met();
+        let mut met = self.broken.met();
         for (place, words) in found {
             if met.broken.insert(place) {
                 met.news.push(words);
             }
         }
         Ok(())
-    }
-
-    /// What was met since this was last asked, and how many there are by now.
-    pub(super) fn news(&self) -> (Vec<String>, usize) {
-        let mut met = self.met();
-        (std::mem::take(&mut met.news), met.broken.len())
-    }
-
-    fn met(&self) -> MutexGuard<'_, Met> {
-        self.met.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which of a file's columns are the pictures and their classes.
 
-use crate::data::{MAX_NAMES_BYTES, shards::CLASSES};
+use crate::data::{MAX_NAMES_BYTES, label::CLASSES};
 use ::parquet::{
     basic::{ConvertedType, LogicalType, Type},
     file::metadata::FileMetaData,

@@ -4,8 +4,8 @@ use super::{ParquetFile, Source, Trouble, guarded};
 use crate::{
     data::{
         index::{Entry, Members, described},
+        label::{LABEL_BYTES, class_name},
         picture,
-        shards::{LABEL_BYTES, class_name},
     },
     files,
 };

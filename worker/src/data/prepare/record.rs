@@ -1,7 +1,11 @@
 //! What a copy's folder says of how it was made: `unfinished.json` until it is whole, then `prepared.json`.
 
 use super::DataError;
-use crate::{data::shards, files, launch::write_whole};
+use crate::{
+    data::{pattern, unfinished::UNFINISHED},
+    files,
+    host::write_whole,
+};
 use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
 use rustix::{fs::FlockOperation, io::Errno};
 use serde::{Deserialize, Serialize};
@@ -11,17 +15,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const UNFINISHED: &str = "unfinished.json";
 const PREPARED: &str = "prepared.json";
 /// Of a record: a hundred thousand shards' have 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
 /// Another version may make other bytes of the same pictures.
 const VERSION: u32 = 1;
-
-/// Whether a folder holds a copy that is not whole.
-pub(in crate::data) fn is_unfinished(dir: &Path) -> bool {
-    dir.join(UNFINISHED).is_file()
-}
 
 /// What the bytes of a copy follow from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -73,7 +71,7 @@ impl Destination {
         let is_new = !to.exists();
         fs::create_dir_all(to).map_err(io)?;
         let dir = to.canonicalize().map_err(io)?;
-        let source = shards::fixed_part(source).map_or_else(|| source.to_owned(), |(folder, _)| folder);
+        let source = pattern::fixed_part(source).map_or_else(|| source.to_owned(), |(folder, _)| folder);
         if source.canonicalize().is_ok_and(|source| dir.starts_with(source)) {
             if is_new {
                 let _ = fs::remove_dir(&dir);

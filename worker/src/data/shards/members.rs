@@ -3,6 +3,7 @@
 use crate::{
     data::{
         index::{Entry, Members, described},
+        label::{LABEL_BYTES, class_name},
         picture,
     },
     files,
@@ -18,8 +19,6 @@ use std::{
 
 /// Tar's unit.
 const BLOCK: u64 = 512;
-/// A class's number or name.
-pub(in crate::data) const LABEL_BYTES: u64 = 4096;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
 /// So much is looked at behind a tar's end: another tar begins after at most some blocks of zeros.
@@ -287,9 +286,4 @@ fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
         serde_json::Value::String(name) => Some(class_name(name.trim())).filter(|name| !name.is_empty()),
         _ => None,
     }
-}
-
-/// Numbers are written in one way.
-pub(in crate::data) fn class_name(text: &str) -> String {
-    text.parse::<u32>().map_or_else(|_| text.to_owned(), |number| number.to_string())
 }

@@ -1,9 +1,6 @@
 //! Shards that Python's webdataset wrote (`tests/data/make_shards.py`), whole and damaged.
 
-use super::{
-    super::{Catalog, DataError, Picture, Samples, index::IndexStore},
-    pattern::expand,
-};
+use super::super::{Catalog, DataError, Picture, Samples, index::IndexStore, pattern::expand};
 use serde_json::Value;
 use std::{
     fs,

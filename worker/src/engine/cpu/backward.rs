@@ -4,13 +4,11 @@ use super::{
     batch_norm::{self, Affine, Mask},
     conv::{self, ConvShape},
     forward::max_pool,
-    gradient::Turn,
     linear,
-    machine::Machine,
-    plan::Step,
+    machine::{Machine, Turn},
     pool,
 };
-use crate::engine::EngineError;
+use crate::engine::{EngineError, plan::Step};
 use std::ops::Range;
 
 impl Machine {

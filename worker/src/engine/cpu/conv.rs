@@ -10,82 +10,20 @@
 
 mod grouped;
 mod memory;
+mod pieces;
 mod product;
 mod tile;
 mod vector;
 mod weight;
 
+pub use crate::engine::shape::ConvShape;
 pub use memory::Scratch;
 pub use tile::Instructions;
 
 /// Output channels in a block of weights: the floats in a 512-bit register.
 pub const LANES: usize = 16;
 
-/// A convolution of square kernels over `batch` pictures, the same stride and zero padding both ways.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ConvShape {
-    /// Pictures.
-    pub batch: usize,
-    /// Height of the input in pixels.
-    pub in_h: usize,
-    /// Width of the input in pixels.
-    pub in_w: usize,
-    /// Channels of the input.
-    pub in_c: usize,
-    /// Channels of the output.
-    pub out_c: usize,
-    /// Height and width of the kernel.
-    pub kernel: usize,
-    /// Pixels from one output pixel's place in the input to the next one's.
-    pub stride: usize,
-    /// Rows and columns of zeros around the input.
-    pub padding: usize,
-    /// Groups of channels: each makes its share of the output from its share of the input.
-    pub groups: usize,
-}
-
 impl ConvShape {
-    /// Height of the output in pixels.
-    pub fn out_h(&self) -> usize {
-        (self.in_h + 2 * self.padding - self.kernel) / self.stride + 1
-    }
-
-    /// Width of the output in pixels.
-    pub fn out_w(&self) -> usize {
-        (self.in_w + 2 * self.padding - self.kernel) / self.stride + 1
-    }
-
-    /// Number of weights.
-    pub fn weight_len(&self) -> usize {
-        self.out_c * self.kernel * self.kernel * self.group_in_c()
-    }
-
-    /// Input channels of a group.
-    fn group_in_c(&self) -> usize {
-        self.in_c / self.groups
-    }
-
-    /// Output channels of a group.
-    fn group_out_c(&self) -> usize {
-        self.out_c / self.groups
-    }
-
-    /// Number of input values, `batch * in_h * in_w * in_c`.
-    pub fn input_len(&self) -> usize {
-        self.batch * self.in_h * self.in_w * self.in_c
-    }
-
-    /// Number of output values, `batch * out_h * out_w * out_c`.
-    pub fn output_len(&self) -> usize {
-        self.batch * self.out_h() * self.out_w() * self.out_c
-    }
-
-    /// Floating-point operations of one pass as they are usually counted: two for every weight at every
-    /// output pixel, those that meet zero padding included.
-    pub fn flops(&self) -> f64 {
-        2.0 * (self.output_len() * self.kernel * self.kernel * self.group_in_c()) as f64
-    }
-
     /// Where the weight of `(out, ky, kx, input)` is in the flat slice; `input` counts in the group.
     fn weight_index(&self, out: usize, ky: usize, kx: usize, input: usize) -> usize {
         let taps = self.kernel * self.kernel * self.group_in_c();

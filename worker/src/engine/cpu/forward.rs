@@ -5,11 +5,10 @@ use super::{
     conv::{self, ConvShape},
     linear,
     machine::Machine,
-    plan::Step,
     pool::{self, MaxPool},
 };
 use crate::{
-    engine::EngineError,
+    engine::{EngineError, plan::Step},
     net::{Network, TensorId},
 };
 

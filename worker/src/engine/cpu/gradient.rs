@@ -11,7 +11,11 @@
 //! Float64 doubles what ranks read and send. Large networks reduce float32 in a fixed order: the same bits in
 //! every run at one number of ranks, but not at another.
 
-use super::{conv::Scratch, machine::Machine, reduce::Bucket};
+use super::{
+    conv::Scratch,
+    machine::{Machine, Turn},
+    reduce::Bucket,
+};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -19,21 +23,8 @@ use std::ops::Range;
 /// adding shares costs little against computing them.
 pub(super) const SHARE: usize = 8;
 
-/// Trained values up to which gradients are summed exactly: the CIFAR family (ResNet-110 has 1.7
-/// million), whose steps are long against sending twice the bytes.
-pub(super) const EXACT_UP_TO: usize = 2_000_000;
-
 /// Values of a task when shares are added.
 const CHUNK: usize = 4096;
-
-/// Which micro-batch of a step is under way.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Turn {
-    /// Its gradients overwrite those of the step before.
-    pub(super) first: bool,
-    /// Its gradients complete the step's.
-    pub(super) last: bool,
-}
 
 impl Machine {
     /// Adds the gradient of a parameter: `compute` overwrites a buffer with that of some pictures.

@@ -1,21 +1,16 @@
 //! Where each parameter lies: one flat buffer of weights in the order in which backward produces
 //! gradients, cut into buckets that are reduced as soon as they are complete.
 
-use super::{
-    conv::{self, ConvShape},
-    plan::Step,
-};
+use super::conv::{self, ConvShape};
 use crate::{
     engine::{
         EngineError, HostTensor, NamedTensors,
         optimizer::{is_weight, tensor_name},
+        plan::Step,
     },
     net::Network,
 };
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    ops::Range,
-};
+use std::{collections::BTreeMap, ops::Range};
 
 /// Values at which a bucket is closed: an eighth of the network, so that most of it is under way
 /// before backward ends, but not so few that calls cost more than bytes, nor more than fill a ring's
@@ -145,56 +140,10 @@ impl Layout {
     }
 }
 
-/// Whether `tensors` are exactly the parameters and running statistics of the network.
-///
-/// # Errors
-/// Every tensor that is missing, unknown or of another shape (the first three are named).
-pub(in crate::engine) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), EngineError> {
-    let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
-    check_shapes(network, tensors, wanted)
-}
-
-/// Whether `tensors` are exactly those of `wanted`, names and shapes.
-///
-/// # Errors
-/// As [`check`].
-pub(in crate::engine) fn check_shapes(
-    network: &Network,
-    tensors: &NamedTensors,
-    wanted: impl IntoIterator<Item = (String, Vec<usize>)>,
-) -> Result<(), EngineError> {
-    let mut mistakes = Vec::new();
-    let mut known = BTreeSet::new();
-    for (name, shape) in wanted {
-        match tensors.get(&name) {
-            None => mistakes.push(format!("{name} is missing")),
-            Some(t) if t.shape != shape || t.values.len() != shape.iter().product::<usize>() => {
-                mistakes.push(format!(
-                    "{name} has shape {:?} ({} values) where {} needs {shape:?}",
-                    t.shape,
-                    t.values.len(),
-                    network.arch
-                ));
-            }
-            Some(_) => {}
-        }
-        known.insert(name);
-    }
-    mistakes.extend(
-        tensors.keys().filter(|n| !known.contains(*n)).map(|n| format!("{} has no {n}", network.arch)),
-    );
-    if mistakes.is_empty() {
-        return Ok(());
-    }
-    let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
-    mistakes.truncate(3);
-    Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::cpu::plan, net::resnet};
+    use crate::{engine::plan, net::resnet};
     use lockstep_protocol::spec::ModelSpec;
 
     #[test]

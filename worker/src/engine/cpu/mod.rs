@@ -7,18 +7,18 @@
 #[cfg(test)]
 mod against_pytorch;
 mod average;
+mod backend;
 mod backward;
 mod batch_norm;
 pub mod conv;
 mod forward;
 mod gradient;
-pub(super) mod layout;
+mod layout;
 mod linear;
 mod loss;
 mod machine;
 mod optimizer;
 mod pieces;
-pub(super) mod plan;
 mod pool;
 mod reduce;
 mod simd;
@@ -26,10 +26,11 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    finite, unknown_size,
+    check, finite, unknown_size,
 };
 use crate::{comm::Communicator, data::loader::Batch, net::Network};
 use average::Average;
+pub(super) use backend::Cpu;
 use machine::Machine;
 use std::sync::Arc;
 
@@ -107,7 +108,7 @@ impl Engine for CpuEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         if self.writes() {
             self.machine.layout.import(None, values, &mut self.machine.state.weights);
         }
@@ -141,7 +142,7 @@ impl Engine for CpuEngine {
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         let Machine { layout, state, norms, .. } = &self.machine;
         let mut average = Average::new(&state.weights, norms);
         layout.import(None, values, &mut average.weights);
@@ -165,7 +166,7 @@ impl Engine for CpuEngine {
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let optimizer = self.machine.config.optimizer;
-        layout::check_shapes(&self.network, &to.slots, optimizer.state_shapes(&self.network))?;
+        check::check_shapes(&self.network, &to.slots, optimizer.state_shapes(&self.network))?;
         let writes = self.writes();
         let Machine { layout, state, .. } = &mut self.machine;
         state.updates = to.updates;

@@ -128,6 +128,7 @@ pub(super) struct Cudnn {
     weights: sys::cudnnHandle_t,
 }
 
+// SAFETY: a handle belongs to no thread; one at a time uses it, as there is no `Sync`.
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
@@ -135,6 +136,7 @@ impl Cudnn {
         let mut this = Self { main: std::ptr::null_mut(), weights: std::ptr::null_mut() };
         // SAFETY: destroyed when this is dropped.
         check(unsafe { sys::cudnnCreate(&mut this.main) }, || "starting cuDNN".into())?;
+        // SAFETY: as above.
         check(unsafe { sys::cudnnCreate(&mut this.weights) }, || "starting cuDNN".into())?;
         Ok(this)
     }
@@ -461,6 +463,7 @@ fn suits(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
 /// One object of the backend.
 struct Descriptor(sys::cudnnBackendDescriptor_t);
 
+// SAFETY: a descriptor belongs to no thread; one at a time uses it, as there is no `Sync`.
 unsafe impl Send for Descriptor {}
 
 impl Descriptor {

@@ -20,8 +20,9 @@ pub(super) struct Device {
     pub(super) capability: u32,
 }
 
-// A context may be used from any thread that makes it current; `bind` does.
+// SAFETY: a context may be used from any thread that makes it current; `bind` does.
 unsafe impl Send for Device {}
+// SAFETY: as above; the driver locks what threads share.
 unsafe impl Sync for Device {}
 
 impl Device {
@@ -173,8 +174,9 @@ pub(super) struct Pinned {
     bytes: usize,
 }
 
-// The memory is only reached through methods that copy.
+// SAFETY: the memory is its own, and only reached through methods that copy.
 unsafe impl Send for Pinned {}
+// SAFETY: as above.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -247,7 +249,9 @@ pub(super) struct Stream(pub(super) sys::CUstream);
 /// Keeps a stream alive.
 pub(super) struct OwnedStream(pub(super) Stream);
 
+// SAFETY: a stream belongs to no thread.
 unsafe impl Send for OwnedStream {}
+// SAFETY: calls on a stream may come from several threads; the driver orders them.
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
@@ -355,6 +359,7 @@ impl Stream {
 /// A point in a stream.
 pub(super) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 
+// SAFETY: an event belongs to no thread.
 unsafe impl Send for Event {}
 
 impl Event {
@@ -416,6 +421,7 @@ pub(super) struct Graph {
     pub(super) nodes: usize,
 }
 
+// SAFETY: a graph belongs to no thread; one at a time starts it, as there is no `Sync`.
 unsafe impl Send for Graph {}
 
 impl Graph {

@@ -116,8 +116,9 @@ pub(super) struct Kernels {
     pub(super) profile: Profile,
 }
 
-// Function handles may be used from any thread in whose context they were loaded.
+// SAFETY: function handles may be used from any thread in whose context they were loaded.
 unsafe impl Send for Kernels {}
+// SAFETY: as above; all else in it is behind locks or never changes.
 unsafe impl Sync for Kernels {}
 
 /// Dynamic shared memory that kernels may ask for: what Hopper gives a block, less some of their own.

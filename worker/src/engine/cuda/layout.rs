@@ -8,8 +8,8 @@
 use crate::{
     engine::{
         EngineError, HostTensor, NamedTensors,
-        cpu::plan::Step,
         optimizer::{is_weight, tensor_name},
+        plan::Step,
     },
     net::{Network, Role},
 };
@@ -162,7 +162,7 @@ impl Layout {
         }
     }
 
-    /// The flat buffer of `values`, which [`crate::engine::cpu`]'s check found whole.
+    /// The flat buffer of `values`, which `engine/check.rs` found whole.
     pub(super) fn import(&self, kept: Option<&str>, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
         let mut flat = vec![0.0; self.len];
         for slot in &self.slots {
@@ -228,7 +228,7 @@ fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
 mod tests {
     use super::*;
     use crate::{
-        engine::cpu::plan,
+        engine::plan,
         net::{init, resnet},
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};

@@ -5,10 +5,13 @@
 //! are the same bits in every run: every sum has a fixed order.
 
 mod arena;
+mod backend;
 mod cache;
+mod config;
 mod cudnn;
 mod device;
 mod error;
+#[allow(clippy::undocumented_unsafe_blocks)] // One of two: the reason above it is both's.
 mod jpeg;
 mod kernels;
 mod layout;
@@ -26,12 +29,13 @@ mod state;
 mod tests;
 mod tuner;
 
+pub use config::GpuConfig;
 pub use error::CudaError;
 pub use kernels::DType;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    finite, unknown_size,
+    check, finite, unknown_size,
 };
 use crate::{
     comm::watchdog::Watchdog,
@@ -40,12 +44,10 @@ use crate::{
         device::DeviceDecoder,
         loader::{Batch, DataSource, Form},
     },
-    gpu::{
-        GpuConfig,
-        libraries::{self, Which},
-    },
+    gpu::libraries::{self, Which},
     net::Network,
 };
+pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
@@ -400,7 +402,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_parameters(&self.program.ops, self.program.main.0, values)?;
@@ -422,7 +424,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        super::cpu::layout::check(&self.network, values)?;
+        check::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_averaged(&self.device, values)
@@ -434,7 +436,7 @@ impl Engine for CudaEngine {
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let wanted = self.config.optimizer.state_shapes(&self.network);
-        super::cpu::layout::check_shapes(&self.network, &to.slots, wanted)?;
+        check::check_shapes(&self.network, &to.slots, wanted)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_optimizer_state(to)

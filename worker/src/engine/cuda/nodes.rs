@@ -4,7 +4,7 @@
 use crate::{
     engine::{
         EngineError,
-        cpu::plan::{self, Step},
+        plan::{self, Step},
     },
     net::{Network, TensorId},
 };

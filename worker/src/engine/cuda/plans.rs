@@ -112,7 +112,7 @@ fn gpu_convolutions_have_plans() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_tells_where_its_time_goes() {
-    use crate::{engine::bench, gpu::GpuConfig};
+    use crate::engine::{GpuConfig, bench};
     use lockstep_protocol::spec::{LossScale, Precision};
     for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
         let loss_scale = LossScale::Named("dynamic".into());

@@ -20,8 +20,7 @@ use super::{
 use crate::{
     comm::Communicator,
     data::loader::Form,
-    engine::{EngineConfig, EngineError},
-    gpu::GpuConfig,
+    engine::{EngineConfig, EngineError, GpuConfig},
     net::{Network, TensorId},
 };
 use std::{collections::HashMap, sync::Arc};

@@ -14,8 +14,7 @@ use crate::{
         nccl::{self, Dtype, Nccl},
         peers::Peers,
     },
-    engine::EngineError,
-    gpu::GpuConfig,
+    engine::{EngineError, GpuConfig},
 };
 use std::sync::Arc;
 
@@ -32,6 +31,7 @@ struct Table {
 
 // SAFETY: integers without a gap between them.
 unsafe impl bytemuck::Zeroable for Table {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Table {}
 
 /// Where one batch norm's sums meet those of the other ranks.

@@ -39,6 +39,7 @@ pub(super) struct Control {
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Control {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Control {}
 
 /// Words of a [`Control`].
@@ -65,6 +66,7 @@ pub(super) struct Record {
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Record {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Record {}
 
 /// Micro-batches on their way in.

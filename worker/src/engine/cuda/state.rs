@@ -10,9 +10,7 @@ use super::{
     ops::Ops,
 };
 use crate::{
-    engine::{
-        EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, cpu::plan::Step,
-    },
+    engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, plan::Step},
     net::Network,
 };
 
@@ -43,6 +41,7 @@ pub(super) struct Scaling {
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Scaling {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Scaling {}
 
 pub(super) struct State {

@@ -6,8 +6,7 @@
 use crate::{
     comm::Alone,
     data::loader::{Batch, DataSource, EpochPlan, Form},
-    engine::{self, Engine, EngineConfig, NamedTensors, Optimizer},
-    gpu::GpuConfig,
+    engine::{self, Engine, EngineConfig, GpuConfig, NamedTensors, Optimizer},
     made_up::{labels, values},
     net::{Network, init, resnet},
 };

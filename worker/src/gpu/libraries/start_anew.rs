@@ -55,7 +55,7 @@ pub fn start_anew_if_needed(needed: &[Which]) {
         return;
     }
     let made = links_dir().and_then(|dir| libraries.environment(&dir));
-    let (Ok(variables), Ok(program)) = (made, crate::launch::own_program()) else { return };
+    let (Ok(variables), Ok(program)) = (made, crate::host::own_program()) else { return };
     let mut arguments = std::env::args_os();
     let mut command = std::process::Command::new(program);
     if let Some(name) = arguments.next() {

@@ -2,8 +2,8 @@
 
 use super::{
     ConvShape,
+    pieces::Pieces,
     tile::{Instructions, Tap, Tiles},
-    weight::Pieces,
 };
 use std::{
     collections::HashMap,

@@ -193,6 +193,7 @@ impl Tiles {
     /// # Safety
     /// The pointers of `p` are valid for what it describes.
     pub(super) unsafe fn pack(&self, p: &Pack) {
+        // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
         unsafe { (self.pack)(p) }
     }
 }
@@ -206,6 +207,7 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
     x: *const f32,
     w: *const f32,
 ) {
+    // SAFETY: `x` and `w` are what `t` describes, and its pointers are valid for that.
     unsafe {
         let mut weights = [S::zero(); V];
         for (v, weights) in weights.iter_mut().enumerate() {
@@ -222,6 +224,7 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
 
 #[inline(always)]
 unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
         // The lines of the output are far apart and new to the cache: have them come during the sums.
@@ -286,6 +289,7 @@ unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t
 
 #[inline(always)]
 unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
     unsafe {
         let mut sum = [[S::zero(); V]; I];
         for run in t.runs {
@@ -327,6 +331,7 @@ unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
 
 #[inline(always)]
 unsafe fn pack<S: Vector>(t: &Pack) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
     unsafe {
         let (full, rest) = (t.channels / 16, t.channels % 16);
         for pixel in 0..t.pixels {
@@ -358,21 +363,25 @@ macro_rules! tiles {
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
-            use super::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
+            use crate::engine::cpu::conv::tile::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
+                // SAFETY: the caller's promise; the function has the instructions of its vectors.
                 unsafe { product::<$vector, P, V, PART>(t) }
             }
             $(#[$feature])?
             unsafe fn outer_at<const I: usize, const V: usize>(t: &Outer<'_>) {
+                // SAFETY: the caller's promise; the function has the instructions of its vectors.
                 unsafe { outer::<$vector, I, V>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_rows(t: &Pack) {
+                // SAFETY: the caller's promise; the function has the instructions of its vectors.
                 unsafe { pack::<$vector>(t) }
             }
             $(#[$feature])?
             unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
+                // SAFETY: the function has the instructions of its vectors; the arrays are whole.
                 unsafe { <$vector>::transpose(from, to) }
             }
             Tiles {

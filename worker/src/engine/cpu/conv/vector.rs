@@ -43,16 +43,19 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: `from` has sixteen floats, as the trait asks.
         Plain(unsafe { from.cast::<[f32; 16]>().read_unaligned() })
     }
     #[inline(always)]
     unsafe fn load_first(from: *const f32, count: usize) -> Self {
         let mut out = [0.0; 16];
+        // SAFETY: `from` has `count` floats, as the trait asks, of at most sixteen.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count) };
         Plain(out)
     }
     #[inline(always)]
     unsafe fn splat(from: *const f32) -> Self {
+        // SAFETY: `from` has a float, as the trait asks.
         Plain([unsafe { *from }; 16])
     }
     #[inline(always)]
@@ -73,10 +76,12 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
+        // SAFETY: `to` has room for sixteen floats, as the trait asks.
         unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
     }
     #[inline(always)]
     unsafe fn store_first(self, to: *mut f32, count: usize) {
+        // SAFETY: `to` has room for `count` floats, as the trait asks, of at most sixteen.
         unsafe { std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count) }
     }
 }
@@ -96,42 +101,52 @@ mod x86 {
     impl Vector for Avx512 {
         #[inline(always)]
         unsafe fn zero() -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             Avx512(unsafe { _mm512_setzero_ps() })
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: `from` has sixteen floats, as the trait asks, which also asks for the instructions.
             Avx512(unsafe { _mm512_loadu_ps(from) })
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
+            // SAFETY: `from` has `count` floats, as the trait asks, which also asks for the instructions.
             Avx512(unsafe { _mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from) })
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
+            // SAFETY: `from` has a float, as the trait asks, which also asks for the instructions.
             Avx512(unsafe { _mm512_set1_ps(*from) })
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             Avx512(unsafe { _mm512_fmadd_ps(self.0, by.0, to.0) })
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             Avx512(unsafe { _mm512_add_ps(self.0, other.0) })
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             Avx512(unsafe { _mm512_sub_ps(self.0, other.0) })
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
+            // SAFETY: `to` has room for sixteen floats, as the trait asks, which also asks for the instructions.
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
+            // SAFETY: `to` has room for `count` floats, as the trait asks, which also asks for the instructions.
             unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
         }
         #[inline(always)]
         unsafe fn transpose(from: &[f32; 256], to: &mut [f32; 256]) {
+            // SAFETY: each slice that is read or written has sixteen floats; the machine has the instructions, as the trait asks.
             unsafe {
                 let mut rows = [_mm512_setzero_ps(); 16];
                 for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
@@ -167,6 +182,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn prefetch(line: *const f32) {
+            // SAFETY: a hint reads nothing, and the machine has the instructions, as the trait asks.
             unsafe { _mm_prefetch::<_MM_HINT_ET0>(line.cast()) }
         }
     }
@@ -178,15 +194,18 @@ mod x86 {
     impl Vector for Avx2 {
         #[inline(always)]
         unsafe fn zero() -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             unsafe { Avx2(_mm256_setzero_ps(), _mm256_setzero_ps()) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: `from` has sixteen floats, as the trait asks, which also asks for the instructions.
             unsafe { Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))) }
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
             let mut out = [0.0; 16];
+            // SAFETY: `from` has `count` floats, as the trait asks, which also asks for the instructions.
             unsafe {
                 std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
                 Self::load(out.as_ptr())
@@ -194,6 +213,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
+            // SAFETY: `from` has a float, as the trait asks, which also asks for the instructions.
             unsafe {
                 let v = _mm256_set1_ps(*from);
                 Avx2(v, v)
@@ -201,18 +221,22 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             unsafe { Avx2(_mm256_fmadd_ps(self.0, by.0, to.0), _mm256_fmadd_ps(self.1, by.1, to.1)) }
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             unsafe { Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
+            // SAFETY: the machine has the instructions, as the trait asks.
             unsafe { Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
+            // SAFETY: `to` has room for sixteen floats, as the trait asks, which also asks for the instructions.
             unsafe {
                 _mm256_storeu_ps(to, self.0);
                 _mm256_storeu_ps(to.add(8), self.1);
@@ -221,6 +245,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
             let mut out = [0.0; 16];
+            // SAFETY: `to` has room for `count` floats, as the trait asks, which also asks for the instructions.
             unsafe {
                 self.store(out.as_mut_ptr());
                 std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);

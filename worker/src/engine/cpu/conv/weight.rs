@@ -8,7 +8,8 @@
 use super::{
     ConvShape, LANES,
     memory::{Scratch, Shared},
-    tile::{Outer, Pack, Run, Tiles},
+    pieces::{Piece, Pieces, pieces},
+    tile::{Outer, Pack, Tiles},
 };
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
@@ -25,18 +26,6 @@ const PACKED: usize = 48 * 1024;
 const SLOTS: usize = 16;
 /// Tasks that weights are shared out to, about.
 const WEIGHT_TASKS: usize = 16;
-
-/// Pieces for a full group of pictures, and for a last one that is not full.
-pub(super) type Pieces = [Vec<Piece>; 2];
-
-/// Some rows of output pixels of a group of pictures, and the input rows that they meet.
-#[derive(Debug)]
-pub(super) struct Piece {
-    rows: Range<usize>,
-    src: Range<usize>,
-    /// Runs for every kernel offset, with pixels counted from the first of `src` and `rows`.
-    runs: Vec<Vec<Run>>,
-}
 
 /// A group of pictures with the pieces that are computed together.
 #[derive(Clone)]
@@ -287,40 +276,6 @@ impl Plan<'_> {
     fn pack_dy(&self, dy: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
         pack(self.tiles, dy, [self.s.out_h(), self.s.out_w(), self.s.out_c], pictures, rows, to);
     }
-}
-
-/// Cuts the output rows into pieces and lists, for every kernel offset, the pixels that meet.
-fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
-    let (out_h, out_w) = (s.out_h(), s.out_w());
-    let meets = |d: usize, k: usize, src: usize| {
-        (d * s.stride + k).checked_sub(s.padding).filter(|position| *position < src)
-    };
-    let piece = |first: usize| {
-        let rows = first..out_h.min(first + rows);
-        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| meets(row, k, s.in_h)));
-        let src = met().min().unwrap_or(0)..met().max().map_or(0, |last| last + 1);
-        let runs = (0..s.kernel * s.kernel).map(|tap| {
-            let (ky, kx) = (tap / s.kernel, tap % s.kernel);
-            let mut runs: Vec<Run> = Vec::new();
-            for row in rows.clone() {
-                let Some(y) = meets(row, ky, s.in_h) else { continue };
-                for column in 0..out_w {
-                    let Some(x) = meets(column, kx, s.in_w) else { continue };
-                    let x = (((y - src.start) * s.in_w + x) * group) as u32;
-                    let dy = (((row - rows.start) * out_w + column) * group) as u32;
-                    match runs.last_mut() {
-                        Some(run) if run.x + run.len == x && run.dy + run.len == dy => {
-                            run.len += group as u32;
-                        }
-                        _ => runs.push(Run { x, dy, len: group as u32 }),
-                    }
-                }
-            }
-            runs
-        });
-        Piece { runs: runs.collect(), src, rows }
-    };
-    (0..out_h).step_by(rows).map(piece).collect()
 }
 
 /// Packs rows of some pictures as `[channel block][row][column][picture][16]`, zeros after the last channel.

@@ -1,6 +1,6 @@
 //! Who is told what happens in a run.
 
-use crate::report::Reporter;
+use super::Reporter;
 use lockstep_protocol::agent::AttemptEvent;
 
 /// Receives what a rank reports while it trains.

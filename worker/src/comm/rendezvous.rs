@@ -3,7 +3,7 @@
 //!
 //! Past 400 lines because both ends of the protocol stand together.
 
-use crate::comm::handshake::Terms;
+use super::handshake::Terms;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
     collections::BTreeMap,

@@ -2,12 +2,10 @@
 //! whether they share memory.
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
-use crate::{
-    comm::{
-        CommError, Reduction,
-        nccl::{Dtype, Nccl},
-        peers::Peers,
-    },
+use crate::comm::{
+    CommError, Reduction,
+    nccl::{Dtype, Nccl},
+    peers::Peers,
     rendezvous::Store,
 };
 use cudarc::driver::{
@@ -28,22 +26,22 @@ const LONG: usize = 4 << 20;
 
 /// What was found.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+pub(crate) struct Found {
     /// Every rank's value: its own number.
-    pub values: Vec<f32>,
+    pub(crate) values: Vec<f32>,
     /// Of an all-reduce of 1 KiB, in microseconds: enqueued one after the other, mean.
-    pub short_us: f64,
+    pub(crate) short_us: f64,
     /// All-reduced bytes of a 16 MiB vector, a second.
-    pub bytes_per_second: f64,
+    pub(crate) bytes_per_second: f64,
     /// Why ranks do not share memory, if they do not.
-    pub no_peer_memory: Option<String>,
+    pub(crate) no_peer_memory: Option<String>,
 }
 
 /// Gathers over the GPUs of all ranks that meet at `store`.
 ///
 /// # Errors
 /// NCCL or a GPU fails, or does not come to an end.
-pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
+pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };

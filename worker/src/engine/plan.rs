@@ -1,15 +1,11 @@
-//! A network compiled for this engine: batch norm, residual add and ReLU become one step, so that
-//! an activation is written once.
+//! A network as engines run it: batch norm, residual add and ReLU become one step, so that an activation is written once.
 
-use super::conv::ConvShape;
-use crate::{
-    engine::EngineError,
-    net::{Network, Op, TensorId},
-};
+use super::{EngineError, shape::ConvShape};
+use crate::net::{Network, Op, TensorId};
 
-/// What the engine runs, in forward order; backward runs it in reverse.
+/// What an engine runs, in forward order; backward runs it in reverse.
 #[derive(Debug, Clone)]
-pub(in crate::engine) enum Step {
+pub(super) enum Step {
     Conv {
         name: String,
         /// With a batch of 1; the real batch is put in at run time.
@@ -64,8 +60,8 @@ impl Step {
 /// Fuses the operations of `network`.
 ///
 /// # Errors
-/// A network that this engine does not run: a ReLU or an addition that no batch norm feeds.
-pub(in crate::engine) fn compile(network: &Network) -> Result<Vec<Step>, EngineError> {
+/// A network that engines do not run: a ReLU or an addition that no batch norm feeds.
+pub(super) fn compile(network: &Network) -> Result<Vec<Step>, EngineError> {
     let consumers = |tensor: TensorId| -> Vec<&Op> {
         network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
     };
@@ -151,7 +147,7 @@ pub(in crate::engine) fn compile(network: &Network) -> Result<Vec<Step>, EngineE
 }
 
 fn unsupported(what: &str) -> EngineError {
-    EngineError::Parameters(format!("the CPU engine does not run {what}"))
+    EngineError::Parameters(format!("engines do not run {what}"))
 }
 
 #[cfg(test)]

@@ -5,11 +5,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// Shards of a dataset.
+pub(super) const SHARDS: usize = 100_000;
 /// Names of a pattern that are looked for to tell whether it is there.
 const TRIED: usize = 64;
 
 /// The folder before the first brace, and the pattern behind it. `None` when `path` is no pattern, or a file's own name.
-pub(in crate::data) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
+pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let is_pattern = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
     if !path.iter().any(is_pattern) || path.exists() {
         return None;
@@ -20,8 +22,8 @@ pub(in crate::data) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
 }
 
 /// Whether the files of a pattern are there: a folder may be, on a machine that has none of them.
-pub(in crate::data) fn exists(folder: &Path, rest: &Path) -> bool {
-    match expand(&rest.to_string_lossy(), super::SHARDS) {
+pub(super) fn exists(folder: &Path, rest: &Path) -> bool {
+    match expand(&rest.to_string_lossy(), SHARDS) {
         // Some may be missing, which is told of when they are read.
         Ok(names) => names.iter().take(TRIED).any(|name| folder.join(name).exists()),
         // What is wrong with it is told by whoever reads it.

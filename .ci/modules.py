@@ -1,0 +1,488 @@
+#!/usr/bin/env python3
+"""No circles between the modules of a crate.
+
+What a module is: its file with all that lies below it. At each level, the modules that one file declares (`mod a; mod b;`) are
+siblings. `a` refers to `b` when anything in or below `a` names anything in or below `b`, by `use`, by a path or through an
+import, whichever of its ancestors' re-exports (`pub use`) the name came by. Siblings must not refer to each other in a circle.
+A file and its children are one module, so they may refer to each other: it declares and re-exports them, they use its types.
+Modules under `#[cfg(test)]`, and the `tests/` and `examples/` folders, are not looked at.
+
+    modules.py               checks all crates of this tree
+    modules.py graph CRATE   prints who refers to whom, level by level
+    modules.py self-test     circles that are made up for it are refused
+"""
+
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+CRATES = {
+    "protocol": "protocol/src/lib.rs",
+    "web": "web/src/lib.rs",
+    "worker": "worker/src/lib.rs",
+    "server": "server/src/lib.rs",
+    "lockstep": "src/main.rs",
+}
+
+# References that are part of a circle today: crate, from, to. The list only gets shorter: one that is no longer needed is
+# refused, too, so that nobody can bring the circle back.
+KNOWN = {
+    # A picture's header tells whether a GPU may decode it, and what decodes on cores reads headers.
+    ("worker", "data::picture::jpeg", "data::picture::decode"),
+    ("server", "app", "dispatch"),
+    ("server", "app", "handlers"),
+    ("server", "app", "ingest"),
+    ("server", "app", "metrics"),
+    ("server", "app", "purge"),
+    ("server", "app", "router"),
+    ("server", "handlers", "serve"),
+    ("server", "store", "lifecycle"),
+    ("server", "store::postgres", "store::backup"),
+    ("server", "store::postgres", "store::location"),
+    ("server", "store::sqlite", "store::backup"),
+}
+
+ITEMS = set("async const enum extern fn impl let macro_rules mod pub static struct trait type union unsafe use".split())
+TOKEN = re.compile(r"[A-Za-z_]\w*|::|[{}()\[\]<>,;*#=!]|\S")
+
+
+def without_comments(text):
+    """The source with comments and what is in literals blanked, as long as before; newlines are kept."""
+    out, i, n = [], 0, len(text)
+
+    def blank(upto):
+        nonlocal i
+        out.append("".join(c if c == "\n" else " " for c in text[i:upto]))
+        i = upto
+
+    while i < n:
+        two = text[i : i + 2]
+        if two == "//":
+            end = text.find("\n", i)
+            blank(n if end < 0 else end)
+        elif two == "/*":
+            depth, j = 1, i + 2
+            while j < n and depth:
+                step = text[j : j + 2]
+                depth += (step == "/*") - (step == "*/")
+                j += 2 if step in ("/*", "*/") else 1
+            blank(j)
+        elif raw := re.compile(r'\b(?:b|c)?r(#*)"').match(text, i):
+            end = text.find('"' + raw[1], raw.end())
+            blank(n if end < 0 else end + 1 + len(raw[1]))
+        elif text[i] == '"':
+            j = i + 1
+            while j < n and text[j] != '"':
+                j += 2 if text[j] == "\\" else 1
+            blank(j + 1)
+        elif quoted := re.compile(r"'(?:\\(?:u\{[^}]*\}|x..|.)|[^\\'])'", re.S).match(text, i):
+            blank(quoted.end())
+        else:
+            word = re.compile(r"\w+|.", re.S).match(text, i)
+            out.append(word[0])
+            i = word.end()
+    return "".join(out)
+
+
+def end_of_item(tokens, at):
+    """The index after what begins at `at`: an item's `;` or the brace that closes its body, or another thing's comma."""
+    depth, is_use = 0, False
+    is_item = at < len(tokens) and tokens[at][0] in ITEMS
+    while at < len(tokens):
+        word = tokens[at][0]
+        is_use = is_use or (word == "use" and depth == 0)
+        if word in "([{":
+            depth += 1
+        elif word in ")]}":
+            depth -= 1
+            if depth < 0:
+                return at
+            if depth == 0 and word == "}" and not is_use:
+                return at + 1
+        elif depth == 0 and (word == ";" or (word == "," and not is_item)):
+            return at + 1
+        at += 1
+    return at
+
+
+def end_of_attribute(tokens, at):
+    depth = 0
+    while at < len(tokens):
+        depth += (tokens[at][0] == "[") - (tokens[at][0] == "]")
+        at += 1
+        if depth == 0 and tokens[at - 1][0] == "]":
+            break
+    return at
+
+
+def without_tests(tokens):
+    kept, at = [], 0
+    while at < len(tokens):
+        if tokens[at][0] == "#" and at + 1 < len(tokens) and tokens[at + 1][0] == "[":
+            end = end_of_attribute(tokens, at + 1)
+            words = [word for word, _ in tokens[at:end]]
+            if words[2:3] == ["cfg"] and "test" in words and "not" not in words:
+                while end < len(tokens) and tokens[end][0] == "#":
+                    end = end_of_attribute(tokens, end + 1)
+                at = end_of_item(tokens, end)
+                continue
+            kept += tokens[at:end]
+            at = end
+            continue
+        kept.append(tokens[at])
+        at += 1
+    return kept
+
+
+class Module:
+    def __init__(self, path, file):
+        self.path, self.file = path, file
+        self.children = {}  # name -> Module
+        self.imports = {}  # name in this file -> (path, is it re-exported)
+        self.globs = []  # paths of `use path::*`
+        self.paths = []  # (path, line): what it refers to
+        self.tokens = []
+
+
+def is_name(word):
+    return word[0].isalpha() or word[0] == "_"
+
+
+def tree(tokens, at, prefix, found):
+    """Reads one tree of a `use` from `at`: (path, name or None, line) into `found`; the index after it."""
+    path = list(prefix)
+    line = tokens[at][1]
+    while at < len(tokens):
+        word = tokens[at][0]
+        if word == "{":
+            at += 1
+            while tokens[at][0] != "}":
+                at = tree(tokens, at, path, found) if tokens[at][0] != "," else at + 1
+            return at + 1
+        if word == "*":
+            found.append((tuple(path) + ("*",), None, line))
+            return at + 1
+        if word == "::":
+            at += 1
+            continue
+        if not is_name(word):
+            return at
+        path.append(word)
+        line = tokens[at][1]
+        at += 1
+        if tokens[at][0] == "::":
+            continue
+        name = path[-1]
+        if path[-1] == "self" and len(path) > 1:
+            path.pop()
+            name = path[-1]
+        if tokens[at][0] == "as":
+            name = tokens[at + 1][0]
+            at += 2
+        found.append((tuple(path), name, line))
+        return at
+    return at
+
+
+class Crate:
+    def __init__(self, name, root):
+        self.name, self.modules = name, {}
+        root = Path(root)
+        self.root = self.load((), root, root.parent)
+
+    def load(self, path, file, folder):
+        module = Module(path, file)
+        self.modules[path] = module
+        text = file.read_text()
+        clean = without_comments(text)
+        lines, line = [], 1
+        for token in re.finditer(r"\n|" + TOKEN.pattern, clean):
+            if token[0] == "\n":
+                line += 1
+            else:
+                lines.append((token[0], line))
+        elsewhere = dict(
+            (name, at) for at, name in re.findall(r'#\[path\s*=\s*"([^"]+)"\]\s*(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+)\s*;', text)
+        )
+        tokens = module.tokens = without_tests(lines)
+        for i in range(len(tokens) - 2):
+            if tokens[i][0] == "mod" and tokens[i + 2][0] == ";":
+                name = tokens[i + 1][0]
+                if name in elsewhere:
+                    child = file.parent / elsewhere[name]
+                    below = child.parent
+                else:
+                    child, below = folder / f"{name}.rs", folder / name
+                    if not child.exists():
+                        child = folder / name / "mod.rs"
+                module.children[name] = self.load(path + (name,), child, below)
+        self.scan(module)
+        return module
+
+    @staticmethod
+    def scan(module):
+        """Takes down what the file names: in a `use`, or in a path that begins with something of this crate."""
+        tokens, at = module.tokens, 0
+        # Paths in a module that is written inside the file are that module's.
+        inside, depth = [], 0
+        while at < len(tokens):
+            word, line = tokens[at]
+            if word == "mod" and at + 2 < len(tokens) and tokens[at + 2][0] == "{":
+                inside.append(depth)
+            depth += (word == "{") - (word == "}")
+            if inside and word == "}" and depth == inside[-1]:
+                inside.pop()
+            before = tokens[at - 1][0] if at else ";"
+            if word == "use" and before != "(":
+                found = []
+                at = tree(tokens, at + 1, (), found)
+                public = before in ("pub", ")")
+                for path, name, where in found:
+                    path = Crate.outward(path, len(inside))
+                    module.paths.append((path, where))
+                    if name is None:
+                        module.globs.append((path[:-1], public))
+                    elif not inside:
+                        module.imports[name] = (path, public)
+            elif is_name(word) and before != "::" and at + 1 < len(tokens) and tokens[at + 1][0] == "::":
+                path = [word]
+                while at + 2 < len(tokens) and tokens[at + 1][0] == "::" and is_name(tokens[at + 2][0]):
+                    path.append(tokens[at + 2][0])
+                    at += 2
+                module.paths.append((Crate.outward(tuple(path), len(inside)), line))
+                at += 1
+            else:
+                at += 1
+
+    @staticmethod
+    def outward(path, inside):
+        """A path as the file means it, of a module that is written `inside` others in the file."""
+        while inside and path[:1] == ("super",):
+            path, inside = path[1:], inside - 1
+        return path if path else ("self",)
+
+    def resolve(self, start, path, through=0):
+        """The module that has what `path` names, as seen from module `start`; None for what is not of this crate."""
+        at, rest = self.modules[start], list(path)
+        if not rest or through > 20:
+            return at.path
+        first = True
+        while rest:
+            word = rest[0]
+            if word in ("$crate", "crate"):
+                at = self.root
+            elif word == "self":
+                pass
+            elif word == "super":
+                at = self.modules.get(at.path[:-1], self.root)
+            elif word in at.children:
+                at = at.children[word]
+            elif word in at.imports and (first or at.imports[word][0][:1] not in (("std",),)):
+                target = at.imports[word][0]
+                if target == (word,) and first and word not in at.children:
+                    return None
+                found = self.resolve(at.path, target, through + 1)
+                if found is None:
+                    return None
+                # The name is a module itself, or lies in the one found.
+                at = self.modules[found]
+                if not at.path or at.path[-1] != target[-1]:
+                    return at.path
+            else:
+                if first:
+                    return None
+                for target, public in at.globs:
+                    found = self.resolve(at.path, target, through + 1) if public else None
+                    if found is not None and self.defines(self.modules[found], word):
+                        return found
+                return at.path
+            rest.pop(0)
+            first = False
+        return at.path
+
+    @staticmethod
+    def defines(module, name):
+        kinds = {"fn", "struct", "enum", "trait", "type", "const", "static", "union"}
+        words = [word for word, _ in module.tokens]
+        return name in module.imports or any(a in kinds and b == name for a, b in zip(words, words[1:]))
+
+    def references(self):
+        """(from, to, file, line) of every reference from one module to another."""
+        for module in self.modules.values():
+            for path, line in module.paths:
+                path = path[:-1] if path[-1] == "*" else path
+                target = self.resolve(module.path, path)
+                if target is not None and target != module.path:
+                    yield module.path, target, module.file, line
+
+    def levels(self):
+        """Of each module that has children: which of them refers to which, and where for the first time."""
+        levels = defaultdict(dict)
+        for source, target, file, line in self.references():
+            common = 0
+            while common < min(len(source), len(target)) and source[common] == target[common]:
+                common += 1
+            if common < len(source) and common < len(target):
+                edge = (source[: common + 1], target[: common + 1])
+                levels[source[:common]].setdefault(edge, (file, line))
+        return levels
+
+
+def shortest_circle(edges):
+    """The shortest circle among `edges`, as a list of nodes; None where there is none."""
+    after = defaultdict(list)
+    for a, b in sorted(edges):
+        after[a].append(b)
+    best = None
+    for start in sorted(after):
+        back, queue, seen = {}, [start], set()
+        while queue:
+            node = queue.pop(0)
+            for following in after[node]:
+                if following == start:
+                    circle = [node]
+                    while circle[0] != start:
+                        circle.insert(0, back[circle[0]])
+                    if best is None or len(circle) < len(best):
+                        best = circle
+                    queue = []
+                    break
+                if following not in seen:
+                    seen.add(following)
+                    back[following] = node
+                    queue.append(following)
+    return best
+
+
+def named(path):
+    return "::".join(path)
+
+
+def problems(crate, known):
+    """A sentence for each circle beyond those that `known` references make, and for each of these that makes none."""
+    said, unused = [], set(known)
+    for level, edges in sorted(crate.levels().items()):
+        here = {edge for edge in edges if (named(edge[0]), named(edge[1])) in known}
+        allowed = dict((edge, place) for edge, place in edges.items() if edge not in here)
+        for edge in here:
+            others = {e: p for e, p in edges.items() if e == edge or e not in here}
+            if shortest_circle(others):
+                unused.discard((named(edge[0]), named(edge[1])))
+        while circle := shortest_circle(allowed):
+            ring = list(zip(circle, circle[1:] + circle[:1]))
+            places = "; ".join(
+                f"{named(a)} names {named(b)} at {allowed[(a, b)][0]}:{allowed[(a, b)][1]}" for a, b in ring
+            )
+            said.append(f"{crate.name}: circle {' -> '.join(map(named, circle + circle[:1]))} ({places})")
+            # The others of this level: without the rarest step of this one.
+            del allowed[ring[-1]]
+    for a, b in sorted(unused):
+        said.append(f"{crate.name}: {a} -> {b} makes no circle any more: take it off the list in .ci/modules.py")
+    return said
+
+
+def self_test():
+    def judge(files, known=()):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            said = problems(Crate("made", Path(folder, "lib.rs")), set(known))
+            return [line.split(" (")[0] for line in said]
+
+    root = "pub mod a; mod b; mod c;"
+    plain = {"a.rs": "pub struct A;", "b.rs": "pub struct B;", "c.rs": ""}
+
+    def tree_of(**changed):
+        return {"lib.rs": root} | plain | {name.replace("__", "/") + ".rs": text for name, text in changed.items()}
+
+    ring = ["made: circle a -> b -> a"]
+    cases = [
+        ("none", tree_of(a="use crate::b::B;", b="use crate::c;"), (), []),
+        ("by use", tree_of(a="use crate::b::B;", b="use super::a::A;"), (), ring),
+        ("by a list", tree_of(a="use crate::{c, b::{self, B}};", b="use crate::a::{A as X};"), (), ring),
+        ("by a path", tree_of(a="fn f() { crate::b::f() }", b="fn f() -> super::a::A { crate::a::A }"), (), ring),
+        ("by an import", tree_of(a="use crate::b; fn f() { b::f() }", b="use crate::a;"), (), ring),
+        (
+            "of three",
+            tree_of(a="use crate::b::B;", b="use crate::c::C;", c="use crate::a::A;"),
+            (),
+            ["made: circle a -> b -> c -> a"],
+        ),
+        (
+            "through a re-export of the root",
+            tree_of(a="use crate::B;", b="use crate::a::A;") | {"lib.rs": root + "pub use b::B;"},
+            (),
+            ring,
+        ),
+        (
+            "through a glob of the root",
+            tree_of(a="use crate::B;", b="pub struct B; use crate::a::A;") | {"lib.rs": root + "pub use b::*;"},
+            (),
+            ring,
+        ),
+        ("below a sibling", tree_of(a="mod x;", b="use crate::a::A;") | {"a/x.rs": "use crate::b::B;"}, (), ring),
+        (
+            "between children",
+            tree_of(a="mod x; mod y;") | {"a/x.rs": "use super::y;", "a/y.rs": "use crate::a::x::X;"},
+            (),
+            ["made: circle a::x -> a::y -> a::x"],
+        ),
+        ("with its parent", tree_of(a="mod x; pub use x::X; struct P;") | {"a/x.rs": "use super::P;"}, (), []),
+        ("in a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] mod tests { use crate::a::A; }"), (), []),
+        (
+            "in a test's file",
+            tree_of(a="use crate::b::B;", b="#[cfg(test)]\nmod tests;\nfn f() {}") | {"b/tests.rs": "use crate::a::A;"},
+            (),
+            [],
+        ),
+        ("in what is not code", tree_of(a="use crate::b::B;", b='// crate::a\nconst X: &str = "crate::a::A"; /* use crate::a; */'), (), []),
+        ("after a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] use crate::c; use crate::a::A;"), (), ring),
+        (
+            "after a test's element",
+            tree_of(a="use crate::b::B;", b="const X: [u8; 2] = [#[cfg(test)] 1, crate::a::A];"),
+            (),
+            ring,
+        ),
+        ("that is known", tree_of(a="use crate::b::B;", b="use crate::a::A;"), [("b", "a")], []),
+        (
+            "that is gone",
+            tree_of(a="use crate::b::B;"),
+            [("b", "a")],
+            ["made: b -> a makes no circle any more: take it off the list in .ci/modules.py"],
+        ),
+    ]
+    for what, files, known, expected in cases:
+        found = judge(files, known)
+        if found != expected:
+            sys.exit(f"modules.py self-test: a circle {what}: expected {expected}, found {found}")
+    print(f"modules: {len(cases)} made-up crates judged as they should be")
+
+
+def main(arguments):
+    top = Path(__file__).resolve().parent.parent
+    if arguments[:1] == ["self-test"]:
+        return self_test()
+    if arguments[:1] == ["graph"]:
+        crate = Crate(arguments[1], top / CRATES[arguments[1]])
+        for level, edges in sorted(crate.levels().items()):
+            print(named(level) or "(root)")
+            for (a, b), (file, line) in sorted(edges.items()):
+                print(f"    {named(a)} -> {named(b)}    {file.relative_to(top)}:{line}")
+        return None
+    said = []
+    for name, root in CRATES.items():
+        known = {(a, b) for crate, a, b in KNOWN if crate == name}
+        said += problems(Crate(name, top / root), known)
+    for line in said:
+        print(f"dependency rule: {line.replace(str(top) + '/', '')}", file=sys.stderr)
+    if said:
+        sys.exit(1)
+    print("modules: no circles")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,37 @@
+//! What lies where in the memory that ranks share.
+
+use super::{bell::Bell, mapping::whole_pages};
+use std::sync::atomic::AtomicU64;
+
+/// Longest vector that is summed in shared memory: sums and sums of squares of 4096 channels.
+pub(super) const SLOT: usize = 8192;
+
+/// The beginning of the memory. Then a [`Line`] a rank, then two slots of [`SLOT`] numbers a rank.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub(super) struct Head {
+    pub(super) token: [AtomicU64; 2],
+    pub(super) bell: Bell,
+}
+
+/// What a rank has said, in two places that take turns: a rank may be one call ahead of another.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub(super) struct Line {
+    /// Calls so far.
+    pub(super) calls: AtomicU64,
+    /// The operation and its root or reduction.
+    pub(super) what: [AtomicU64; 2],
+    /// Values.
+    pub(super) length: [AtomicU64; 2],
+}
+
+/// Where the slots begin.
+pub(super) fn slots_at(world: usize) -> usize {
+    size_of::<Head>() + world * size_of::<Line>()
+}
+
+/// Bytes that the group itself takes.
+pub(super) fn beginning(world: usize) -> usize {
+    whole_pages(slots_at(world) + 2 * world * SLOT * size_of::<f64>())
+}

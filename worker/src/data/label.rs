@@ -1,0 +1,11 @@
+//! What the labels of samples in shards may be, whichever kind of file they lie in.
+
+/// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
+pub(super) const CLASSES: u32 = 100_000;
+/// A class's number or name.
+pub(super) const LABEL_BYTES: u64 = 4096;
+
+/// Numbers are written in one way.
+pub(super) fn class_name(text: &str) -> String {
+    text.parse::<u32>().map_or_else(|_| text.to_owned(), |number| number.to_string())
+}

@@ -1,0 +1,152 @@
+//! A backend: a kind of device, with the engine that computes there and what a rank on it needs beside. All of them are in
+//! the [`registry`](super::registry); nothing outside of a backend's own folder names one where any would do.
+
+use super::{Engine, EngineConfig, EngineError, NamedTensors};
+use crate::{
+    comm::{Communicator, rendezvous::Store, watchdog::Watchdog},
+    data::device::DeviceDecoder,
+    gpu::RankGpu,
+    net::Network,
+    report::Observer,
+};
+use lockstep_protocol::spec::{Device, JobSpec, LossScale, Precision};
+use std::{
+    any::Any,
+    ffi::OsString,
+    fmt::{self, Debug},
+    io,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+/// A kind of device that ranks compute on.
+pub trait Backend: Debug + Sync {
+    /// `cpu`, `cuda`.
+    fn name(&self) -> &'static str;
+    /// The device of this backend that a rank computes on, as its process numbers them: of a rank that its launcher has
+    /// given `given`, for a job that asks for `asked`. `None`: of another backend. The first in the registry that has one is
+    /// the rank's.
+    fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32>;
+    /// What a rank is said to compute on until its engine says more: `CPU`, `GPU 1`.
+    fn device_name(&self, ordinal: i32) -> String;
+    /// What a rank arranges for its engine.
+    fn needs(&self) -> Needs;
+    /// The variables that a rank's process is started with, beside all that it inherits.
+    ///
+    /// # Errors
+    /// What they are about cannot be prepared on this machine.
+    fn environment(&self, _given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
+        Ok(Vec::new())
+    }
+    /// Looks whether this process can use the backend in a group of `world_size` ranks, before they meet.
+    ///
+    /// # Errors
+    /// What is missing on this machine, and what to do; no other attempt fares better.
+    fn preflight(&self, _world_size: u32) -> Result<(), String> {
+        Ok(())
+    }
+    /// Looks whether the engine does what a job asks for.
+    ///
+    /// # Errors
+    /// What it does not do, and what to change in the job.
+    fn check(&self, _spec: &JobSpec) -> Result<(), String> {
+        Ok(())
+    }
+    /// Builds the engine.
+    ///
+    /// # Errors
+    /// The initial tensors do not fit the network, or the device cannot be used.
+    fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError>;
+    /// Opens the decoder of JPEG files that a device has, beside an engine that computes in `precision`.
+    ///
+    /// # Errors
+    /// There is none, or it does not make the pixels that cores make; a sentence.
+    fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+        Err("there is no decoder of JPEG files".into())
+    }
+    /// Tells `observer` how the rank's device fares, at the steps that `progress` counts, until what it gives is dropped.
+    /// `None` where there is nothing to tell.
+    ///
+    /// # Errors
+    /// The device cannot be watched; a sentence. Training does without.
+    fn watch_device(
+        &self,
+        _given: Option<&RankGpu>,
+        _observer: Arc<dyn Observer>,
+        _progress: Arc<AtomicU64>,
+    ) -> Result<Option<Box<dyn Any + Send>>, String> {
+        Ok(None)
+    }
+    /// Ends what is under way on this process's devices and waits for other ranks, from any thread.
+    fn abort(&self, _reason: &str) {}
+    /// Waits until all that [`Backend::abort`] has begun is done; false: `limit` has passed.
+    fn wait_for_aborts(&self, _limit: Duration) -> bool {
+        true
+    }
+}
+
+/// What a rank arranges for the engine of its backend.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Needs {
+    /// Ranks of one machine share the host's memory beside their ring: weights and gradients are there.
+    pub shared_memory: bool,
+    /// Steps run behind the caller, and their collectives may wait for ever: a watchdog counts them.
+    pub watchdog: bool,
+    /// The engine leaves the rank's threads to who prepares its data.
+    pub leaves_threads: bool,
+    /// It computes in 16 bits, and `train.precision` chooses.
+    pub half_precision: bool,
+    /// It may decode JPEG files; see [`Backend::decoder`].
+    pub decodes: bool,
+}
+
+/// What an engine is built from.
+pub struct BuildArgs<'a> {
+    pub network: Arc<Network>,
+    /// Weights, biases and running statistics.
+    pub initial: &'a NamedTensors,
+    pub config: EngineConfig,
+    pub comm: Arc<dyn Communicator>,
+    /// Of the devices that this process sees.
+    pub ordinal: i32,
+    /// To compute in, where there is a choice.
+    pub precision: Precision,
+    /// For fp16.
+    pub loss_scale: LossScale,
+    /// The same bits in every run.
+    pub deterministic: bool,
+    /// Where the ranks meet; absent for a single rank.
+    pub store: Option<Arc<Store>>,
+    /// To be told of every step that is submitted and done.
+    pub watchdog: Option<Arc<Watchdog>>,
+    /// Engines that this process has built before: each connects its ranks' devices under names of its own.
+    pub generation: u32,
+}
+
+/// An error of a device or of one of its libraries, in its backend's words.
+pub trait DeviceError: std::error::Error + Send + Sync {
+    /// Whether another attempt, in new processes, may fare better.
+    fn is_retriable(&self) -> bool;
+    /// Whether the device's memory does not suffice.
+    fn is_out_of_memory(&self) -> bool;
+}
+
+/// Where a rank computes.
+#[derive(Clone, Copy)]
+pub struct DeviceChoice {
+    pub backend: &'static dyn Backend,
+    /// Of the devices that this process sees.
+    pub ordinal: i32,
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.backend.device_name(self.ordinal))
+    }
+}
+
+impl Debug for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.backend.name(), self.ordinal)
+    }
+}

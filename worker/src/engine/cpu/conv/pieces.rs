@@ -1,0 +1,50 @@
+//! How the weight gradient cuts a convolution's output into pieces whose input and gradient stay in the first-level cache.
+
+use super::{ConvShape, tile::Run};
+use std::ops::Range;
+
+/// Pieces for a full group of pictures, and for a last one that is not full.
+pub(super) type Pieces = [Vec<Piece>; 2];
+
+/// Some rows of output pixels of a group of pictures, and the input rows that they meet.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub(super) rows: Range<usize>,
+    pub(super) src: Range<usize>,
+    /// Runs for every kernel offset, with pixels counted from the first of `src` and `rows`.
+    pub(super) runs: Vec<Vec<Run>>,
+}
+
+/// Cuts the output rows into pieces and lists, for every kernel offset, the pixels that meet.
+pub(super) fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
+    let (out_h, out_w) = (s.out_h(), s.out_w());
+    let meets = |d: usize, k: usize, src: usize| {
+        (d * s.stride + k).checked_sub(s.padding).filter(|position| *position < src)
+    };
+    let piece = |first: usize| {
+        let rows = first..out_h.min(first + rows);
+        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| meets(row, k, s.in_h)));
+        let src = met().min().unwrap_or(0)..met().max().map_or(0, |last| last + 1);
+        let runs = (0..s.kernel * s.kernel).map(|tap| {
+            let (ky, kx) = (tap / s.kernel, tap % s.kernel);
+            let mut runs: Vec<Run> = Vec::new();
+            for row in rows.clone() {
+                let Some(y) = meets(row, ky, s.in_h) else { continue };
+                for column in 0..out_w {
+                    let Some(x) = meets(column, kx, s.in_w) else { continue };
+                    let x = (((y - src.start) * s.in_w + x) * group) as u32;
+                    let dy = (((row - rows.start) * out_w + column) * group) as u32;
+                    match runs.last_mut() {
+                        Some(run) if run.x + run.len == x && run.dy + run.len == dy => {
+                            run.len += group as u32;
+                        }
+                        _ => runs.push(Run { x, dy, len: group as u32 }),
+                    }
+                }
+            }
+            runs
+        });
+        Piece { runs: runs.collect(), src, rows }
+    };
+    (0..out_h).step_by(rows).map(piece).collect()
+}

@@ -1,0 +1,23 @@
+//! What the CUDA engine is told.
+
+use crate::comm::{rendezvous::Store, watchdog::Watchdog};
+use lockstep_protocol::spec::{LossScale, Precision};
+use std::sync::Arc;
+
+/// What the CUDA engine is given beside what every engine is.
+#[derive(Debug, Clone)]
+pub struct GpuConfig {
+    /// As CUDA numbers the devices that this process sees.
+    pub ordinal: i32,
+    pub precision: Precision,
+    /// For fp16.
+    pub loss_scale: LossScale,
+    /// The same bits in every run.
+    pub deterministic: bool,
+    /// Where the ranks meet; absent for a single rank.
+    pub store: Option<Arc<Store>>,
+    /// To be told of every step that is submitted and done.
+    pub watchdog: Option<Arc<Watchdog>>,
+    /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
+    pub generation: u32,
+}

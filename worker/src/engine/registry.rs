@@ -1,0 +1,47 @@
+//! The backends. Another one is a folder and a line here.
+
+#[cfg(test)]
+use super::toy::Toy;
+use super::{
+    backend::{Backend, DeviceChoice},
+    cpu::Cpu,
+    cuda::Cuda,
+};
+use crate::{gpu::RankGpu, host};
+use lockstep_protocol::spec::Device;
+use std::time::Duration;
+
+/// In the order in which they are asked whether a rank is theirs; the CPU takes all that are nobody's.
+static BACKENDS: &[&dyn Backend] = &[
+    #[cfg(test)]
+    &Toy,
+    &Cuda,
+    &Cpu,
+];
+
+/// Where a rank computes that its launcher has given `given`, for a job that asks for `asked`.
+pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
+    let theirs = |backend: &&'static dyn Backend| {
+        backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend: *backend, ordinal })
+    };
+    BACKENDS.iter().find_map(theirs).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
+}
+
+/// Ends what is under way on this process's devices and waits for other ranks, from any thread.
+pub fn abort(reason: &str) {
+    BACKENDS.iter().for_each(|backend| backend.abort(reason));
+}
+
+/// Waits until all aborts of this process are done; false: `limit` has passed.
+pub fn wait_for_aborts(limit: Duration) -> bool {
+    BACKENDS.iter().all(|backend| backend.wait_for_aborts(limit))
+}
+
+/// Exits. Exit handlers free what aborts use (NCCL's do), and a process that ran them meanwhile would end with a segmentation
+/// fault instead of its status: aborts have `limit` to finish, and handlers do not run where one has not.
+pub fn exit(status: i32, limit: Duration) -> ! {
+    if wait_for_aborts(limit) {
+        std::process::exit(status)
+    }
+    host::exit_without_handlers(status)
+}

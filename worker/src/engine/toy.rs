@@ -1,0 +1,64 @@
+//! A third backend, for tests: it shows what one needs to be, and computes with the CPU's functions.
+
+use super::{
+    Engine, EngineError,
+    backend::{Backend, BuildArgs, Needs},
+    build_cpu,
+};
+use crate::gpu::RankGpu;
+use lockstep_protocol::spec::Device;
+use std::{ffi::OsString, io, sync::Mutex};
+
+/// What its devices are called begins so.
+pub(crate) const DEVICE: &str = "TOY-";
+/// Tells a rank's process which devices there are.
+pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";
+
+/// What this process has asked of it, in order.
+pub(crate) static ASKED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+fn note(what: String) {
+    ASKED.lock().unwrap().push(what);
+}
+
+/// The backend.
+#[derive(Debug)]
+pub(super) struct Toy;
+
+impl Backend for Toy {
+    fn name(&self) -> &'static str {
+        "toy"
+    }
+
+    fn device_of(&self, given: Option<&RankGpu>, _asked: Device) -> Option<i32> {
+        let given = given?;
+        given.uuid()?.starts_with(DEVICE).then_some(given.ordinal)
+    }
+
+    fn device_name(&self, ordinal: i32) -> String {
+        format!("toy {ordinal}")
+    }
+
+    fn needs(&self) -> Needs {
+        Needs { shared_memory: true, ..Needs::default() }
+    }
+
+    fn environment(&self, given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
+        let visible = given.map(|given| given.visible.join(",")).unwrap_or_default();
+        Ok(vec![(VISIBLE.into(), visible.into())])
+    }
+
+    fn preflight(&self, world_size: u32) -> Result<(), String> {
+        note(format!("preflight for {world_size} ranks"));
+        Ok(())
+    }
+
+    fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
+        note(format!("engine on device {}", args.ordinal));
+        build_cpu(args.network, args.initial, args.config, args.comm)
+    }
+
+    fn abort(&self, reason: &str) {
+        note(format!("abort: {reason}"));
+    }
+}

@@ -1,0 +1,71 @@
+//! Facts of this machine and process, and files that others read while they are written.
+
+use std::{
+    ffi::c_int,
+    fs::{self, File},
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+/// The program that this process runs: this very binary, also when its file has been replaced since.
+///
+/// # Errors
+/// The system does not say which file this process runs.
+pub fn own_program() -> io::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
+}
+
+/// Ends this process without running what libraries have registered for its end.
+#[allow(unsafe_code)] // The system's own function; any number is a status.
+pub(crate) fn exit_without_handlers(status: i32) -> ! {
+    unsafe extern "C" {
+        safe fn _exit(status: c_int) -> !;
+    }
+    let _ = io::stdout().flush();
+    _exit(status)
+}
+
+/// This machine's name.
+pub fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Of the running kernel: the same in all containers of a machine, another one after each start. Empty where the system
+/// does not say.
+pub(crate) fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// As [`write_whole`], for this user's eyes only.
+///
+/// # Errors
+/// The sentence names the file.
+pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
+    write_with(path, content, 0o600)
+}
+
+/// Writes a file that others see complete or not at all.
+///
+/// # Errors
+/// The sentence names the file.
+pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+    write_with(path, content, 0o644)
+}
+
+fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".new");
+    let temporary = PathBuf::from(temporary);
+    // One that an earlier writer left might have another mode.
+    let _ = fs::remove_file(&temporary);
+    File::options()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(&temporary)
+        .and_then(|mut file| file.write_all(content))
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+}

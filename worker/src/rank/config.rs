@@ -1,0 +1,49 @@
+//! What a rank process is told by whoever starts it.
+
+use crate::{
+    engine::{DeviceChoice, registry},
+    gpu::RankGpu,
+};
+use lockstep_protocol::agent::StartAttempt;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// What a rank process is told, as the file `rank.<r>.json` in its attempt's folder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankConfig {
+    /// The attempt, with `master_port` already chosen.
+    pub start: StartAttempt,
+    /// This process's rank, from 0.
+    pub rank: u32,
+    /// The slot it runs in.
+    pub slot: u32,
+    /// Ranks of the attempt on this machine.
+    pub local_ranks: u32,
+    /// Threads of this rank.
+    pub threads: u32,
+    /// Absent: it computes on CPU cores.
+    #[serde(default)]
+    pub gpu: Option<RankGpu>,
+    /// Where its agent keeps until when it may go on without one; absent where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<PathBuf>,
+    /// The job's folder; this attempt's is `attempts/<n>` in it.
+    pub job_dir: PathBuf,
+}
+
+impl RankConfig {
+    /// The attempt's folder.
+    pub fn attempt_dir(&self) -> PathBuf {
+        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> DeviceChoice {
+        registry::device_of(self.gpu.as_ref(), self.start.spec.parallel.device)
+    }
+
+    /// Where the job's checkpoints are.
+    pub fn checkpoints_dir(&self) -> PathBuf {
+        self.job_dir.join("checkpoints")
+    }
+}

@@ -1,0 +1,81 @@
+//! A rank from its file's content to its checkpoint, on a backend that only the registry knows.
+
+use super::*;
+use crate::{checkpoint, engine::toy, gpu::RankGpu, tensors::NamedTensors};
+use lockstep_protocol::{
+    agent::{AttemptRef, StartAttempt},
+    job::JobId,
+    spec::{Arch, JobSpec, Validation},
+};
+use std::fs;
+
+const STEPS: u64 = 3;
+
+/// 32 pictures of 8 x 8 pixels to train on and 8 to validate, as IDX files.
+fn dataset(folder: &Path) {
+    fs::create_dir(folder).unwrap();
+    for (name, count) in [("train", 32u32), ("t10k", 8)] {
+        let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
+            std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
+        };
+        let pixels = (0..count * 64).map(|i| (i * 7 % 256) as u8);
+        let pictures: Vec<u8> = header(0x0803, &[count, 8, 8]).into_iter().chain(pixels).collect();
+        let labels: Vec<u8> =
+            header(0x0801, &[count]).into_iter().chain((0..count).map(|i| (i % 2) as u8)).collect();
+        fs::write(folder.join(format!("{name}-images-idx3-ubyte")), pictures).unwrap();
+        fs::write(folder.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
+    }
+}
+
+/// Runs a rank that its launcher gave `gpu`; the weights of its last checkpoint.
+fn trained(gpu: Option<RankGpu>) -> NamedTensors {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("dataset");
+    dataset(&data);
+    let mut spec = JobSpec::default();
+    spec.model.arch = Arch::ResNet20;
+    spec.data.validation = Validation::Split("test".into());
+    spec.data.crop_padding = 0;
+    spec.train.epochs = None;
+    spec.train.steps = Some(STEPS);
+    spec.train.global_batch_size = Some(8);
+    let config = RankConfig {
+        start: StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 1 },
+            spec,
+            dataset_path: data.to_string_lossy().into_owned(),
+            world_size: 1,
+            ranks: vec![(0, 0)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: None,
+            resume: None,
+        },
+        rank: 0,
+        slot: 0,
+        local_ranks: 1,
+        threads: 1,
+        gpu,
+        lease: None,
+        job_dir: folder.path().into(),
+    };
+    fs::create_dir_all(config.attempt_dir()).unwrap();
+    fs::create_dir_all(config.checkpoints_dir()).unwrap();
+    let reporter = Arc::new(Reporter::create(&config.attempt_dir(), 0).unwrap());
+    let outcome = attempt(&config, &Arc::default(), &reporter).unwrap();
+    assert_eq!(outcome, Outcome::Finished { step: STEPS });
+    let kept = config.checkpoints_dir().join(checkpoint::folder_name(1, STEPS));
+    checkpoint::read_tensors(&kept.join(checkpoint::MODEL)).unwrap()
+}
+
+#[test]
+fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
+    let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), format!("{}b", toy::DEVICE)] };
+    let weights = trained(Some(gpu));
+    let asked = toy::ASKED.lock().unwrap().clone();
+    assert_eq!(asked, ["preflight for 1 ranks", "engine on device 1"]);
+    // It computes as the CPU does, so all that is around it came to the same bits.
+    assert!(weights == trained(None), "other weights than on the CPU");
+    assert_eq!(toy::ASKED.lock().unwrap().len(), asked.len(), "the CPU's rank is not its own");
+}

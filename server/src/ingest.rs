@@ -33,7 +33,7 @@ pub(crate) enum Work {
         agent: String,
         /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
         connection: mpsc::Sender<()>,
-        report: Report,
+        report: Box<Report>,
         room: Room,
     },
     /// Answered when everything before it is stored.
@@ -116,7 +116,7 @@ async fn store(app: &App, batch: Vec<Work>) {
             Work::Report { agent, connection, report, room } => {
                 from.push((agent, connection, report.attempt.clone()));
                 rooms.push(room);
-                reports.push(report);
+                reports.push(*report);
             }
             Work::Barrier(done) => barriers.push(done),
         }

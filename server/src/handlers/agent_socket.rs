@@ -344,7 +344,7 @@ impl Connection<'_> {
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };
-                let (agent, connection) = (self.id.clone(), self.cut.clone());
+                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
                 app.ingest.put(Work::Report { agent, connection, report, room });
             }
             FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),

@@ -8,7 +8,10 @@ use crate::{
     handlers::{evaluation::Evaluations, looks::Looks},
     hub::Hub,
     ingest::{self, Ingest},
-    metrics::pyramid::{self, Sealer},
+    metrics::{
+        pyramid::{self, Sealer},
+        retire,
+    },
     private, purge,
     store::{Changed, CheckpointRow, Location, Store},
 };
@@ -107,6 +110,7 @@ impl App {
         app.spawn(ingest::run(app.clone(), queue));
         app.spawn(dispatch::run(app.clone()));
         app.spawn(pyramid::run(app.clone()));
+        app.spawn(retire::run(app.clone()));
         app.spawn(purge::run(app.clone()));
         app.spawn({
             let hub = app.hub.clone();

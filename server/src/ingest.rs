@@ -3,19 +3,27 @@
 
 use crate::{
     app::App,
-    store::{Changed, Ingested, Report, Result},
+    store::{Changed, EventRow, Ingested, Report, Result},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, ToAgent},
     job::JobId,
 };
-use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
-use tokio::sync::{mpsc, oneshot};
+use std::{
+    collections::HashSet,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-/// Reports that may wait. An agent has at most a few dozen under way.
-const QUEUE: usize = 4096;
-/// The most records in one transaction, so that no reader waits long for the first of them.
-const BATCH_RECORDS: usize = 4096;
+/// Of reports that wait, as they came; agents hold back what is more, on disk.
+const QUEUE_BYTES: usize = 64 << 20;
+/// Permits are for so much, so that an agent's largest message has room in their number.
+const PERMIT_BYTES: usize = 1 << 10;
+/// How long a report waits for room. Its agent's heartbeats wait behind it: much less than a lease.
+const ROOM_WITHIN: Duration = Duration::from_secs(4);
+/// The most of one transaction, so that no reader waits long for the first of them.
+const BATCH_BYTES: usize = 4 << 20;
 
 /// What waits to be stored.
 #[derive(Debug)]
@@ -25,7 +33,8 @@ pub(crate) enum Work {
         agent: String,
         /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
         connection: mpsc::Sender<()>,
-        report: Report,
+        report: Box<Report>,
+        room: Room,
     },
     /// Answered when everything before it is stored.
     Barrier(oneshot::Sender<()>),
@@ -33,25 +42,48 @@ pub(crate) enum Work {
 
 /// Where connections put their reports.
 #[derive(Debug, Clone)]
-pub(crate) struct Ingest(mpsc::Sender<Work>);
+pub(crate) struct Ingest {
+    to: mpsc::UnboundedSender<Work>,
+    room: Arc<Semaphore>,
+}
 
-pub(crate) type Queue = mpsc::Receiver<Work>;
+pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
+
+/// A report's place among those that wait.
+#[derive(Debug)]
+pub(crate) struct Room {
+    bytes: usize,
+    _permit: OwnedSemaphorePermit,
+}
 
 impl Ingest {
     pub(crate) fn new() -> (Self, Queue) {
-        let (to, queue) = mpsc::channel(QUEUE);
-        (Self(to), queue)
+        let (to, queue) = mpsc::unbounded_channel();
+        (Self { to, room: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
     }
 
-    /// False when the database is so far behind that the report should come again later.
-    pub(crate) fn put(&self, work: Work) -> bool {
-        self.0.try_send(work).is_ok()
+    /// Room for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
+    /// its agent, whose spool takes the rest. None when the database is so far behind that it should come again later.
+    pub(crate) async fn room(&self, bytes: usize) -> Option<Room> {
+        self.room_within(bytes, ROOM_WITHIN).await
+    }
+
+    async fn room_within(&self, bytes: usize, patience: Duration) -> Option<Room> {
+        let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
+        let permit = self.room.clone().acquire_many_owned(u32::try_from(permits).ok()?);
+        let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
+        Some(Room { bytes, _permit: permit })
+    }
+
+    /// Nothing is lost while the server runs: what is put has its room.
+    pub(crate) fn put(&self, work: Work) {
+        let _ = self.to.send(work);
     }
 
     /// Returns when all that was put before is stored.
     pub(crate) async fn drained(&self) {
         let (to, done) = oneshot::channel();
-        if self.0.send(Work::Barrier(to)).await.is_ok() {
+        if self.to.send(Work::Barrier(to)).is_ok() {
             let _ = done.await;
         }
     }
@@ -61,12 +93,12 @@ impl Ingest {
 pub(crate) async fn run(app: App, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &Work| if let Work::Report { report, .. } = w { report.events.len() } else { 0 };
-        let mut records = size(&batch[0]);
-        while records < BATCH_RECORDS
+        let size = |w: &Work| if let Work::Report { room, .. } = w { room.bytes } else { 0 };
+        let mut bytes = size(&batch[0]);
+        while bytes < BATCH_BYTES
             && let Ok(more) = queue.try_recv()
         {
-            records += size(&more);
+            bytes += size(&more);
             batch.push(more);
         }
         store(&app, batch).await;
@@ -77,11 +109,14 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
     let mut barriers = Vec::new();
+    // Let go when all is stored.
+    let mut rooms = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
-            Work::Report { agent, connection, report } => {
+            Work::Report { agent, connection, report, room } => {
                 from.push((agent, connection, report.attempt.clone()));
-                reports.push(report);
+                rooms.push(room);
+                reports.push(*report);
             }
             Work::Barrier(done) => barriers.push(done),
         }
@@ -93,11 +128,13 @@ async fn store(app: &App, batch: Vec<Work>) {
     }
     for ((agent, connection, attempt), answer) in from.into_iter().zip(answers) {
         match answer {
-            Ingested::Stored { acknowledged, changed } => {
+            Ingested::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
-                    app.events_stored.fetch_add(changed.events.len() as u64, Ordering::Relaxed);
+                    let events = changed.events.iter().map(EventRow::count).sum();
+                    app.events_stored.fetch_add(events, Ordering::Relaxed);
                     app.announce(&changed);
                 }
+                acknowledged.watched = app.hub.is_watched(&attempt.job);
                 app.agents.tell(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
@@ -121,7 +158,7 @@ async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<In
     let mut wait = Duration::from_millis(100);
     let mut tried_again = false;
     loop {
-        match app.store.ingest(reports.to_vec()).await {
+        match app.store.ingest(reports).await {
             Err(error) if error.may_pass() => {
                 tracing::error!(%error, "reports cannot be stored; trying again");
                 tokio::select! {
@@ -206,5 +243,22 @@ async fn catch_up(app: &App, jobs: HashSet<&JobId>) {
             Ok(None) => {}
             Err(error) => tracing::warn!(%error, "readers of a job wait for its next event"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn reports_wait_for_room_but_not_for_ever() {
+        let (ingest, _queue) = Ingest::new();
+        let first = ingest.room(QUEUE_BYTES - PERMIT_BYTES).await.unwrap();
+        let second = ingest.room(PERMIT_BYTES).await.expect("there is room for the last kibibyte");
+        assert!(ingest.room_within(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        let (third, ()) = tokio::join!(ingest.room(PERMIT_BYTES), async { drop(second) });
+        assert!(third.is_some(), "it waits until what is before it is stored");
+        drop((first, third));
+        assert!(ingest.room(usize::MAX).await.is_some(), "the largest message has room once it is alone");
     }
 }

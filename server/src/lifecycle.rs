@@ -314,11 +314,7 @@ pub fn report(
             vec![state_event(row)]
         }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
-            let columns = columns.into_iter().filter(|c| {
-                metric::NAMES.contains(&c.name.as_str())
-                    && c.steps.len() == c.values.len()
-                    && !c.steps.is_empty()
-            });
+            let columns = columns.into_iter().filter(is_column);
             columns
                 .map(|column| {
                     note(row, rank, &column);
@@ -380,6 +376,49 @@ pub fn report(
         | AttemptEvent::Rank { .. }
         | AttemptEvent::Unknown => Vec::new(),
     })
+}
+
+/// What a column of metrics must be to be kept.
+fn is_column(column: &MetricColumn) -> bool {
+    metric::NAMES.contains(&column.name.as_str())
+        && column.steps.len() == column.values.len()
+        && !column.steps.is_empty()
+}
+
+/// The records of a report, with the points that came between two others as one: a rank that is quick writes many records a
+/// report. Log lines and ranks' own reports stay between points that are about the same time as they are.
+pub fn together(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
+    let mut all = Vec::new();
+    // Whose points are gathered, to come at this place.
+    let mut gathered: Option<(u32, usize)> = None;
+    for event in events {
+        let AttemptEvent::Metrics { rank, columns } = event else {
+            if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
+                gathered = None;
+            }
+            all.push(event.clone());
+            continue;
+        };
+        let place = match gathered {
+            Some((of, place)) if of == *rank => place,
+            _ => {
+                all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
+                all.len() - 1
+            }
+        };
+        gathered = Some((*rank, place));
+        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(place) else { continue };
+        for column in columns.iter().filter(|column| is_column(column)) {
+            match to.iter_mut().find(|c| c.name == column.name) {
+                Some(same) => {
+                    same.steps.extend_from_slice(&column.steps);
+                    same.values.extend_from_slice(&column.values);
+                }
+                None => to.push(column.clone()),
+            }
+        }
+    }
+    all
 }
 
 fn checkpoint_id(row: &JobRow, epoch: u32, step: u64) -> String {
@@ -461,3 +500,6 @@ fn ended(
     }
     Ok(events)
 }
+
+#[cfg(test)]
+mod tests;

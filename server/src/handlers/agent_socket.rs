@@ -104,18 +104,21 @@ impl From<axum::Error> for End {
     }
 }
 
-/// The message that has come; none before the last of its parts.
-fn read(message: &Message, unfinished: &mut Unfinished) -> std::result::Result<Option<FromAgent>, End> {
+/// The message that has come and its length; none before the last of its parts.
+fn read(
+    message: &Message,
+    unfinished: &mut Unfinished,
+) -> std::result::Result<Option<(FromAgent, usize)>, End> {
     let understood = |bytes: &[u8]| {
         wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
     };
     match message {
         Message::Binary(bytes) => match understood(bytes)? {
             FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
-                Some(whole) => understood(&whole).map(Some),
+                Some(whole) => understood(&whole).map(|message| Some((message, whole.len()))),
                 None => Ok(None),
             },
-            whole => Ok(Some(whole)),
+            whole => Ok(Some((whole, bytes.len()))),
         },
         Message::Text(_) => Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED }),
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),
@@ -177,7 +180,7 @@ async fn serve(app: App, socket: WebSocket) {
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
         match message.map_err(End::from).and_then(|message| read(&message, &mut unfinished)) {
-            Ok(Some(message)) => break message,
+            Ok(Some((message, _))) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
                 tracing::warn!(reason = why, "a connection that is no agent's");
@@ -217,7 +220,7 @@ async fn serve(app: App, socket: WebSocket) {
                         Ok(Some(message)) => {
                             let message = message.map_err(End::from);
                             match message.and_then(|message| read(&message, &mut unfinished)) {
-                                Ok(Some(message)) => if let ControlFlow::Break(end) = agent.hear(message) { break end },
+                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.hear(message, bytes).await { break end },
                                 Ok(None) => {}
                                 Err(end) => break end,
                             }
@@ -320,7 +323,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    fn hear(&mut self, message: FromAgent) -> ControlFlow<End> {
+    async fn hear(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
@@ -336,12 +339,13 @@ impl Connection<'_> {
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
-                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
-                let work = Work::Report { agent: self.id.clone(), connection: self.cut.clone(), report };
-                if !app.ingest.put(work) {
+                let Some(room) = app.ingest.room(bytes).await else {
                     let why = "the database is behind; it is to come back".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
-                }
+                };
+                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
+                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
+                app.ingest.put(Work::Report { agent, connection, report, room });
             }
             FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),
             FromAgent::Leaving { reason } => {

@@ -16,11 +16,12 @@ pub use location::Location;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
     Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
-    Place, Report,
+    Place, Report, Stored,
 };
 
 use crate::{config::ServeError, lifecycle::Refused};
 use async_trait::async_trait;
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
@@ -137,10 +138,17 @@ pub trait Store: Send + Sync + 'static {
     async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
     /// before are skipped; one answer for each report, in order.
-    async fn ingest(&self, reports: Vec<Report>) -> Result<Vec<Ingested>>;
+    async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
 
-    /// Events of a job with `seq > after`, in order, at most `limit`.
+    /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
+    /// The number that a job's stream begins with: points of earlier events are in chunks alone.
+    async fn first_seq(&self, job: &JobId) -> Result<u64>;
+    /// A job that was over at `before` and has points among its events.
+    async fn oldest_with_points(&self, before: Timestamp) -> Result<Option<JobId>>;
+    /// Removes some of the points that are in chunks from a job's events, in a transaction so short that others hardly
+    /// wait for it. False when there was none left.
+    async fn remove_points(&self, job: &JobId) -> Result<bool>;
     /// Columns of metrics in order of their events.
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
     /// First and last step of what matches and is in chunks, and the number of the newest event that is.
@@ -155,8 +163,7 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<(u64, Vec<MetricChunk>)>;
     /// The chunk of each series and level that may still grow, and the number of the newest event in chunks.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
-    /// Stores chunks, in place of those of the same series, level and first step; metric events up to `until` are
-    /// in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
+    /// Stores chunks, those that have grown in place of what they were; metric events up to `until` are in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
     async fn put_metric_chunks(
         &self,
         job: &JobId,

@@ -178,7 +178,7 @@ mod tests {
     }
 
     fn stored(held: &Held, source: Source, records: u64) -> Acknowledged {
-        Acknowledged { attempt: held.start.attempt.clone(), source, records }
+        Acknowledged { attempt: held.start.attempt.clone(), source, records, watched: false }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::jobs,
     metrics::{chunk::Bucket, pyramid, query},
-    store::{self, EventRow, MetricFilter},
+    store::{self, MetricFilter},
 };
 use axum::{
     Json,
@@ -218,7 +218,8 @@ impl Csv {
         }
         let events = self.app.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
-        for (attempt, rank, columns) in events.iter().filter_map(EventRow::metrics) {
+        let name = self.filter.name.as_deref();
+        for (attempt, rank, columns) in events.iter().filter_map(|row| row.metrics(name)) {
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }

@@ -131,11 +131,17 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
 
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
     pub(super) fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (bytes, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
         Some(*bytes)
+    }
+
+    pub(super) fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(bytes)
     }
 
     pub(super) fn number(&mut self) -> Option<u64> {

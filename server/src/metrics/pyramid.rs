@@ -3,7 +3,7 @@
 use super::chunk::{self, Bucket, LEVELS, capacity, width};
 use crate::{
     app::App,
-    store::{Changed, MetricChunk, MetricFilter, Result, Store, StoreError, Stored, quarantine},
+    store::{Changed, EventRow, MetricChunk, MetricFilter, Result, Store, StoreError, Stored, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
 use std::{
@@ -13,11 +13,11 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Points that are made into chunks at a time, in bytes of their rows for each rank; fewer stay as they are. Some 250 of
-/// each metric: each time the newest chunk of every series is written anew.
-const BYTES_A_RANK: u64 = 9 << 10;
+/// Rows that are made into chunks at a time, as their cost for each rank; fewer stay as they are, and a chart reads all of
+/// them. Some 15 to 40 reports: each time the newest chunk of every series is written anew.
+const COST_A_RANK: u64 = 12 << 10;
 /// The same of the smallest jobs.
-const LEAST_BYTES: u64 = 64 << 10;
+const LEAST_COST: u64 = 64 << 10;
 /// Between two rounds, so that training's reports go first.
 const BETWEEN: Duration = Duration::from_millis(20);
 
@@ -30,14 +30,14 @@ pub(crate) struct Sealer {
 
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
-    bytes: u64,
+    cost: u64,
     /// What is worth the work.
     enough: u64,
 }
 
-/// The bytes of a job of so many ranks that are made into chunks at a time.
+/// The cost of the rows of a job of so many ranks that are made into chunks at a time.
 pub(crate) fn enough(ranks: u32) -> u64 {
-    (u64::from(ranks) * BYTES_A_RANK).max(LEAST_BYTES)
+    (u64::from(ranks) * COST_A_RANK).max(LEAST_COST)
 }
 
 impl Sealer {
@@ -48,26 +48,26 @@ impl Sealer {
     /// Notes what was stored.
     pub(crate) fn note(&self, changed: &Changed) {
         let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
-        self.count(&changed.job.id, changed.job.ranks, points.map(|row| row.bytes() as u64).sum());
+        self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 
-    /// Notes that so many bytes of a job wait.
-    pub(crate) fn count(&self, job: &JobId, ranks: u32, bytes: u64) {
-        if bytes == 0 {
+    /// Notes that rows of a job wait which cost so much.
+    pub(crate) fn count(&self, job: &JobId, ranks: u32, cost: u64) {
+        if cost == 0 {
             return;
         }
         let mut all = self.lock();
         let enough = enough(ranks);
-        let waiting = all.entry(job.clone()).or_insert(Waiting { bytes: 0, enough });
-        waiting.bytes = waiting.bytes.saturating_add(bytes);
-        if waiting.bytes >= waiting.enough {
+        let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, enough });
+        waiting.cost = waiting.cost.saturating_add(cost);
+        if waiting.cost >= waiting.enough {
             self.wake.notify_one();
         }
     }
 
     fn take(&self) -> Option<(JobId, u64)> {
         let mut all = self.lock();
-        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.bytes >= waiting.enough)?;
+        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.enough)?;
         let (job, enough) = (job.clone(), waiting.enough);
         all.remove(&job);
         Some((job, enough))
@@ -82,12 +82,12 @@ pub(crate) async fn run(app: App) {
         Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
     }
     loop {
-        let Some((job, bytes)) = app.sealer.take() else {
+        let Some((job, cost)) = app.sealer.take() else {
             app.sealer.wake.notified().await;
             continue;
         };
         loop {
-            match seal(app.store.as_ref(), &job, bytes, false).await {
+            match seal(app.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
                 // A job may be deleted meanwhile; and what failed is tried again when more has come.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
@@ -100,11 +100,11 @@ pub(crate) async fn run(app: App) {
     }
 }
 
-/// Makes the next so many bytes of a job's points into chunks, or with `rest` as many as there are. False when there are
+/// Makes the next rows of a job that cost so much into chunks, or with `rest` as many as there are. False when there are
 /// not so many.
-pub(super) async fn seal(store: &dyn Store, job: &JobId, bytes: u64, rest: bool) -> Result<bool> {
+pub(super) async fn seal(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (sealed, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: sealed, limit_bytes: Some(bytes), ..MetricFilter::default() };
+    let filter = MetricFilter { after: sealed, limit_cost: Some(cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
     if !page.full && (!rest || page.last <= sealed) {
         return Ok(false);

@@ -74,7 +74,7 @@ async fn attempt(
     let (sealed, extent) = app.store.metric_extent(job, filter).await?;
     let page = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
     let (as_of, tail) = (page.as_of, page.columns);
-    if page.bytes > 2 * pyramid::enough(ranks) {
+    if page.cost > 2 * pyramid::enough(ranks) {
         app.sealer.count(job, ranks, pyramid::enough(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));

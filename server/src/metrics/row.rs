@@ -43,41 +43,44 @@ pub(crate) fn count(data: &[u8]) -> u64 {
     Reader(data).number().unwrap_or(1).max(1)
 }
 
-/// What [`encode`] made.
+/// What [`encode`] made: the columns called `name`, or all. Of the others nothing is kept, as a chart shows one metric of many.
 ///
 /// # Errors
 /// Bytes that it did not make.
-pub(crate) fn decode(data: &[u8]) -> Result<Vec<MetricColumn>, StoreError> {
-    columns(data).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
+pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn>, StoreError> {
+    columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
 }
 
-fn columns(data: &[u8]) -> Option<Vec<MetricColumn>> {
+fn columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
     let mut from = Reader(data);
-    let mut columns: Vec<MetricColumn> = Vec::new();
+    let mut columns = Vec::new();
+    let mut steps: Vec<u64> = Vec::new();
     for _ in 0..from.number()? {
         let name = match usize::try_from(from.number()?).ok()? {
             0 => {
                 let length = usize::try_from(from.number()?).ok()?;
-                let (name, rest) = from.0.split_at_checked(length)?;
-                from.0 = rest;
-                std::str::from_utf8(name).ok()?.to_owned()
+                std::str::from_utf8(from.take(length)?).ok()?
             }
-            place => (*NAMES.get(place - 1)?).to_owned(),
+            place => *NAMES.get(place - 1)?,
         };
-        let steps = match from.number()? {
-            0 => columns.last()?.steps.clone(),
-            count => {
-                let mut step = 0u64;
-                let mut next = || {
-                    step = step.wrapping_add(from.number()?);
-                    Some(step)
-                };
-                (0..count).map(|_| next()).collect::<Option<Vec<_>>>()?
+        let count = from.number()?;
+        if count > 0 {
+            steps.clear();
+            let mut step = 0u64;
+            for _ in 0..count {
+                step = step.wrapping_add(from.number()?);
+                steps.push(step);
             }
-        };
-        let value = |_: &u64| from.bytes().map(f32::from_le_bytes);
-        let values = steps.iter().map(value).collect::<Option<Vec<_>>>()?;
-        columns.push(MetricColumn { name, steps, values });
+        }
+        if steps.is_empty() {
+            return None;
+        }
+        let values = from.take(steps.len().checked_mul(4)?)?;
+        if wanted.is_some_and(|wanted| wanted != name) {
+            continue;
+        }
+        let values = values.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
+        columns.push(MetricColumn { name: name.to_owned(), steps: steps.clone(), values });
     }
     from.0.is_empty().then_some(columns)
 }
@@ -100,11 +103,14 @@ mod tests {
             column("gpu_temperature_celsius", &[1 << 40]),
         ];
         let bytes = encode(&columns);
-        assert_eq!((decode(&bytes).unwrap(), count(&bytes)), (columns.to_vec(), 4));
-        for end in 0..bytes.len() {
-            assert!(decode(&bytes[..end]).is_err(), "cut at {end}");
+        assert_eq!((decode(&bytes, None).unwrap(), count(&bytes)), (columns.to_vec(), 4));
+        for wanted in &columns {
+            assert_eq!(decode(&bytes, Some(&wanted.name)).unwrap(), [wanted.clone()]);
         }
-        assert!(decode(&[&bytes[..], &[0]].concat()).is_err());
+        for end in 0..bytes.len() {
+            assert!(decode(&bytes[..end], None).is_err(), "cut at {end}");
+        }
+        assert!(decode(&[&bytes[..], &[0]].concat(), None).is_err());
 
         let steps: Vec<u64> = (1_000_001..=1_000_010).collect();
         let report: Vec<_> = NAMES[..8].iter().map(|name| column(name, &steps)).collect();

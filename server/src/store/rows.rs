@@ -203,6 +203,9 @@ pub enum Ingested {
     },
 }
 
+/// As many bytes are read in the time that a row takes.
+const ROW_COST: u64 = 256;
+
 /// A row of events: one event, or the points that a rank reported at once, which are an event for each metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventRow {
@@ -252,11 +255,16 @@ impl EventRow {
         }
     }
 
-    /// Its metrics, if it holds any that can be read: attempt, rank and a column an event.
-    pub fn metrics(&self) -> Option<(u32, u32, Vec<MetricColumn>)> {
+    /// What it takes to read it, as bytes: of a small row finding it is most of the work.
+    pub fn cost(&self) -> u64 {
+        ROW_COST + self.bytes() as u64
+    }
+
+    /// Its metrics (those called `name`, or all), if it holds any that can be read: attempt, rank and a column an event.
+    pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {
-                let columns = row::decode(data);
+                let columns = row::decode(data, name);
                 let columns =
                     columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
@@ -284,7 +292,7 @@ impl EventRow {
         if let Stored::Body(body) = &self.stored {
             return if self.seq > after { vec![frame(self.seq, body)] } else { Vec::new() };
         }
-        let Some((attempt, rank, columns)) = self.metrics() else { return Vec::new() };
+        let Some((attempt, rank, columns)) = self.metrics(None) else { return Vec::new() };
         let bodies = (self.first()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
             let MetricColumn { name, steps, values } = column;
             let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
@@ -308,8 +316,8 @@ pub struct MetricFilter {
     pub to: Option<u64>,
     /// Events with `seq > after` ...
     pub after: u64,
-    /// ... up to the row with which they are so many bytes; `None` for all.
-    pub limit_bytes: Option<u64>,
+    /// ... up to the row with which they cost so much ([`EventRow::cost`]); `None` for all.
+    pub limit_cost: Option<u64>,
 }
 
 impl MetricFilter {
@@ -331,8 +339,8 @@ pub struct MetricPage {
     pub columns: Vec<(u32, u32, MetricColumn)>,
     /// There was as much as the filter allows.
     pub full: bool,
-    /// Of the rows that were read.
-    pub bytes: u64,
+    /// Of the rows that were read ([`EventRow::cost`]).
+    pub cost: u64,
     /// The number of the last of them; 0 without any.
     pub last: u64,
 }

@@ -65,7 +65,7 @@ impl Stream {
     }
 
     /// The next records, when there are some and the server keeps up.
-    fn next(&mut self) -> Option<(u64, Vec<AttemptEvent>)> {
+    fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.broken || self.under_way.len() >= UNDER_WAY {
             return None;
         }
@@ -78,14 +78,14 @@ impl Stream {
                     return None;
                 }
                 self.under_way.push_back((self.tail.next_record(), self.tail.offset() - offset));
-                self.sent = Some(Instant::now());
+                self.sent = Some(now);
                 return Some((first, events));
             }
             Err(error) => error,
         };
         let new = self.failing.is_none();
-        let since = *self.failing.get_or_insert_with(Instant::now);
-        if matches!(error, TailError::Damaged { .. }) || since.elapsed() > PATIENCE {
+        let since = *self.failing.get_or_insert(now);
+        if matches!(error, TailError::Damaged { .. }) || now.saturating_duration_since(since) > PATIENCE {
             tracing::error!(%error, "no more can be reported of this source");
             self.broken = true;
         } else if new {
@@ -121,9 +121,9 @@ impl Outbox {
         }
     }
 
-    /// Appends the reports that can be sent now to `reports`. The agent's own records, whose last one
+    /// Appends the reports that can be sent `now` to `reports`. The agent's own records, whose last one
     /// says that the attempt has ended, come when the attempt is over and all else is sent.
-    pub(super) fn fill(&mut self, held: &Held, over: bool, reports: &mut Vec<FromAgent>) {
+    pub(super) fn fill(&mut self, held: &Held, over: bool, now: Instant, reports: &mut Vec<FromAgent>) {
         let attempt = &held.start.attempt;
         let mut report = |source, (first, events)| {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
@@ -132,14 +132,14 @@ impl Outbox {
         let mut bytes: u64 = self.ranks.iter().map(Stream::bytes_under_way).sum();
         let mut all_sent = true;
         for stream in &mut self.ranks {
-            if !at_once && stream.sent.is_some_and(|at| at.elapsed() < GATHER) {
+            if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < GATHER) {
                 all_sent = false;
                 continue;
             }
             let before = stream.bytes_under_way();
             let room = |stream: &Stream| bytes - before + stream.bytes_under_way() < UNDER_WAY_BYTES;
             while room(stream)
-                && let Some(batch) = stream.next()
+                && let Some(batch) = stream.next(now)
             {
                 report(stream.source, batch);
             }
@@ -147,7 +147,7 @@ impl Outbox {
             bytes = bytes - before + stream.bytes_under_way();
         }
         if over && all_sent {
-            while let Some(batch) = self.agent.next() {
+            while let Some(batch) = self.agent.next(now) {
                 report(self.agent.source, batch);
             }
         }
@@ -224,7 +224,7 @@ mod tests {
         }
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, false, &mut reports);
+        outbox.fill(&held, false, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
 
         let mut records = Records::append_to(&agent_events_path(&attempt_dir)).unwrap();
@@ -232,7 +232,7 @@ mod tests {
         // Another connection, to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(
             sources(&reports),
             [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
@@ -260,12 +260,12 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [], "the end waits for what was said before it");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
     }
 
@@ -279,13 +279,13 @@ mod tests {
         for step in 0..20 {
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
-            outbox.fill(&held, true, &mut reports);
+            outbox.fill(&held, true, Instant::now(), &mut reports);
             sent += reports.len();
         }
         assert_eq!(sent, UNDER_WAY);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
         let mut reports = Vec::new();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         // What came meanwhile goes together.
         assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
     }
@@ -296,23 +296,26 @@ mod tests {
         let held = held(dir.path());
         let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
-        let mut told = |watched: bool| {
-            let mut all = Vec::new();
-            outbox.acknowledge(&Acknowledged { watched, ..stored(&held, Source::Rank(0), 0) });
-            for step in 0..3 {
-                records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
-                let mut reports = Vec::new();
-                outbox.fill(&held, false, &mut reports);
-                all.extend(sources(&reports).into_iter().map(|(_, first, records)| (first, records)));
-            }
-            all
+        let begin = Instant::now();
+        let mut step = 0;
+        // What is sent so many milliseconds after the begin, when one more record has come.
+        let mut told = |outbox: &mut Outbox, after: u64| {
+            step += 1;
+            records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
+            let mut reports = Vec::new();
+            outbox.fill(&held, false, begin + Duration::from_millis(after), &mut reports);
+            sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
         };
-        let began = Instant::now();
-        let alone = told(false);
-        if began.elapsed() < GATHER {
-            assert_eq!(alone, [(0, 1)], "the first at once, the others later and together");
-            assert_eq!(told(true), [(1, 3), (4, 1), (5, 1)]);
-        }
+        assert_eq!(told(&mut outbox, 0), [(0, 1)], "the first at once");
+        assert_eq!(told(&mut outbox, 20), []);
+        assert_eq!(told(&mut outbox, 249), []);
+        assert_eq!(told(&mut outbox, 250), [(1, 3)], "the others together");
+        assert_eq!(told(&mut outbox, 600), [(4, 1)], "slow steps at once");
+        outbox.acknowledge(&Acknowledged { watched: true, ..stored(&held, Source::Rank(0), 5) });
+        assert_eq!(told(&mut outbox, 620), [(5, 1)]);
+        assert_eq!(told(&mut outbox, 640), [(6, 1)]);
+        outbox.acknowledge(&stored(&held, Source::Rank(0), 7));
+        assert_eq!(told(&mut outbox, 660), []);
     }
 
     #[test]
@@ -339,7 +342,7 @@ mod tests {
         let mut outbox = Outbox::new(&held, &[]);
         let fill = |outbox: &mut Outbox| {
             let mut reports = Vec::new();
-            outbox.fill(&held, true, &mut reports);
+            outbox.fill(&held, true, Instant::now(), &mut reports);
             sources(&reports)
         };
         let sent = fill(&mut outbox);

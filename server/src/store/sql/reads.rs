@@ -111,13 +111,13 @@ impl SqlStore {
             .fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
             let row = event_row(&row)?;
-            page.bytes += row.bytes() as u64;
+            page.cost += row.cost();
             page.last = row.seq;
-            if let Some((attempt, rank, columns)) = row.metrics() {
+            if let Some((attempt, rank, columns)) = row.metrics(filter.name.as_deref()) {
                 let columns = columns.into_iter().filter(|c| filter.wants(c));
                 page.columns.extend(columns.map(|column| (rank, attempt, column)));
             }
-            if filter.limit_bytes.is_some_and(|limit| page.bytes >= limit) {
+            if filter.limit_cost.is_some_and(|limit| page.cost >= limit) {
                 // A page ends at its last row, whatever came after.
                 (page.as_of, page.full) = (page.last, true);
                 break;

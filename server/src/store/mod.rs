@@ -4,7 +4,9 @@
 //! reads the row, lets the change happen, and writes row and events in one transaction.
 
 pub mod backup;
+mod cells;
 mod location;
+mod older;
 pub mod postgres;
 pub(crate) mod quarantine;
 mod rows;
@@ -74,8 +76,10 @@ impl StoreError {
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
+    let first = known.iter().map(|m| m.version).min().unwrap_or(0);
     let known = known.iter().map(|m| m.version).max().unwrap_or(0);
     match error {
+        MigrateError::VersionMissing(found) if found < first => ServeError::DatabaseTooOld { path },
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }
         }

@@ -204,7 +204,7 @@ pub enum Ingested {
 }
 
 /// As many bytes are read in the time that a row takes.
-const ROW_COST: u64 = 256;
+pub(super) const ROW_COST: u64 = 256;
 
 /// A row of events: one event, or the points that a rank reported at once, which are an event for each metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -268,15 +268,6 @@ impl EventRow {
                 let columns =
                     columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
-            }
-            Stored::Body(body) if body.starts_with("{\"type\":\"metrics\"") => {
-                match serde_json::from_str(body).ok()? {
-                    EventBody::Metrics { attempt, rank, name, steps, values } => {
-                        let values = values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect();
-                        Some((attempt, rank, vec![MetricColumn { name, steps, values }]))
-                    }
-                    _ => None,
-                }
             }
             Stored::Body(_) => None,
         }

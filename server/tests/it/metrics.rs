@@ -161,20 +161,10 @@ async fn points_leave_the_events(database: Option<String>) {
         let all = (1..=300).map(|step| points(rank, step, step)).collect();
         agent.report(&attempt, Source::Rank(rank), first, all).await;
     }
-    // As an earlier version stored points: an event a metric, as JSON.
-    let seq = house.job(&id).await.last_seq + 1;
-    let body =
-        r#"'{"type":"metrics","attempt":1,"rank":1,"name":"accuracy","steps":[1,2],"values":[0.25,null]}'"#;
-    house
-        .execute(&format!(
-            "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
-             VALUES ('{id}', {seq}, 0, 'metrics', 1, 1, 'accuracy', 1, 2, {body})"
-        ))
-        .await;
-    house.execute(&format!("UPDATE jobs SET last_seq = {seq} WHERE id = '{id}'")).await;
+    let seq = house.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
-    assert_eq!(house.number(&rows).await, 3, "a row a report, and the old one");
+    assert_eq!(house.number(&rows).await, 2, "a row a report");
     let told = async |house: &House| {
         let mut told = Vec::new();
         for query in ["", "?name=loss&points=20", "?name=accuracy", "?ranks=1&from=10&to=50"] {
@@ -186,10 +176,9 @@ async fn points_leave_the_events(database: Option<String>) {
         told
     };
     let (before, lines) = (told(&house).await, csv(&house, &id).await);
-    assert_eq!(lines.len(), 1 + 2 * 300 + 2);
-    assert!(lines.contains(&"1,1,accuracy,2,NaN".to_owned()), "what an earlier version stored is read");
+    assert_eq!(lines.len(), 1 + 2 * 300);
     let events = house.stored(&id).await;
-    assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 3);
+    assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 2);
     let dir = house.stop().await;
 
     let house = House::open(dir, open(Duration::from_millis(200))).await;

@@ -4,6 +4,7 @@ use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
     CheckpointRow, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError, Stored,
     quarantine::readable,
+    rows::ROW_COST,
     values::{from_json, int, plain, small, time, uint},
 };
 use futures_util::TryStreamExt;
@@ -96,18 +97,18 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
-        // Rows of earlier versions have one metric, and say which; the others have all.
         let query = format!(
             "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
-             AND ($2 IS NULL OR name IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%') \
-             AND seq > $4 ORDER BY seq"
+             AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
+        // Of rows that are not wanted none is sent.
+        let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))
             .bind(job.as_str())
-            .bind(filter.name.as_deref().map(plain))
             .bind(ranks(filter))
             .bind(int(filter.after))
+            .bind(limit)
             .fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
             let row = event_row(&row)?;

@@ -3,7 +3,6 @@
 //!
 //! One file although it is a long one: a move is understood beside the others.
 
-use crate::store::JobRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending},
@@ -16,21 +15,13 @@ use lockstep_protocol::{
 use std::collections::BTreeMap;
 
 mod progress;
+mod row;
 
 pub use progress::Progress;
+pub use row::{AttemptEnd, JobRow, Refused};
 
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
-
-/// A request that a job's state forbids.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{detail}")]
-pub struct Refused {
-    /// The state.
-    pub state: JobState,
-    /// Why not, and what can be done.
-    pub detail: String,
-}
 
 fn refused(state: JobState, detail: impl Into<String>) -> Refused {
     Refused { state, detail: detail.into() }
@@ -45,17 +36,6 @@ pub struct Fork {
     pub parent: Parent,
     /// Already in the new job's folder.
     pub checkpoint: CheckpointInfo,
-}
-
-/// How an attempt ended, to be kept with it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AttemptEnd {
-    /// Its own, not the job's.
-    pub state: AttemptState,
-    /// None when it succeeded.
-    pub reason: Option<Reason>,
-    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's.
-    pub trained: bool,
 }
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.

@@ -4,7 +4,7 @@ use crate::{
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    ingest::Work,
+    inbox::Work,
     store::{AgentRow, Report},
 };
 use axum::{
@@ -213,7 +213,7 @@ async fn serve(app: App, socket: WebSocket) {
         Err(why) => why.into(),
         Ok(()) => {
             tracing::info!(agent = name, "an agent is online");
-            app.dispatch.poke();
+            app.leases.poke();
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(app.config.lease, from.next()) => match message {
@@ -276,7 +276,7 @@ async fn serve(app: App, socket: WebSocket) {
             tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
         }
     }
-    app.dispatch.poke();
+    app.leases.poke();
     close(&mut to, code, &why).await;
 }
 
@@ -295,8 +295,8 @@ impl Connection<'_> {
         let failed = |e: crate::store::StoreError| e.to_string();
         app.store.put_agent(&hello.row).await.map_err(failed)?;
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
-        app.ingest.drained().await;
-        let revoked = app.dispatch.renew(&self.id, &hello.attempts);
+        app.inbox.drained().await;
+        let revoked = app.leases.renew(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
             acknowledged.extend(app.store.acknowledged(attempt).await.map_err(failed)?);
@@ -306,7 +306,9 @@ impl Connection<'_> {
             lease_secs: app.config.lease.as_secs_f64(),
             acknowledged,
             revoked,
-            server_lock: Some(crate::serve::lock_path(&app.config.data_dir).to_string_lossy().into_owned()),
+            server_lock: Some(
+                crate::private::server_lock(&app.config.data_dir).to_string_lossy().into_owned(),
+            ),
         };
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.
@@ -331,7 +333,7 @@ impl Connection<'_> {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 app.agents.heard(&self.id, crate::now(), None);
-                for attempt in app.dispatch.renew(&self.id, &attempts) {
+                for attempt in app.leases.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
                     app.agents.tell(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
@@ -339,13 +341,13 @@ impl Connection<'_> {
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
-                let Some(room) = app.ingest.room(bytes).await else {
+                let Some(room) = app.inbox.room(bytes).await else {
                     let why = "the database is behind; it is to come back".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
-                app.ingest.put(Work::Report { agent, connection, report, room });
+                app.inbox.put(Work::Report { agent, connection, report, room });
             }
             FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),
             FromAgent::Leaving { reason } => {

@@ -8,3 +8,4 @@ pub(crate) mod pyramid;
 pub(crate) mod query;
 pub(crate) mod retire;
 pub(crate) mod row;
+pub(crate) mod sealer;

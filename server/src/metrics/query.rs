@@ -2,7 +2,7 @@
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},
-    pyramid,
+    pyramid, sealer,
 };
 use crate::{
     app::App,
@@ -74,8 +74,8 @@ async fn attempt(
     let (sealed, extent) = app.store.metric_extent(job, filter).await?;
     let page = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
     let (as_of, tail) = (page.as_of, page.columns);
-    if page.cost > 2 * pyramid::enough(ranks) {
-        app.sealer.count(job, ranks, pyramid::enough(ranks));
+    if page.cost > 2 * sealer::enough(ranks) {
+        app.sealer.count(job, ranks, sealer::enough(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
     let tail_steps = tail.iter().filter_map(|(_, _, c)| c.steps.first().zip(c.steps.last()));

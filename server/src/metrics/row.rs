@@ -105,7 +105,7 @@ mod tests {
         let bytes = encode(&columns);
         assert_eq!((decode(&bytes, None).unwrap(), count(&bytes)), (columns.to_vec(), 4));
         for wanted in &columns {
-            assert_eq!(decode(&bytes, Some(&wanted.name)).unwrap(), [wanted.clone()]);
+            assert_eq!(decode(&bytes, Some(&wanted.name)).unwrap(), std::slice::from_ref(wanted));
         }
         for end in 0..bytes.len() {
             assert!(decode(&bytes[..end], None).is_err(), "cut at {end}");

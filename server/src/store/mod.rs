@@ -17,9 +17,11 @@ pub use location::Location;
 
 pub use rows::{
     AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
-    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
-    Place, Report, Stored,
+    Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page, Place,
+    Report, Stored,
 };
+
+pub use crate::lifecycle::JobRow;
 
 use crate::{config::ServeError, lifecycle::Refused};
 use async_trait::async_trait;

@@ -1,10 +1,7 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
 use super::quarantine;
-use crate::{
-    lifecycle::{AttemptEnd, Fork, Progress},
-    metrics::row,
-};
+use crate::{lifecycle::Fork, metrics::row};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
@@ -40,34 +37,6 @@ pub enum Created {
     New(Box<super::Changed>),
     /// The job that the same request made before.
     Before(Box<Job>),
-}
-
-/// A job and what only the server knows of it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct JobRow {
-    /// As it is shown.
-    pub job: Job,
-    /// Why its ranks are being stopped at somebody's wish.
-    pub stop: Option<Reason>,
-    /// Failed or lost attempts since it was last submitted or retried.
-    pub restarts: u32,
-    /// Fencing token of the attempt that may write.
-    pub token: Option<u64>,
-    /// What its newest values and its sparkline come from.
-    pub progress: Progress,
-    /// How the attempt that had the token ended, until that is stored.
-    pub ended: Option<AttemptEnd>,
-    /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
-    /// else failed. It stays as it is until the attempt's end makes another of it.
-    pub unknown_state: Option<(String, JobState)>,
-}
-
-impl JobRow {
-    /// The attempt that may write, if there is one.
-    pub fn live(&self) -> Option<AttemptRef> {
-        let job = &self.job;
-        self.token.map(|token| AttemptRef { job: job.id.clone(), attempt: job.attempt, token })
-    }
 }
 
 /// Which jobs to list.

@@ -104,6 +104,9 @@ pub struct Acknowledged {
     pub source: Source,
     /// Records `0..records` are stored.
     pub records: u64,
+    /// Somebody watches the job live: points are wanted soon rather than many at a time.
+    #[serde(default)]
+    pub watched: bool,
 }
 
 /// What happened in an attempt.

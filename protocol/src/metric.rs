@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Every metric name that a rank may report.
+/// Every metric name that a rank may report. Stores name them by their place: new ones go to the end.
 pub const NAMES: [&str; 18] = [
     "loss",
     "accuracy",

@@ -1,15 +1,14 @@
-//! The application: what handlers and the server's own tasks share, and the router that tests and
-//! [`crate::serve`] use.
+//! The application: what handlers and the server's own tasks share. State alone: it knows none of them.
 
 use crate::{
     agents::Agents,
-    config::{ServeConfig, ServeError},
-    dispatch::{self, Dispatch},
-    handlers::{evaluation::Evaluations, looks::Looks},
+    config::ServeConfig,
+    evaluations::Evaluations,
     hub::Hub,
-    ingest::{self, Ingest},
-    metrics::pyramid::{self, Sealer},
-    private, purge,
+    inbox::Inbox,
+    leases::Leases,
+    looks::Looks,
+    metrics::sealer::Sealer,
     store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{
@@ -23,8 +22,6 @@ use std::{
 use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-pub use crate::router::build_router;
-
 /// Everything that handlers share; cheap to clone.
 #[derive(Clone)]
 pub struct App(Arc<Parts>);
@@ -37,8 +34,8 @@ pub struct Parts {
     pub store: Arc<dyn Store>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
-    pub(crate) dispatch: Dispatch,
-    pub(crate) ingest: Ingest,
+    pub(crate) leases: Leases,
+    pub(crate) inbox: Inbox,
     pub(crate) sealer: Sealer,
     /// Rung when a job was deleted, of which there are rows yet.
     pub(crate) deleted: Notify,
@@ -61,32 +58,15 @@ impl Deref for App {
 }
 
 impl App {
-    /// Opens the database and starts ingest and dispatch.
-    ///
-    /// # Errors
-    /// A data directory or a database that cannot be used.
-    pub async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
-        let data_dir = &config.data_dir;
-        config.data_dir = private::data_dir(data_dir)
-            .and_then(|()| data_dir.canonicalize())
-            .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
-        let store = Location::of(&config)?.open().await?;
-        App::with_store(config, store).await
-    }
-
-    /// As [`App::open`], on a store that is open already.
-    ///
-    /// # Errors
-    /// A store that cannot be read.
-    pub async fn with_store(config: ServeConfig, store: Arc<dyn Store>) -> Result<App, ServeError> {
-        let (ingest, queue) = Ingest::new();
-        let app = App(Arc::new(Parts {
-            dispatch: Dispatch::new(config.lease),
+    /// With nothing that runs yet, nor anything of the store read.
+    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox) -> App {
+        App(Arc::new(Parts {
+            leases: Leases::new(config.lease),
             config,
             store,
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
-            ingest,
+            inbox,
             sealer: Sealer::default(),
             deleted: Notify::new(),
             evaluations: Evaluations::default(),
@@ -95,28 +75,11 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
-        }));
-        let restored = async {
-            app.agents.set_draining(app.store.draining().await?);
-            dispatch::restore(&app).await
-        };
-        restored.await.map_err(|error| ServeError::Database {
-            path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
-            detail: error.to_string(),
-        })?;
-        app.spawn(ingest::run(app.clone(), queue));
-        app.spawn(dispatch::run(app.clone()));
-        app.spawn(pyramid::run(app.clone()));
-        app.spawn(purge::run(app.clone()));
-        app.spawn({
-            let hub = app.hub.clone();
-            async move { hub.tell_list().await }
-        });
-        Ok(app)
+        }))
     }
 
     /// Runs a task until the server stops.
-    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopping = self.stopping.clone();
         self.tasks.spawn(async move {
             tokio::select! {
@@ -131,7 +94,7 @@ impl App {
         self.hub.publish(changed);
         self.sealer.note(changed);
         if !changed.job.state.is_active() {
-            self.dispatch.release(&changed.job.id, changed.job.attempt);
+            self.leases.release(&changed.job.id, changed.job.attempt);
         }
     }
 

@@ -22,6 +22,8 @@ pub struct ServeConfig {
     pub lease: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
+    /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
+    pub keep_points: Duration,
     /// A request for an evaluation waits so long for its end; then it is answered 202 and asked again.
     pub evaluation_wait: Duration,
     /// A request's head must have come within this time, counted from the connection's begin or its last answer.
@@ -42,6 +44,7 @@ impl ServeConfig {
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
             stream_patience: Duration::from_secs(20),
+            keep_points: Duration::from_secs(3600),
             evaluation_wait: Duration::from_secs(20),
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
@@ -106,6 +109,16 @@ pub enum ServeError {
         found: i64,
         /// The newest migration here.
         known: i64,
+    },
+    /// The database was written by a version whose tables no migration leads on from.
+    #[error(
+        "the database {path} was written by a version of lockstep from before the first release, and its tables are no \
+         longer brought up to date: with the version that wrote it run `lockstep backup -o FILE`, move the database away, and \
+         with this version run `lockstep restore FILE` (or leave it there and name a new one with --database)"
+    )]
+    DatabaseTooOld {
+        /// The database.
+        path: String,
     },
     /// A migration that was begun and not ended.
     #[error(

@@ -62,15 +62,15 @@ impl Hub {
         {
             let newest = watched.recent.back().map(|e| e.seq);
             if newest.is_none_or(|seq| last.seq > seq) {
-                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.seq != seq + 1)) {
+                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first() != seq + 1)) {
                     watched.recent.clear();
                     watched.recent_bytes = 0;
                 }
-                watched.recent_bytes += changed.events.iter().map(|e| e.body.len()).sum::<usize>();
+                watched.recent_bytes += changed.events.iter().map(EventRow::bytes).sum::<usize>();
                 watched.recent.extend(changed.events.iter().cloned().map(Arc::new));
                 while watched.recent.len() > RECENT || watched.recent_bytes > RECENT_BYTES {
                     let Some(oldest) = watched.recent.pop_front() else { break };
-                    watched.recent_bytes -= oldest.body.len();
+                    watched.recent_bytes -= oldest.bytes();
                 }
                 watched.last_seq.send_replace(last.seq);
             }
@@ -122,6 +122,11 @@ impl Hub {
         Subscription { hub: self.clone(), id: id.clone(), last_seq }
     }
 
+    /// Whether anybody reads a job's stream.
+    pub(crate) fn is_watched(&self, id: &JobId) -> bool {
+        lock(&self.jobs).contains_key(id)
+    }
+
     /// Frames of the list, from now.
     pub(crate) fn list(&self) -> broadcast::Receiver<Arc<str>> {
         self.list.subscribe()
@@ -155,12 +160,14 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// The events after `seq`, if the first of them is still here; else the store has them (or there are none).
+    /// The rows that end after `seq`, if the first event after it is still here; else the store has them (or there are none).
     pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;
-        let first = recent.front()?.seq;
-        let skip = usize::try_from((seq + 1).checked_sub(first)?).ok()?;
+        if recent.front()?.first() > seq + 1 {
+            return None;
+        }
+        let skip = recent.partition_point(|row| row.seq <= seq);
         (skip < recent.len()).then(|| recent.iter().skip(skip).cloned().collect())
     }
 

@@ -3,70 +3,28 @@
 
 use crate::{
     app::App,
-    store::{Changed, Ingested, Report, Result},
+    inbox::{Queue, Work},
+    store::{Changed, EventRow, Ingested, Report, Result},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, ToAgent},
     job::JobId,
 };
 use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
-use tokio::sync::{mpsc, oneshot};
 
-/// Reports that may wait. An agent has at most a few dozen under way.
-const QUEUE: usize = 4096;
-/// The most records in one transaction, so that no reader waits long for the first of them.
-const BATCH_RECORDS: usize = 4096;
-
-/// What waits to be stored.
-#[derive(Debug)]
-pub(crate) enum Work {
-    Report {
-        /// To be acknowledged to this agent ...
-        agent: String,
-        /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
-        connection: mpsc::Sender<()>,
-        report: Report,
-    },
-    /// Answered when everything before it is stored.
-    Barrier(oneshot::Sender<()>),
-}
-
-/// Where connections put their reports.
-#[derive(Debug, Clone)]
-pub(crate) struct Ingest(mpsc::Sender<Work>);
-
-pub(crate) type Queue = mpsc::Receiver<Work>;
-
-impl Ingest {
-    pub(crate) fn new() -> (Self, Queue) {
-        let (to, queue) = mpsc::channel(QUEUE);
-        (Self(to), queue)
-    }
-
-    /// False when the database is so far behind that the report should come again later.
-    pub(crate) fn put(&self, work: Work) -> bool {
-        self.0.try_send(work).is_ok()
-    }
-
-    /// Returns when all that was put before is stored.
-    pub(crate) async fn drained(&self) {
-        let (to, done) = oneshot::channel();
-        if self.0.send(Work::Barrier(to)).await.is_ok() {
-            let _ = done.await;
-        }
-    }
-}
+/// The most of one transaction, so that no reader waits long for the first of them.
+const BATCH_BYTES: usize = 4 << 20;
 
 /// Stores reports until `app` stops.
 pub(crate) async fn run(app: App, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &Work| if let Work::Report { report, .. } = w { report.events.len() } else { 0 };
-        let mut records = size(&batch[0]);
-        while records < BATCH_RECORDS
+        let size = |w: &Work| if let Work::Report { room, .. } = w { room.bytes } else { 0 };
+        let mut bytes = size(&batch[0]);
+        while bytes < BATCH_BYTES
             && let Ok(more) = queue.try_recv()
         {
-            records += size(&more);
+            bytes += size(&more);
             batch.push(more);
         }
         store(&app, batch).await;
@@ -77,11 +35,14 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
     let mut barriers = Vec::new();
+    // Let go when all is stored.
+    let mut rooms = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
-            Work::Report { agent, connection, report } => {
+            Work::Report { agent, connection, report, room } => {
                 from.push((agent, connection, report.attempt.clone()));
-                reports.push(report);
+                rooms.push(room);
+                reports.push(*report);
             }
             Work::Barrier(done) => barriers.push(done),
         }
@@ -93,11 +54,13 @@ async fn store(app: &App, batch: Vec<Work>) {
     }
     for ((agent, connection, attempt), answer) in from.into_iter().zip(answers) {
         match answer {
-            Ingested::Stored { acknowledged, changed } => {
+            Ingested::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
-                    app.events_stored.fetch_add(changed.events.len() as u64, Ordering::Relaxed);
+                    let events = changed.events.iter().map(EventRow::count).sum();
+                    app.events_stored.fetch_add(events, Ordering::Relaxed);
                     app.announce(&changed);
                 }
+                acknowledged.watched = app.hub.is_watched(&attempt.job);
                 app.agents.tell(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
@@ -121,7 +84,7 @@ async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<In
     let mut wait = Duration::from_millis(100);
     let mut tried_again = false;
     loop {
-        match app.store.ingest(reports.to_vec()).await {
+        match app.store.ingest(reports).await {
             Err(error) if error.may_pass() => {
                 tracing::error!(%error, "reports cannot be stored; trying again");
                 tokio::select! {

@@ -3,7 +3,6 @@
 //!
 //! One file although it is a long one: a move is understood beside the others.
 
-use crate::store::JobRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending},
@@ -16,21 +15,13 @@ use lockstep_protocol::{
 use std::collections::BTreeMap;
 
 mod progress;
+mod row;
 
 pub use progress::Progress;
+pub use row::{AttemptEnd, JobRow, Refused};
 
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
-
-/// A request that a job's state forbids.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{detail}")]
-pub struct Refused {
-    /// The state.
-    pub state: JobState,
-    /// Why not, and what can be done.
-    pub detail: String,
-}
 
 fn refused(state: JobState, detail: impl Into<String>) -> Refused {
     Refused { state, detail: detail.into() }
@@ -45,17 +36,6 @@ pub struct Fork {
     pub parent: Parent,
     /// Already in the new job's folder.
     pub checkpoint: CheckpointInfo,
-}
-
-/// How an attempt ended, to be kept with it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AttemptEnd {
-    /// Its own, not the job's.
-    pub state: AttemptState,
-    /// None when it succeeded.
-    pub reason: Option<Reason>,
-    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's.
-    pub trained: bool,
 }
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.
@@ -314,11 +294,7 @@ pub fn report(
             vec![state_event(row)]
         }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
-            let columns = columns.into_iter().filter(|c| {
-                metric::NAMES.contains(&c.name.as_str())
-                    && c.steps.len() == c.values.len()
-                    && !c.steps.is_empty()
-            });
+            let columns = columns.into_iter().filter(is_column);
             columns
                 .map(|column| {
                     note(row, rank, &column);
@@ -380,6 +356,49 @@ pub fn report(
         | AttemptEvent::Rank { .. }
         | AttemptEvent::Unknown => Vec::new(),
     })
+}
+
+/// What a column of metrics must be to be kept.
+fn is_column(column: &MetricColumn) -> bool {
+    metric::NAMES.contains(&column.name.as_str())
+        && column.steps.len() == column.values.len()
+        && !column.steps.is_empty()
+}
+
+/// The records of a report, with the points that came between two others as one: a rank that is quick writes many records a
+/// report. Log lines and ranks' own reports stay between points that are about the same time as they are.
+pub fn together(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
+    let mut all = Vec::new();
+    // Whose points are gathered, to come at this place.
+    let mut gathered: Option<(u32, usize)> = None;
+    for event in events {
+        let AttemptEvent::Metrics { rank, columns } = event else {
+            if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
+                gathered = None;
+            }
+            all.push(event.clone());
+            continue;
+        };
+        let place = match gathered {
+            Some((of, place)) if of == *rank => place,
+            _ => {
+                all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
+                all.len() - 1
+            }
+        };
+        gathered = Some((*rank, place));
+        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(place) else { continue };
+        for column in columns.iter().filter(|column| is_column(column)) {
+            match to.iter_mut().find(|c| c.name == column.name) {
+                Some(same) => {
+                    same.steps.extend_from_slice(&column.steps);
+                    same.values.extend_from_slice(&column.values);
+                }
+                None => to.push(column.clone()),
+            }
+        }
+    }
+    all
 }
 
 fn checkpoint_id(row: &JobRow, epoch: u32, step: u64) -> String {
@@ -461,3 +480,6 @@ fn ended(
     }
     Ok(events)
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,7 +6,7 @@ use std::{
     fs::{self, DirBuilder, File, Permissions},
     io,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 const FOLDER: u32 = 0o700;
@@ -30,6 +30,11 @@ const OURS: [&str; 9] = [
     "lockstep.db-shm",
     "lockstep.db.lock",
 ];
+
+/// The file of a data directory that its server keeps locked.
+pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
+    data_dir.join("server.lock")
+}
 
 /// Makes a data directory with its `jobs`. One that others can look into is closed to them, if nothing but a server's
 /// files is in it: a folder with other things keeps its permissions.

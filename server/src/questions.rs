@@ -44,7 +44,7 @@ pub(crate) async fn choose(app: &App, question: &Question) -> Result<Online, Ask
             // One that is there for a single job, or is to take no work, helps when nobody else can.
             agent.only_job.is_some() || app.agents.is_draining(&agent.row.id),
             app.agents.unanswered(agent.connection, question.is_long()),
-            app.dispatch.slots_in_use(&agent.row.id).len(),
+            app.leases.slots_in_use(&agent.row.id).len(),
         )
     };
     online.into_iter().min_by_key(load).ok_or(AskError::NobodyOnline)

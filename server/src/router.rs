@@ -101,7 +101,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// Every URL of the server.
-pub fn build_router(app: App) -> Router {
+pub(crate) fn build_router(app: App) -> Router {
     lockstep_web::layout::set_assets(assets::folder().to_owned());
     let (api, _) = api().split_for_parts();
     Router::new()

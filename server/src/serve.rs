@@ -1,16 +1,22 @@
 //! Starts the server: checks, locks the data directory, listens, runs, and stops in order.
 
 use crate::{
-    app::{App, build_router},
+    app::App,
     config::{ServeConfig, ServeError},
-    listener, private,
+    dispatch,
+    inbox::Inbox,
+    ingest, listener,
+    metrics::{pyramid, retire},
+    private, purge,
+    router::build_router,
+    store::Location,
 };
 use std::{
     fs::{File, TryLockError},
     future::Future,
     io::{Read, Seek, Write},
     net::SocketAddr,
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 use tokio::net::TcpListener;
@@ -37,7 +43,7 @@ pub async fn serve(
     let address = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock_data_dir(&config.data_dir)?;
 
-    let app = App::open(config).await?;
+    let app = open(config).await?;
     ready(address);
     let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.stopping.clone();
@@ -59,6 +65,35 @@ pub async fn serve(
     Ok(())
 }
 
+/// Opens the database and starts the server's own tasks.
+async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
+    let data_dir = &config.data_dir;
+    config.data_dir = private::data_dir(data_dir)
+        .and_then(|()| data_dir.canonicalize())
+        .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
+    let store = Location::of(&config)?.open().await?;
+    let (inbox, queue) = Inbox::new();
+    let app = App::new(config, store, inbox);
+    let restored = async {
+        app.agents.set_draining(app.store.draining().await?);
+        dispatch::restore(&app).await
+    };
+    restored.await.map_err(|error| ServeError::Database {
+        path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
+        detail: error.to_string(),
+    })?;
+    app.spawn(ingest::run(app.clone(), queue));
+    app.spawn(dispatch::run(app.clone()));
+    app.spawn(pyramid::run(app.clone()));
+    app.spawn(retire::run(app.clone()));
+    app.spawn(purge::run(app.clone()));
+    app.spawn({
+        let hub = app.hub.clone();
+        async move { hub.tell_list().await }
+    });
+    Ok(app)
+}
+
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
     TcpListener::bind(address).await.map_err(|source| match source.kind() {
         std::io::ErrorKind::AddrInUse => ServeError::PortTaken(address, address.ip()),
@@ -66,16 +101,11 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
     })
 }
 
-/// The file of a data directory that its server keeps locked.
-pub(crate) fn lock_path(data_dir: &Path) -> PathBuf {
-    data_dir.join("server.lock")
-}
-
 /// Makes the data directory and takes its lock, which the system frees when this process ends however it ends.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
     private::data_dir(path).map_err(failed)?;
-    let mut file = private::lock_file(&lock_path(path)).map_err(failed)?;
+    let mut file = private::lock_file(&private::server_lock(path)).map_err(failed)?;
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {

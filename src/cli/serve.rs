@@ -31,6 +31,9 @@ pub(crate) struct Args {
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
+    /// Seconds after its end for which a job's points stay in its stream; its metrics are kept for ever
+    #[arg(long, value_name = "SECS", default_value = "3600")]
+    keep_points: u32,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -52,6 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
     config.database = args.database;
+    config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),
         (None, Some(list)) => Slots::Gpus(list),

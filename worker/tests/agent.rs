@@ -115,7 +115,7 @@ async fn end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError
 }
 
 fn acknowledged(start: &StartAttempt, source: Source, records: u64) -> Acknowledged {
-    Acknowledged { attempt: start.attempt.clone(), source, records }
+    Acknowledged { attempt: start.attempt.clone(), source, records, watched: false }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -22,7 +22,7 @@ struct Room {
 }
 
 fn room(app: &App, agent: &Online, device: Device) -> Room {
-    let in_use = app.dispatch.slots_in_use(&agent.row.id);
+    let in_use = app.leases.slots_in_use(&agent.row.id);
     let all = slots_for(&agent.row.slots, device);
     let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
     Room { all, free }
@@ -155,7 +155,7 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
     };
     let Some(claimed) = app.store.claim(claim).await? else { return Ok(()) };
     let attempt = claimed.attempt;
-    app.dispatch.hold(attempt.clone(), vec![place]);
+    app.leases.hold(attempt.clone(), vec![place]);
     app.announce(&claimed.changed);
     let message = ToAgent::Start(Box::new(StartAttempt {
         attempt: attempt.clone(),
@@ -176,7 +176,7 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         let row = app.store.job(&attempt.job).await?;
         let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
         if !live {
-            app.dispatch.release(&attempt.job, attempt.attempt);
+            app.leases.release(&attempt.job, attempt.attempt);
         }
         let wish = match &row {
             Some(row) if live => wanted(row),

@@ -4,7 +4,7 @@ use crate::{
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    ingest::Work,
+    inbox::Work,
     store::{AgentRow, Report},
 };
 use axum::{
@@ -104,18 +104,21 @@ impl From<axum::Error> for End {
     }
 }
 
-/// The message that has come; none before the last of its parts.
-fn read(message: &Message, unfinished: &mut Unfinished) -> std::result::Result<Option<FromAgent>, End> {
+/// The message that has come and its length; none before the last of its parts.
+fn read(
+    message: &Message,
+    unfinished: &mut Unfinished,
+) -> std::result::Result<Option<(FromAgent, usize)>, End> {
     let understood = |bytes: &[u8]| {
         wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
     };
     match message {
         Message::Binary(bytes) => match understood(bytes)? {
             FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
-                Some(whole) => understood(&whole).map(Some),
+                Some(whole) => understood(&whole).map(|message| Some((message, whole.len()))),
                 None => Ok(None),
             },
-            whole => Ok(Some(whole)),
+            whole => Ok(Some((whole, bytes.len()))),
         },
         Message::Text(_) => Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED }),
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),
@@ -177,7 +180,7 @@ async fn serve(app: App, socket: WebSocket) {
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
         match message.map_err(End::from).and_then(|message| read(&message, &mut unfinished)) {
-            Ok(Some(message)) => break message,
+            Ok(Some((message, _))) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
                 tracing::warn!(reason = why, "a connection that is no agent's");
@@ -210,14 +213,14 @@ async fn serve(app: App, socket: WebSocket) {
         Err(why) => why.into(),
         Ok(()) => {
             tracing::info!(agent = name, "an agent is online");
-            app.dispatch.poke();
+            app.leases.poke();
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(app.config.lease, from.next()) => match message {
                         Ok(Some(message)) => {
                             let message = message.map_err(End::from);
                             match message.and_then(|message| read(&message, &mut unfinished)) {
-                                Ok(Some(message)) => if let ControlFlow::Break(end) = agent.hear(message) { break end },
+                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.hear(message, bytes).await { break end },
                                 Ok(None) => {}
                                 Err(end) => break end,
                             }
@@ -273,7 +276,7 @@ async fn serve(app: App, socket: WebSocket) {
             tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
         }
     }
-    app.dispatch.poke();
+    app.leases.poke();
     close(&mut to, code, &why).await;
 }
 
@@ -292,8 +295,8 @@ impl Connection<'_> {
         let failed = |e: crate::store::StoreError| e.to_string();
         app.store.put_agent(&hello.row).await.map_err(failed)?;
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
-        app.ingest.drained().await;
-        let revoked = app.dispatch.renew(&self.id, &hello.attempts);
+        app.inbox.drained().await;
+        let revoked = app.leases.renew(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
             acknowledged.extend(app.store.acknowledged(attempt).await.map_err(failed)?);
@@ -303,7 +306,9 @@ impl Connection<'_> {
             lease_secs: app.config.lease.as_secs_f64(),
             acknowledged,
             revoked,
-            server_lock: Some(crate::serve::lock_path(&app.config.data_dir).to_string_lossy().into_owned()),
+            server_lock: Some(
+                crate::private::server_lock(&app.config.data_dir).to_string_lossy().into_owned(),
+            ),
         };
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.
@@ -320,7 +325,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    fn hear(&mut self, message: FromAgent) -> ControlFlow<End> {
+    async fn hear(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
@@ -328,7 +333,7 @@ impl Connection<'_> {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 app.agents.heard(&self.id, crate::now(), None);
-                for attempt in app.dispatch.renew(&self.id, &attempts) {
+                for attempt in app.leases.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
                     app.agents.tell(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
@@ -336,12 +341,13 @@ impl Connection<'_> {
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
-                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
-                let work = Work::Report { agent: self.id.clone(), connection: self.cut.clone(), report };
-                if !app.ingest.put(work) {
+                let Some(room) = app.inbox.room(bytes).await else {
                     let why = "the database is behind; it is to come back".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
-                }
+                };
+                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
+                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
+                app.inbox.put(Work::Report { agent, connection, report, room });
             }
             FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),
             FromAgent::Leaving { reason } => {

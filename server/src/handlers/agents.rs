@@ -70,7 +70,7 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
     }
     app.store.set_draining(id, draining).await?;
     app.agents.set_draining(app.store.draining().await?);
-    app.dispatch.poke();
+    app.leases.poke();
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -84,7 +84,7 @@ pub(super) async fn all(app: &App) -> Result<Vec<Agent>> {
         let now = online.iter().find(|a| a.row.id == row.id);
         // A connected agent is heard of more often than that is stored.
         let row = now.map_or(row, |a| a.row.clone());
-        let mut in_use = app.dispatch.slots_in_use(&row.id);
+        let mut in_use = app.leases.slots_in_use(&row.id);
         let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
             Some((job, rank)) => SlotUse { job: Some(job), rank: Some(rank), slot },
             None => SlotUse { job: None, rank: None, slot },

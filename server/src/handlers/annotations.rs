@@ -86,7 +86,7 @@ pub(crate) async fn change(
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         app.store.set_priority(&id, priority).await?;
-        app.dispatch.poke();
+        app.leases.poke();
     }
     Ok(Json(annotation))
 }

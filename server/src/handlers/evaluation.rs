@@ -10,6 +10,7 @@ use crate::{
     agents::Place,
     app::App,
     error::{Error, Problem, Result},
+    evaluations::Running,
     questions, regular,
     store::CheckpointRow,
 };
@@ -27,9 +28,8 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::HashMap,
     path::PathBuf,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, OnceLock, PoisonError},
     time::Duration,
 };
 use tokio::sync::watch;
@@ -37,21 +37,6 @@ use utoipa::{IntoParams, ToSchema};
 
 /// A large validation split on a busy machine's CPU.
 const PATIENCE: Duration = Duration::from_secs(3600);
-
-/// Done or failed, in words; none while it runs.
-type Outcome = Option<std::result::Result<(), String>>;
-
-/// Evaluations under way, by the file that they are kept in.
-#[derive(Debug, Default)]
-pub(crate) struct Evaluations(Mutex<HashMap<PathBuf, Running>>);
-
-/// One that is under way.
-#[derive(Debug, Clone)]
-struct Running {
-    /// The question, once it is sent.
-    request: Arc<OnceLock<u64>>,
-    outcome: watch::Receiver<Outcome>,
-}
 
 /// Why there is no answer yet.
 #[derive(Debug, Serialize, ToSchema)]

@@ -78,7 +78,7 @@ pub(crate) async fn prometheus(State(app): State<App>) -> Result<impl IntoRespon
         "lockstep_slots_busy",
         "gauge",
         "Slots that a job holds.",
-        &plain(online.iter().map(|a| app.dispatch.slots_in_use(&a.row.id).len()).sum()),
+        &plain(online.iter().map(|a| app.leases.slots_in_use(&a.row.id).len()).sum()),
     );
     let events = app.events_stored.load(Ordering::Relaxed);
     family(

@@ -5,6 +5,7 @@ use crate::{
     agents::{AskError, Online},
     app::App,
     error::{Error, Result},
+    looks::Look,
     questions,
 };
 use lockstep_protocol::{
@@ -14,8 +15,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 use tokio::sync::watch;
@@ -72,57 +72,6 @@ pub(crate) enum Seen {
         info: Box<DatasetInfo>,
     },
     UnderWay(LookProgress),
-}
-
-/// By path.
-#[derive(Debug, Default)]
-pub(crate) struct Looks(Mutex<Known>);
-
-#[derive(Debug, Default)]
-struct Known {
-    looks: HashMap<String, Look>,
-    /// How many were begun.
-    begun: u64,
-}
-
-type Outcome = std::result::Result<(String, DatasetInfo), AskError>;
-
-#[derive(Debug, Clone)]
-struct Look {
-    /// Smaller of one that was begun before.
-    number: u64,
-    /// Once one is chosen.
-    agent: Arc<OnceLock<Online>>,
-    outcome: watch::Receiver<Option<Outcome>>,
-}
-
-impl Looks {
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets a look that has ended, be it without an outcome.
-    fn forget(&self, path: &str) {
-        let mut all = self.lock();
-        if all.looks.get(path).is_some_and(Look::has_ended) {
-            all.looks.remove(path);
-        }
-    }
-
-    /// How many looks of the same agent were begun before the one at `path` and go on.
-    fn ahead(&self, path: &str, agent: &Online) -> usize {
-        let all = self.lock();
-        let Some(own) = all.looks.get(path) else { return 0 };
-        let same = |look: &&Look| look.agent.get().is_some_and(|other| other.connection == agent.connection);
-        let before = all.looks.values().filter(|look| look.number < own.number && !look.has_ended());
-        before.filter(same).count()
-    }
-}
-
-impl Look {
-    fn has_ended(&self) -> bool {
-        self.outcome.borrow().is_some() || self.outcome.has_changed().is_err()
-    }
 }
 
 /// Has an agent look at the files under `path`, or joins whoever does, and waits for it as long as `patience`.
@@ -206,22 +155,4 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> LookProgr
         None => format!("{name} is looking at {path}; ask again"),
     };
     LookProgress { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_look_that_broke_off_is_forgotten_and_one_that_goes_on_is_not() {
-        let looks = Looks::default();
-        let (tell, outcome) = watch::channel(None);
-        let look = Look { number: 1, agent: Arc::default(), outcome };
-        looks.lock().looks.insert("/data".into(), look);
-        looks.forget("/data");
-        assert!(looks.lock().looks.contains_key("/data"));
-        drop::<watch::Sender<Option<Outcome>>>(tell);
-        looks.forget("/data");
-        assert!(looks.lock().looks.is_empty());
-    }
 }

@@ -1,12 +1,12 @@
 //! Metrics: exact points when they fit, else buckets of minimum, maximum and mean.
 
-use super::extract::{Path, Query, job_id};
+use super::extract::{Path, Query};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
     handlers::jobs,
-    metrics::{chunk::Bucket, query},
-    store::MetricFilter,
+    metrics::{chunk::Bucket, pyramid, query},
+    store::{self, MetricFilter},
 };
 use axum::{
     Json,
@@ -16,9 +16,15 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
-use lockstep_protocol::metric;
+use lockstep_protocol::{
+    job::Job,
+    metric::{self, MetricColumn},
+};
 use serde::{Deserialize, Serialize};
-use std::fmt::Write as _;
+use std::{
+    collections::{HashMap, VecDeque},
+    fmt::Write as _,
+};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_POINTS: u32 = 1000;
@@ -109,9 +115,9 @@ pub(crate) async fn find(
     Query(query): Query<MetricsQuery>,
 ) -> Result<Json<Metrics>> {
     let filter = query.filter()?;
-    jobs::find(&app, &id).await?;
+    let job = jobs::find(&app, &id).await?;
     let points = query.points.unwrap_or(DEFAULT_POINTS).clamp(1, MAX_POINTS) as usize;
-    let found = query::find(&app, &job_id(&id)?, &filter, points).await?;
+    let found = query::find(&app, &job, &filter, points).await?;
     Ok(Json(Metrics {
         as_of_seq: found.as_of,
         exact: found.exact,
@@ -137,7 +143,8 @@ fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series
 
 /// Every point as CSV
 ///
-/// Columns: attempt, rank, name, step, value; in the order in which they were stored.
+/// Columns: attempt, rank, name, step, value; in the order in which they were stored. Of a job that was over long ago, by name
+/// and rank.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, content_type = "text/csv", body = String), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
@@ -147,25 +154,11 @@ pub(crate) async fn csv(
 ) -> Result<Response> {
     let filter = query.filter()?;
     let job = jobs::find(&app, &id).await?;
-    // Events are read by number, a range at a time, so that no run is too long for the server's memory.
-    let last_seq = job.last_seq;
     let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
-    let parts = stream::try_unfold((None::<u64>, filter), move |(after, filter)| {
-        let (app, job) = (app.clone(), job.id.clone());
-        async move {
-            let header = after.is_none();
-            let after = after.unwrap_or(0);
-            if !header && after >= last_seq {
-                return Ok::<_, Error>(None);
-            }
-            let events = app.store.events(&job, after, CSV_EVENTS).await?;
-            let next = events.last().map_or(last_seq, |e| e.seq);
-            let mut text = String::from(if header { "attempt,rank,name,step,value\n" } else { "" });
-            for event in &events {
-                append_csv(&mut text, &event.body, &filter);
-            }
-            Ok(Some((text, (Some(next), filter))))
-        }
+    let csv = Csv::new(app, job, filter).await?;
+    let parts = stream::try_unfold(csv, |mut csv| async move {
+        let part = csv.next().await?;
+        Ok::<_, Error>(part.map(|part| (part, csv)))
     });
     let parts =
         futures_util::StreamExt::map(parts, |part| part.map_err(|e| std::io::Error::other(format!("{e:?}"))));
@@ -176,19 +169,82 @@ pub(crate) async fn csv(
         .into_response())
 }
 
-fn append_csv(text: &mut String, body: &str, filter: &MetricFilter) {
-    use lockstep_protocol::stream::EventBody;
-    let Ok(EventBody::Metrics { attempt, rank, name, steps, values }) = serde_json::from_str(body) else {
-        return;
-    };
-    let wanted = filter.name.as_ref().is_none_or(|n| *n == name)
-        && (filter.ranks.is_empty() || filter.ranks.contains(&rank));
-    if !wanted {
-        return;
+/// A file that is made while it is sent, a part at a time, so that no run is too long for the server's memory.
+struct Csv {
+    app: App,
+    job: Job,
+    filter: MetricFilter,
+    begun: bool,
+    /// Metric and rank, of whose points some are in chunks alone.
+    series: VecDeque<(&'static str, u32)>,
+    /// The last step of each series that chunks had: name, rank and attempt.
+    told: HashMap<(String, u32, u32), u64>,
+    /// Events up to this number are done with.
+    after: u64,
+}
+
+impl Csv {
+    async fn new(app: App, job: Job, filter: MetricFilter) -> Result<Self> {
+        let after = app.store.first_seq(&job.id).await? - 1;
+        let names = metric::NAMES.into_iter().filter(|n| filter.name.as_ref().is_none_or(|name| name == n));
+        let ranks = |rank: &u32| filter.ranks.is_empty() || filter.ranks.contains(rank);
+        let ranks: Vec<u32> = (0..job.ranks).filter(ranks).collect();
+        let series = names.flat_map(|name| ranks.iter().map(move |rank| (name, *rank)));
+        let series = if after > 0 { series.collect() } else { VecDeque::new() };
+        Ok(Self { app, job, series, filter, begun: false, told: HashMap::new(), after })
     }
-    let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    for (step, value) in steps.iter().zip(values).filter(|(s, _)| (from..=to).contains(*s)) {
-        let value = value.map_or_else(|| "NaN".to_owned(), |v| v.to_string());
-        let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
+
+    async fn next(&mut self) -> store::Result<Option<String>> {
+        if !std::mem::replace(&mut self.begun, true) {
+            return Ok(Some("attempt,rank,name,step,value\n".into()));
+        }
+        let mut text = String::new();
+        if let Some((name, rank)) = self.series.pop_front() {
+            let filter = MetricFilter { name: Some(name.into()), ranks: vec![rank], ..self.filter.clone() };
+            let (_, chunks) = self.app.store.metric_chunks(&self.job.id, 0, &filter).await?;
+            for chunk in chunks {
+                let points = pyramid::readable_chunk(0, &chunk);
+                if let Some(last) = points.last() {
+                    self.told.insert((chunk.name, rank, chunk.attempt), last.step);
+                }
+                let points =
+                    points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
+                self.lines(&mut text, chunk.attempt, rank, name, points);
+            }
+            return Ok(Some(text));
+        }
+        if self.after >= self.job.last_seq {
+            return Ok(None);
+        }
+        let events = self.app.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
+        self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
+        let name = self.filter.name.as_deref();
+        for (attempt, rank, columns) in events.iter().filter_map(|row| row.metrics(name)) {
+            if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
+                continue;
+            }
+            for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
+                let key = (name, rank, attempt);
+                let told = self.told.get(&key).copied().unwrap_or(0);
+                let points = steps.into_iter().zip(values).filter(|(step, _)| told == 0 || *step > told);
+                self.lines(&mut text, attempt, rank, &key.0, points);
+            }
+        }
+        Ok(Some(text))
+    }
+
+    fn lines(
+        &self,
+        text: &mut String,
+        attempt: u32,
+        rank: u32,
+        name: &str,
+        points: impl Iterator<Item = (u64, f32)>,
+    ) {
+        let (from, to) = (self.filter.from.unwrap_or(0), self.filter.to.unwrap_or(u64::MAX));
+        for (step, value) in points.filter(|(step, _)| (from..=to).contains(step)) {
+            let value = if value.is_finite() { value.to_string() } else { "NaN".to_owned() };
+            let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
+        }
     }
 }

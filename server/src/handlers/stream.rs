@@ -56,6 +56,8 @@ fn accept(
 /// A job's events, live
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
+/// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
+/// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A reader whose `since` is above the hello's `last_seq` has events that this database does not (an older
 /// one was put back): it begins again from that number.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
@@ -169,8 +171,13 @@ impl<'a> Reader<'a> {
         self.send(Message::Text(text.into()), None).await
     }
 
-    async fn event(&mut self, event: &EventRow) -> std::result::Result<(), Gone> {
-        self.send(Message::Text(event.frame().into()), Some(event.seq)).await
+    async fn events(&mut self, row: &EventRow) -> std::result::Result<(), Gone> {
+        for (seq, text) in row.frames(self.sent) {
+            self.send(Message::Text(text.into()), Some(seq)).await?;
+        }
+        // Also past what cannot be read.
+        self.sent = self.sent.max(row.seq);
+        Ok(())
     }
 
     async fn ping(&mut self) -> std::result::Result<(), Gone> {
@@ -199,6 +206,11 @@ impl Drop for Reader<'_> {
     }
 }
 
+async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Gone> {
+    reader.close(1013, "the database is not available; come back").await;
+    Err(Gone)
+}
+
 async fn follow(
     app: &App,
     mut reader: Reader<'_>,
@@ -210,25 +222,40 @@ async fn follow(
     let last_seq = row.job.last_seq;
     // A number from the future is waited for. Of a database that was put back the hello tells: its
     // `last_seq` is below what the reader has seen, and the reader begins again.
-    reader.sent = since;
-    reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq: 1.min(last_seq), last_seq }).await?;
+    let Ok(first_seq) = app.store.first_seq(&id).await else {
+        return away(&mut reader).await;
+    };
+    // Points of earlier events are in the metrics alone.
+    reader.sent = since.max(first_seq - 1);
+    let first_seq = first_seq.min(last_seq);
+    reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
     let mut live = false;
     loop {
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
-                reader.event(event).await?;
+                reader.events(event).await?;
             }
         } else {
             let events = match app.store.events(&id, reader.sent, REPLAY).await {
                 Ok(events) => events,
                 Err(error) => {
                     tracing::warn!(%error, "a stream cannot be read on");
-                    reader.close(1013, "the database is not available; come back").await;
-                    return Err(Gone);
+                    return away(&mut reader).await;
                 }
             };
             for event in &events {
-                reader.event(event).await?;
+                if event.first() > reader.sent + 1 {
+                    let Ok(first_seq) = app.store.first_seq(&id).await else {
+                        return away(&mut reader).await;
+                    };
+                    if first_seq > reader.sent + 1 {
+                        // What it was to be told next is in the metrics alone since: another hello says where it goes on.
+                        let reason = reader.sent.to_string();
+                        reader.close(CLOSE_TOO_SLOW, &reason).await;
+                        return Err(Gone);
+                    }
+                }
+                reader.events(event).await?;
             }
             if events.len() == REPLAY as usize {
                 continue;

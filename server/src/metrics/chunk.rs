@@ -72,7 +72,7 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     }
 }
 
-fn put_number(to: &mut Vec<u8>, mut number: u64) {
+pub(super) fn put_number(to: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         to.push(number as u8 | 0x80);
         number >>= 7;
@@ -129,16 +129,22 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
     Ok(buckets)
 }
 
-struct Reader<'a>(&'a [u8]);
+pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
-impl Reader<'_> {
-    fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
+impl<'a> Reader<'a> {
+    pub(super) fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (bytes, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
         Some(*bytes)
     }
 
-    fn number(&mut self) -> Option<u64> {
+    pub(super) fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+
+    pub(super) fn number(&mut self) -> Option<u64> {
         let mut number = 0;
         for shift in (0..64).step_by(7) {
             let [byte] = self.bytes()?;

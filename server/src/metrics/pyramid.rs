@@ -1,76 +1,36 @@
 //! Events into chunks: the task that keeps a chart of a million points as quick as one of a thousand.
 
-use super::chunk::{self, Bucket, LEVELS, capacity, width};
+use super::{
+    chunk::{self, Bucket, LEVELS, capacity, width},
+    sealer::enough,
+};
 use crate::{
     app::App,
-    store::{Changed, MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
+    store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
-use tokio::sync::Notify;
 
-/// Metric events that are made into chunks at a time; fewer stay as they are.
-pub(crate) const EVENTS: u32 = 4000;
 /// Between two rounds, so that training's reports go first.
 const BETWEEN: Duration = Duration::from_millis(20);
-
-/// Jobs with events that wait to become chunks.
-#[derive(Debug, Default)]
-pub(crate) struct Sealer {
-    waiting: Mutex<HashMap<JobId, u32>>,
-    wake: Notify,
-}
-
-impl Sealer {
-    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, u32>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Notes what was stored.
-    pub(crate) fn note(&self, changed: &Changed) {
-        let metrics = changed.events.iter().filter(|e| e.body.starts_with("{\"type\":\"metrics\"")).count();
-        self.count(&changed.job.id, u32::try_from(metrics).unwrap_or(u32::MAX));
-    }
-
-    /// Notes that many events of a job wait.
-    pub(crate) fn count(&self, job: &JobId, events: u32) {
-        if events == 0 {
-            return;
-        }
-        let mut waiting = self.lock();
-        let count = waiting.entry(job.clone()).or_default();
-        *count = count.saturating_add(events);
-        if *count >= EVENTS {
-            self.wake.notify_one();
-        }
-    }
-
-    fn take(&self) -> Option<JobId> {
-        let mut waiting = self.lock();
-        let job = waiting.iter().find(|(_, events)| **events >= EVENTS)?.0.clone();
-        waiting.remove(&job);
-        Some(job)
-    }
-}
 
 /// Makes chunks until `app` stops.
 pub(crate) async fn run(app: App) {
     // What was stored before the last stop is counted anew.
     match app.store.unfinished().await {
-        Ok(jobs) => jobs.iter().for_each(|job| app.sealer.count(&job.id, EVENTS)),
+        Ok(jobs) => jobs.iter().for_each(|job| app.sealer.count(&job.id, job.ranks, enough(job.ranks))),
         Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
     }
     loop {
-        let Some(job) = app.sealer.take() else {
+        let Some((job, cost)) = app.sealer.take() else {
             app.sealer.wake.notified().await;
             continue;
         };
         loop {
-            match seal(app.store.as_ref(), &job).await {
+            match seal(app.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
                 // A job may be deleted meanwhile; and what failed is tried again when more has come.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
@@ -83,15 +43,16 @@ pub(crate) async fn run(app: App) {
     }
 }
 
-/// Makes the next [`EVENTS`] of a job into chunks. False when there are not so many.
-pub(crate) async fn seal(store: &dyn Store, job: &JobId) -> Result<bool> {
+/// Makes the next rows of a job that cost so much into chunks, or with `rest` as many as there are. False when there are
+/// not so many.
+pub(super) async fn seal(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (sealed, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: sealed, limit: Some(EVENTS), ..MetricFilter::default() };
+    let filter = MetricFilter { after: sealed, limit_cost: Some(cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
-    if !page.full {
+    if !page.full && (!rest || page.last <= sealed) {
         return Ok(false);
     }
-    store.put_metric_chunks(job, sealed, page.as_of, &grow(newest, page.columns)).await
+    store.put_metric_chunks(job, sealed, page.last, &grow(newest, page.columns)).await
 }
 
 type Key = (String, u32, u32);
@@ -120,10 +81,8 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
             continue;
         }
         for level in 0..LEVELS {
-            let mut buckets = match newest.remove(&(key.clone(), level)) {
-                Some(old) => readable_chunk(level, &old),
-                None => Vec::new(),
-            };
+            let old = newest.remove(&(key.clone(), level));
+            let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
             let before = buckets.len();
             points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
             // A chunk that was full to its last bucket is not written again, unless that bucket grew.
@@ -142,6 +101,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
                     first_step: part.first().map_or(0, |b| b.step),
                     last_step: if is_last { last } else { next.min(last) },
                     data: chunk::encode(level, part),
+                    grown: i == 0 && old.is_some(),
                 });
             }
         }
@@ -150,7 +110,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
 }
 
 /// The buckets of a chunk; none of one that is damaged, which must not keep the others from growing.
-pub(super) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
+pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
         quarantine::tell(&format!(
@@ -171,7 +131,7 @@ mod tests {
 
     #[test]
     fn chunks_are_the_same_however_the_points_came() {
-        let whole = grow(Vec::new(), vec![column(1..20_001)]);
+        let mut whole = grow(Vec::new(), vec![column(1..20_001)]);
         let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
             let newest: BTreeMap<u32, MetricChunk> = kept.values().map(|c| (c.level, c.clone())).collect();
@@ -180,7 +140,10 @@ mod tests {
                 kept.insert((chunk.level, chunk.first_step), chunk);
             }
         }
-        assert_eq!(kept.into_values().collect::<Vec<_>>(), whole);
+        let mut kept: Vec<_> = kept.into_values().collect();
+        assert!(kept.iter().any(|c| c.grown) && !whole.iter().any(|c| c.grown));
+        kept.iter_mut().chain(&mut whole).for_each(|c| c.grown = false);
+        assert_eq!(kept, whole);
         assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 5);
         let level2: Vec<_> = whole.iter().filter(|c| c.level == 2).collect();
         assert_eq!((level2.len(), level2[0].first_step, level2[0].last_step), (1, 1, 20_000));

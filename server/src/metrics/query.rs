@@ -2,13 +2,16 @@
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},
-    pyramid,
+    pyramid, sealer,
 };
 use crate::{
     app::App,
     store::{MetricFilter, Result},
 };
-use lockstep_protocol::{job::JobId, metric::MetricColumn};
+use lockstep_protocol::{
+    job::{Job, JobId},
+    metric::MetricColumn,
+};
 use std::collections::BTreeMap;
 
 /// Name, attempt and rank.
@@ -52,21 +55,27 @@ impl Plan {
 }
 
 /// Reads a job's metrics as at most `points` buckets a series.
-pub(crate) async fn find(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -> Result<Found> {
+pub(crate) async fn find(app: &App, job: &Job, filter: &MetricFilter, points: usize) -> Result<Found> {
     loop {
-        if let Some(found) = attempt(app, job, filter, points).await? {
+        if let Some(found) = attempt(app, &job.id, job.ranks, filter, points).await? {
             return Ok(found);
         }
         // Events became chunks between two reads: once more.
     }
 }
 
-async fn attempt(app: &App, job: &JobId, filter: &MetricFilter, points: usize) -> Result<Option<Found>> {
+async fn attempt(
+    app: &App,
+    job: &JobId,
+    ranks: u32,
+    filter: &MetricFilter,
+    points: usize,
+) -> Result<Option<Found>> {
     let (sealed, extent) = app.store.metric_extent(job, filter).await?;
     let page = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
     let (as_of, tail) = (page.as_of, page.columns);
-    if tail.len() > 2 * pyramid::EVENTS as usize {
-        app.sealer.count(job, pyramid::EVENTS);
+    if page.cost > 2 * sealer::enough(ranks) {
+        app.sealer.count(job, ranks, sealer::enough(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
     let tail_steps = tail.iter().filter_map(|(_, _, c)| c.steps.first().zip(c.steps.last()));

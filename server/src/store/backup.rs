@@ -8,7 +8,9 @@
 //! once they are there, so any copying of files backs them up.
 
 use super::{
-    Location, postgres,
+    Location,
+    cells::{Cell, Table, hexadecimal},
+    older, postgres,
     sqlite::{self, SqliteStore},
 };
 use crate::config::ServeError;
@@ -17,7 +19,6 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use sqlx::Connection;
 use std::{
-    fmt::Write as _,
     fs::{self, File},
     io::{self, BufRead, BufReader, BufWriter, Write as _},
     path::{Path, PathBuf},
@@ -68,92 +69,6 @@ pub struct Summary {
     pub tables: Vec<(String, u64)>,
     /// Of the file.
     pub size_bytes: u64,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Table {
-    #[serde(rename = "table")]
-    pub(super) name: String,
-    pub(super) columns: Vec<Column>,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Column {
-    pub(super) name: String,
-    pub(super) kind: Kind,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Kind {
-    Integer,
-    Real,
-    Text,
-    Bytes,
-}
-
-impl Kind {
-    /// Of a column's type as either database calls it.
-    pub(super) fn of(declared: &str) -> Self {
-        match declared.to_ascii_lowercase().as_str() {
-            "integer" | "bigint" => Kind::Integer,
-            "real" | "double precision" => Kind::Real,
-            "blob" | "bytea" => Kind::Bytes,
-            _ => Kind::Text,
-        }
-    }
-}
-
-/// A value of a row.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum Cell {
-    Integer(Option<i64>),
-    Real(Option<f64>),
-    Text(Option<String>),
-    Bytes(Option<Vec<u8>>),
-}
-
-impl Cell {
-    /// Numbers with a fraction as text: what is parsed again is then the same to the bit. Bytes in hexadecimal.
-    fn json(&self) -> Value {
-        match self {
-            Cell::Integer(value) => (*value).into(),
-            Cell::Real(value) => value.map(|v| format!("{v:?}")).into(),
-            Cell::Text(value) => value.clone().into(),
-            Cell::Bytes(value) => value.as_deref().map(hexadecimal).into(),
-        }
-    }
-
-    fn read(kind: Kind, value: Value) -> Option<Self> {
-        let text = |value: Value| match value {
-            Value::Null => Some(None),
-            Value::String(text) => Some(Some(text)),
-            _ => None,
-        };
-        Some(match kind {
-            Kind::Integer if value.is_null() => Cell::Integer(None),
-            Kind::Integer => Cell::Integer(Some(value.as_i64()?)),
-            Kind::Real => Cell::Real(
-                text(value)?.map(|t| t.parse().ok()).map_or(Some(None), |v: Option<f64>| v.map(Some))?,
-            ),
-            Kind::Text => Cell::Text(text(value)?),
-            Kind::Bytes => Cell::Bytes(match text(value)? {
-                None => None,
-                Some(hex) => Some(
-                    (0..hex.len() / 2)
-                        .map(|i| u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok())
-                        .collect::<Option<_>>()?,
-                ),
-            }),
-        })
-    }
-}
-
-fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    })
 }
 
 #[derive(Serialize, Deserialize)]
@@ -405,7 +320,7 @@ impl Rows {
             }
             let cells = table.columns.iter().zip(values).map(|(c, v)| Cell::read(c.kind, v));
             let cells = cells.collect::<Option<Vec<_>>>().ok_or_else(|| damaged(&self.path))?;
-            return Ok(Some((table, cells)));
+            return Ok(Some(older::as_today(table, cells)));
         }
         Ok(None)
     }

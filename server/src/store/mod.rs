@@ -4,7 +4,9 @@
 //! reads the row, lets the change happen, and writes row and events in one transaction.
 
 pub mod backup;
+mod cells;
 mod location;
+mod older;
 pub mod postgres;
 pub(crate) mod quarantine;
 mod rows;
@@ -15,12 +17,15 @@ pub use location::Location;
 
 pub use rows::{
     AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
-    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
-    Place, Report,
+    Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page, Place,
+    Report, Stored,
 };
+
+pub use crate::lifecycle::JobRow;
 
 use crate::{config::ServeError, lifecycle::Refused};
 use async_trait::async_trait;
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
@@ -73,8 +78,10 @@ impl StoreError {
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
+    let first = known.iter().map(|m| m.version).min().unwrap_or(0);
     let known = known.iter().map(|m| m.version).max().unwrap_or(0);
     match error {
+        MigrateError::VersionMissing(found) if found < first => ServeError::DatabaseTooOld { path },
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }
         }
@@ -137,10 +144,17 @@ pub trait Store: Send + Sync + 'static {
     async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
     /// before are skipped; one answer for each report, in order.
-    async fn ingest(&self, reports: Vec<Report>) -> Result<Vec<Ingested>>;
+    async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
 
-    /// Events of a job with `seq > after`, in order, at most `limit`.
+    /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
+    /// The number that a job's stream begins with: points of earlier events are in chunks alone.
+    async fn first_seq(&self, job: &JobId) -> Result<u64>;
+    /// A job that was over at `before` and has points among its events.
+    async fn oldest_with_points(&self, before: Timestamp) -> Result<Option<JobId>>;
+    /// Removes some of the points that are in chunks from a job's events, in a transaction so short that others hardly
+    /// wait for it. False when there was none left.
+    async fn remove_points(&self, job: &JobId) -> Result<bool>;
     /// Columns of metrics in order of their events.
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
     /// First and last step of what matches and is in chunks, and the number of the newest event that is.
@@ -155,8 +169,7 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<(u64, Vec<MetricChunk>)>;
     /// The chunk of each series and level that may still grow, and the number of the newest event in chunks.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
-    /// Stores chunks, in place of those of the same series, level and first step; metric events up to `until` are
-    /// in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
+    /// Stores chunks, those that have grown in place of what they were; metric events up to `until` are in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
     async fn put_metric_chunks(
         &self,
         job: &JobId,

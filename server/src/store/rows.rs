@@ -1,6 +1,7 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
-use crate::lifecycle::{AttemptEnd, Fork, Progress};
+use super::quarantine;
+use crate::{lifecycle::Fork, metrics::row};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
@@ -8,7 +9,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
     reason::Reason,
     spec::JobSpec,
-    stream::Event,
+    stream::{Event, EventBody},
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -36,34 +37,6 @@ pub enum Created {
     New(Box<super::Changed>),
     /// The job that the same request made before.
     Before(Box<Job>),
-}
-
-/// A job and what only the server knows of it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct JobRow {
-    /// As it is shown.
-    pub job: Job,
-    /// Why its ranks are being stopped at somebody's wish.
-    pub stop: Option<Reason>,
-    /// Failed or lost attempts since it was last submitted or retried.
-    pub restarts: u32,
-    /// Fencing token of the attempt that may write.
-    pub token: Option<u64>,
-    /// What its newest values and its sparkline come from.
-    pub progress: Progress,
-    /// How the attempt that had the token ended, until that is stored.
-    pub ended: Option<AttemptEnd>,
-    /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
-    /// else failed. It stays as it is until the attempt's end makes another of it.
-    pub unknown_state: Option<(String, JobState)>,
-}
-
-impl JobRow {
-    /// The attempt that may write, if there is one.
-    pub fn live(&self) -> Option<AttemptRef> {
-        let job = &self.job;
-        self.token.map(|token| AttemptRef { job: job.id.clone(), attempt: job.attempt, token })
-    }
 }
 
 /// Which jobs to list.
@@ -199,22 +172,94 @@ pub enum Ingested {
     },
 }
 
-/// A stored event. `body` is the JSON of its [`lockstep_protocol::stream::EventBody`].
+/// As many bytes are read in the time that a row takes.
+pub(super) const ROW_COST: u64 = 256;
+
+/// A row of events: one event, or the points that a rank reported at once, which are an event for each metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventRow {
-    /// From 1.
+    /// The number of its last event, from 1.
     pub seq: u64,
     /// To the millisecond.
     pub at: Timestamp,
-    /// A JSON object.
-    pub body: String,
+    /// What it holds.
+    pub stored: Stored,
+}
+
+/// What a row of events holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stored {
+    /// One event: the JSON object of its [`EventBody`].
+    Body(String),
+    /// Metrics of a rank.
+    Points {
+        /// Of which attempt.
+        attempt: u32,
+        /// Of which rank.
+        rank: u32,
+        /// See `crate::metrics::row`.
+        data: Vec<u8>,
+    },
 }
 
 impl EventRow {
-    /// The event as a frame of the stream; the same text whether it is new or replayed.
-    pub fn frame(&self) -> String {
-        let rest = self.body.strip_prefix('{').unwrap_or("}");
-        format!("{{\"seq\":{},\"at\":\"{}\",{rest}", self.seq, self.at)
+    /// How many events it is.
+    pub fn count(&self) -> u64 {
+        match &self.stored {
+            Stored::Body(_) => 1,
+            Stored::Points { data, .. } => row::count(data),
+        }
+    }
+
+    /// The number of its first event.
+    pub fn first(&self) -> u64 {
+        (self.seq + 1).saturating_sub(self.count())
+    }
+
+    /// Of what it holds.
+    pub fn bytes(&self) -> usize {
+        match &self.stored {
+            Stored::Body(body) => body.len(),
+            Stored::Points { data, .. } => data.len(),
+        }
+    }
+
+    /// What it takes to read it, as bytes: of a small row finding it is most of the work.
+    pub fn cost(&self) -> u64 {
+        ROW_COST + self.bytes() as u64
+    }
+
+    /// Its metrics (those called `name`, or all), if it holds any that can be read: attempt, rank and a column an event.
+    pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
+        match &self.stored {
+            Stored::Points { attempt, rank, data } => {
+                let columns = row::decode(data, name);
+                let columns =
+                    columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
+                Some((*attempt, *rank, columns.ok()?))
+            }
+            Stored::Body(_) => None,
+        }
+    }
+
+    /// Its events after number `after` as frames of the stream, each with its number; the same text whether they are new
+    /// or replayed.
+    pub fn frames(&self, after: u64) -> Vec<(u64, String)> {
+        let frame = |seq: u64, body: &str| {
+            let rest = body.strip_prefix('{').unwrap_or("}");
+            (seq, format!("{{\"seq\":{seq},\"at\":\"{}\",{rest}", self.at))
+        };
+        if let Stored::Body(body) = &self.stored {
+            return if self.seq > after { vec![frame(self.seq, body)] } else { Vec::new() };
+        }
+        let Some((attempt, rank, columns)) = self.metrics(None) else { return Vec::new() };
+        let bodies = (self.first()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
+            let MetricColumn { name, steps, values } = column;
+            let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
+            let body = EventBody::Metrics { attempt, rank, name, steps, values };
+            frame(seq, &serde_json::to_string(&body).unwrap_or_default())
+        });
+        bodies.collect()
     }
 }
 
@@ -231,8 +276,18 @@ pub struct MetricFilter {
     pub to: Option<u64>,
     /// Events with `seq > after` ...
     pub after: u64,
-    /// ... at most so many; `None` for all.
-    pub limit: Option<u32>,
+    /// ... up to the row with which they cost so much ([`EventRow::cost`]); `None` for all.
+    pub limit_cost: Option<u64>,
+}
+
+impl MetricFilter {
+    /// Whether some of a column may match.
+    pub fn wants(&self, column: &MetricColumn) -> bool {
+        let (first, last) = (column.steps.first().copied(), column.steps.last().copied());
+        self.name.as_ref().is_none_or(|name| *name == column.name)
+            && self.from.is_none_or(|from| last.is_none_or(|last| last >= from))
+            && self.to.is_none_or(|to| first.is_none_or(|first| first <= to))
+    }
 }
 
 /// Metrics as they were stored.
@@ -242,8 +297,12 @@ pub struct MetricPage {
     pub as_of: u64,
     /// Rank, attempt and points of each event that can be read.
     pub columns: Vec<(u32, u32, MetricColumn)>,
-    /// There were as many events as the filter allows.
+    /// There was as much as the filter allows.
     pub full: bool,
+    /// Of the rows that were read ([`EventRow::cost`]).
+    pub cost: u64,
+    /// The number of the last of them; 0 without any.
+    pub last: u64,
 }
 
 /// Log events as they were stored.
@@ -274,6 +333,8 @@ pub struct MetricChunk {
     pub last_step: u64,
     /// See `crate::metrics::chunk`.
     pub data: Vec<u8>,
+    /// One of the same series, level and first step is stored, which this one takes the place of.
+    pub grown: bool,
 }
 
 /// Which log events.

@@ -148,6 +148,79 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     }
 }
 
+/// As a database was before its tables were put together anew: an event a metric, its points as JSON.
+async fn from_before(old: String, new: String) {
+    let house = House::with(|c| c.database = Some(old.clone())).await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    let seq = house.job(&id).await.last_seq;
+    for column in ["name TEXT", "first_step BIGINT", "last_step BIGINT"] {
+        let column =
+            if old.starts_with("sqlite") { column.replace("BIGINT", "INTEGER") } else { column.into() };
+        house.execute(&format!("ALTER TABLE events ADD COLUMN {column}")).await;
+    }
+    for (number, name, points) in [
+        (1, "loss", r#""steps":[4,5],"values":[0.5,0.25]"#),
+        (2, "accuracy", r#""steps":[1,2],"values":[0.25,null]"#),
+    ] {
+        let body = format!(r#"{{"type":"metrics","attempt":1,"rank":0,"name":"{name}",{points}}}"#);
+        house
+            .execute(&format!(
+                "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
+                 VALUES ('{id}', {}, 0, 'metrics', 1, 0, '{name}', 1, 5, '{body}')",
+                seq + number
+            ))
+            .await;
+    }
+    house.execute(&format!("UPDATE jobs SET last_seq = {} WHERE id = '{id}'", seq + 2)).await;
+    house.execute("UPDATE _sqlx_migrations SET version = 25").await;
+    house.stop().await;
+
+    // It is refused, every time, with the way over.
+    for _ in 0..2 {
+        let dir = tempfile::tempdir().unwrap();
+        let mut today = config(&dir);
+        today.database = Some(old.clone());
+        let error = refused(today).await;
+        assert!(matches!(error, ServeError::DatabaseTooOld { .. }), "{error}");
+        let told = error.to_string();
+        for words in ["the version that wrote it run `lockstep backup", "lockstep restore", "--database"] {
+            assert!(told.contains(words), "{told}");
+        }
+    }
+    // What the version that wrote it makes is what this one makes of its tables.
+    let files = tempfile::tempdir().unwrap();
+    let file = files.path().join("backup");
+    backup(&Location::parse(&old).unwrap(), &file).await.unwrap();
+    restore(&Location::parse(&new).unwrap(), &file).await.unwrap();
+    let house = House::with(|c| c.database = Some(new)).await;
+    assert_eq!(house.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
+    let (_, told) = house.get(&format!("/jobs/{id}/metrics")).await;
+    let series = told["series"].as_array().unwrap();
+    let seen: Vec<_> =
+        series.iter().map(|s| (&s["name"], s["steps"].to_string(), s["mean"].to_string())).collect();
+    assert_eq!(seen[0], (&"accuracy".into(), "[1,2]".into(), "[0.25,null]".into()), "{told}");
+    assert_eq!((seen[1].0, &*seen[1].1), (&"loss".into(), "[1,2,3,4,5]"), "{told}");
+    let events = house.stored(&id).await;
+    assert_eq!(events.len() as u64, seq + 2, "every event has the number that it had");
+    assert_eq!(events.last().unwrap()["name"], "accuracy");
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_database_from_before_the_first_release_is_refused_and_comes_over_by_a_backup() {
+    let files = tempfile::tempdir().unwrap();
+    let file = |name: &str| format!("sqlite://{}", files.path().join(name).display());
+    from_before(file("old.db"), file("new.db")).await;
+}
+
+#[tokio::test]
+async fn a_postgres_from_before_the_first_release_is_refused_and_comes_over_by_a_backup() {
+    from_before(postgres::database(), postgres::database()).await;
+}
+
 #[tokio::test]
 async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
     let mut cluster = Cluster::new(false);

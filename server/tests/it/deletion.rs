@@ -94,7 +94,7 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
     // One index takes three seconds, as on a large table.
     sqlx::raw_sql(
         "CREATE FUNCTION slow() RETURNS event_trigger LANGUAGE plpgsql AS $$BEGIN \
-         IF current_query() LIKE '%jobs_deleted%' THEN PERFORM pg_sleep(3); END IF; END$$; \
+         IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity LIKE '%jobs_deleted') THEN PERFORM pg_sleep(3); END IF; END$$; \
          CREATE EVENT TRIGGER slow ON ddl_command_end WHEN TAG IN ('CREATE INDEX') EXECUTE FUNCTION slow()",
     )
     .execute(&mut db)

@@ -208,10 +208,10 @@ async fn ready_is_who_can_write() {
 async fn a_database_that_was_half_migrated_or_is_of_another_build_says_what_to_do() {
     for (change, words) in [
         (
-            "UPDATE _sqlx_migrations SET success = FALSE WHERE version = 1",
+            "UPDATE _sqlx_migrations SET success = FALSE WHERE version = 100",
             ["never finished", "lockstep restore"],
         ),
-        ("UPDATE _sqlx_migrations SET checksum = x'00' WHERE version = 1", ["another build", "restore"]),
+        ("UPDATE _sqlx_migrations SET checksum = x'00' WHERE version = 100", ["another build", "restore"]),
     ] {
         let dir = House::with(|c| c.database = None).await.stop().await;
         let path = dir.path().join("lockstep.db");

@@ -85,7 +85,7 @@ async fn story(store: &dyn Store) {
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
     nobody.attempt.token += 1;
     let answers = store
-        .ingest(vec![
+        .ingest(&[
             report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),
             report(Source::Rank(0), 1, vec![losses(0, 1..=2)]),
             report(Source::Rank(0), 9, vec![losses(0, 1..=2)]),
@@ -123,11 +123,11 @@ async fn story(store: &dyn Store) {
     assert_eq!(store.job(&id).await.unwrap().unwrap().job.last_seq, 7);
 
     let ended = vec![AttemptEvent::Ended(Ending::Failed { reason: "no".into(), retriable: false })];
-    store.ingest(vec![report(Source::Agent, 0, ended)]).await.unwrap();
+    store.ingest(&[report(Source::Agent, 0, ended)]).await.unwrap();
     let row = store.job(&id).await.unwrap().unwrap();
     assert_eq!((row.job.state, row.token, row.job.reason.as_deref()), (JobState::Failed, None, Some("no")));
     assert!(store.live_attempts().await.unwrap().is_empty());
-    let late = store.ingest(vec![report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
+    let late = store.ingest(&[report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
     assert!(matches!(late[0], Ingested::Stale));
 
     // Over, it needs its dataset no more, and to be tried again it does.

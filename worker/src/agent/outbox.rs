@@ -10,6 +10,11 @@ use std::{
 
 /// Reports of a source (each at most about a mebibyte) that may be under way at once.
 const UNDER_WAY: usize = 8;
+/// Bytes of records of an attempt that may be under way at once: what the server would have to hold of them.
+const UNDER_WAY_BYTES: u64 = 16 << 20;
+/// How long points gather when nobody watches the job: quick steps then make few reports of many points. Slower ones
+/// are told at once, as is all that somebody watches.
+const GATHER: Duration = Duration::from_millis(250);
 /// How long a file that cannot be read (a disk that comes and goes) holds up the end of its attempt.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -18,6 +23,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) struct Outbox {
     ranks: Vec<Stream>,
     agent: Stream,
+    /// Somebody watched the job when the server last acknowledged something.
+    watched: bool,
 }
 
 /// The records of one source.
@@ -27,8 +34,10 @@ struct Stream {
     tail: Tail,
     /// Records below this are stored.
     acknowledged: u64,
-    /// The record after the last of each report that is sent and not acknowledged.
-    under_way: VecDeque<u64>,
+    /// The record after the last of each report that is sent and not acknowledged, and the report's bytes.
+    under_way: VecDeque<(u64, u64)>,
+    /// When the last report was sent.
+    sent: Option<Instant>,
     /// Since when the file cannot be read.
     failing: Option<Instant>,
     /// Cannot be read on: what is sent of it is all there will be.
@@ -49,31 +58,34 @@ impl Stream {
             tail: Tail::open(&path, acknowledged),
             acknowledged,
             under_way: VecDeque::new(),
+            sent: None,
             failing: None,
             broken: false,
         }
     }
 
     /// The next records, when there are some and the server keeps up.
-    fn next(&mut self) -> Option<(u64, Vec<AttemptEvent>)> {
+    fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.broken || self.under_way.len() >= UNDER_WAY {
             return None;
         }
         let first = self.tail.next_record();
+        let offset = self.tail.offset();
         let error = match self.tail.poll() {
             Ok(events) => {
                 self.failing = None;
                 if events.is_empty() {
                     return None;
                 }
-                self.under_way.push_back(self.tail.next_record());
+                self.under_way.push_back((self.tail.next_record(), self.tail.offset() - offset));
+                self.sent = Some(now);
                 return Some((first, events));
             }
             Err(error) => error,
         };
         let new = self.failing.is_none();
-        let since = *self.failing.get_or_insert_with(Instant::now);
-        if matches!(error, TailError::Damaged { .. }) || since.elapsed() > PATIENCE {
+        let since = *self.failing.get_or_insert(now);
+        if matches!(error, TailError::Damaged { .. }) || now.saturating_duration_since(since) > PATIENCE {
             tracing::error!(%error, "no more can be reported of this source");
             self.broken = true;
         } else if new {
@@ -84,9 +96,13 @@ impl Stream {
 
     fn acknowledge(&mut self, records: u64) {
         self.acknowledged = self.acknowledged.max(records);
-        while self.under_way.front().is_some_and(|end| *end <= self.acknowledged) {
+        while self.under_way.front().is_some_and(|(end, _)| *end <= self.acknowledged) {
             self.under_way.pop_front();
         }
+    }
+
+    fn bytes_under_way(&self) -> u64 {
+        self.under_way.iter().map(|(_, bytes)| bytes).sum()
     }
 
     fn is_sent(&self) -> bool {
@@ -101,25 +117,37 @@ impl Outbox {
         Self {
             ranks: held.start.ranks.iter().map(rank).collect(),
             agent: Stream::new(held, Source::Agent, stored),
+            watched: false,
         }
     }
 
-    /// Appends the reports that can be sent now to `reports`. The agent's own records, whose last one
+    /// Appends the reports that can be sent `now` to `reports`. The agent's own records, whose last one
     /// says that the attempt has ended, come when the attempt is over and all else is sent.
-    pub(super) fn fill(&mut self, held: &Held, over: bool, reports: &mut Vec<FromAgent>) {
+    pub(super) fn fill(&mut self, held: &Held, over: bool, now: Instant, reports: &mut Vec<FromAgent>) {
         let attempt = &held.start.attempt;
         let mut report = |source, (first, events)| {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
         };
+        let at_once = over || self.watched;
+        let mut bytes: u64 = self.ranks.iter().map(Stream::bytes_under_way).sum();
         let mut all_sent = true;
         for stream in &mut self.ranks {
-            while let Some(batch) = stream.next() {
+            if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < GATHER) {
+                all_sent = false;
+                continue;
+            }
+            let before = stream.bytes_under_way();
+            let room = |stream: &Stream| bytes - before + stream.bytes_under_way() < UNDER_WAY_BYTES;
+            while room(stream)
+                && let Some(batch) = stream.next(now)
+            {
                 report(stream.source, batch);
             }
-            all_sent &= stream.is_sent();
+            all_sent &= stream.is_sent() && room(stream);
+            bytes = bytes - before + stream.bytes_under_way();
         }
         if over && all_sent {
-            while let Some(batch) = self.agent.next() {
+            while let Some(batch) = self.agent.next(now) {
                 report(self.agent.source, batch);
             }
         }
@@ -127,6 +155,7 @@ impl Outbox {
 
     /// The server has stored records.
     pub(super) fn acknowledge(&mut self, acknowledged: &Acknowledged) {
+        self.watched = acknowledged.watched;
         let streams = self.ranks.iter_mut().chain([&mut self.agent]);
         if let Some(stream) = streams.into_iter().find(|s| s.source == acknowledged.source) {
             stream.acknowledge(acknowledged.records);
@@ -178,7 +207,7 @@ mod tests {
     }
 
     fn stored(held: &Held, source: Source, records: u64) -> Acknowledged {
-        Acknowledged { attempt: held.start.attempt.clone(), source, records }
+        Acknowledged { attempt: held.start.attempt.clone(), source, records, watched: false }
     }
 
     #[test]
@@ -195,7 +224,7 @@ mod tests {
         }
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, false, &mut reports);
+        outbox.fill(&held, false, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
 
         let mut records = Records::append_to(&agent_events_path(&attempt_dir)).unwrap();
@@ -203,7 +232,7 @@ mod tests {
         // Another connection, to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(
             sources(&reports),
             [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
@@ -231,12 +260,12 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [], "the end waits for what was said before it");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
-        outbox.fill(&held, true, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
     }
 
@@ -250,14 +279,82 @@ mod tests {
         for step in 0..20 {
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
-            outbox.fill(&held, true, &mut reports);
+            outbox.fill(&held, true, Instant::now(), &mut reports);
             sent += reports.len();
         }
         assert_eq!(sent, UNDER_WAY);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
         let mut reports = Vec::new();
-        outbox.fill(&held, false, &mut reports);
+        outbox.fill(&held, true, Instant::now(), &mut reports);
         // What came meanwhile goes together.
         assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
+    }
+
+    #[test]
+    fn points_gather_unless_somebody_watches() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = held(dir.path());
+        let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
+        let mut outbox = Outbox::new(&held, &[]);
+        let begin = Instant::now();
+        let mut step = 0;
+        // What is sent so many milliseconds after the begin, when one more record has come.
+        let mut told = |outbox: &mut Outbox, after: u64| {
+            step += 1;
+            records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
+            let mut reports = Vec::new();
+            outbox.fill(&held, false, begin + Duration::from_millis(after), &mut reports);
+            sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&mut outbox, 0), [(0, 1)], "the first at once");
+        assert_eq!(told(&mut outbox, 20), []);
+        assert_eq!(told(&mut outbox, 249), []);
+        assert_eq!(told(&mut outbox, 250), [(1, 3)], "the others together");
+        assert_eq!(told(&mut outbox, 600), [(4, 1)], "slow steps at once");
+        outbox.acknowledge(&Acknowledged { watched: true, ..stored(&held, Source::Rank(0), 5) });
+        assert_eq!(told(&mut outbox, 620), [(5, 1)]);
+        assert_eq!(told(&mut outbox, 640), [(6, 1)]);
+        outbox.acknowledge(&stored(&held, Source::Rank(0), 7));
+        assert_eq!(told(&mut outbox, 660), []);
+    }
+
+    #[test]
+    fn no_more_is_under_way_than_a_server_is_to_hold() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut held = held(dir.path());
+        held.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
+        let text = "x".repeat(1 << 20);
+        for rank in 0..4 {
+            let mut records = Records::append_to(&events_path(&held.attempt_dir(), rank)).unwrap();
+            for step in 0..6 {
+                let reason = text.clone();
+                let failed = AttemptEvent::RankFailed {
+                    rank,
+                    step,
+                    reason,
+                    code: None,
+                    retriable: true,
+                    secondary: false,
+                };
+                records.append(&failed).unwrap();
+            }
+        }
+        let mut outbox = Outbox::new(&held, &[]);
+        let fill = |outbox: &mut Outbox| {
+            let mut reports = Vec::new();
+            outbox.fill(&held, true, Instant::now(), &mut reports);
+            sources(&reports)
+        };
+        let sent = fill(&mut outbox);
+        // Each a little more than a mebibyte.
+        assert_eq!(sent.len() as u64, UNDER_WAY_BYTES >> 20);
+        assert_eq!(sent.last(), Some(&(Source::Rank(2), 3, 1)));
+        assert_eq!(fill(&mut outbox), []);
+        outbox.acknowledge(&stored(&held, Source::Rank(0), 2));
+        assert_eq!(fill(&mut outbox), [(Source::Rank(2), 4, 1), (Source::Rank(2), 5, 1)]);
+        for rank in 0..3 {
+            outbox.acknowledge(&stored(&held, Source::Rank(rank), 6));
+        }
+        assert_eq!(fill(&mut outbox).len(), 6, "nothing is left out");
     }
 }

@@ -277,7 +277,7 @@ impl Connected {
                 .outboxes
                 .entry(name.clone())
                 .or_insert_with(|| Outbox::new(attempt.held(), &self.stored));
-            outbox.fill(attempt.held(), over, &mut reports);
+            outbox.fill(attempt.held(), over, Instant::now(), &mut reports);
             let refused = || self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
             if over && (outbox.is_delivered() || refused()) {
                 done.push(name.clone());

@@ -55,7 +55,7 @@ impl Tail {
     }
 
     /// Bytes of the whole records read so far.
-    pub(super) fn offset(&self) -> u64 {
+    pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 

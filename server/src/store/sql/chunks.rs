@@ -6,7 +6,7 @@ use crate::store::{
     values::{int, plain, small, uint},
 };
 use lockstep_protocol::job::JobId;
-use sqlx::Row;
+use sqlx::{AssertSqlSafe, Row};
 
 fn chunk(row: &DbRow) -> Result<MetricChunk> {
     Ok(MetricChunk {
@@ -17,7 +17,36 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
         first_step: uint(row.try_get("first_step")?),
         last_step: uint(row.try_get("last_step")?),
         data: row.try_get("data")?,
+        grown: false,
     })
+}
+
+/// Chunks of one statement, largest first.
+const TOGETHER: [usize; 2] = [32, 1];
+
+async fn insert(db: &mut Connection, job: &JobId, chunks: &[MetricChunk]) -> Result<()> {
+    let place = |n: usize| {
+        let place: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
+        format!("({})", place.join(", "))
+    };
+    let text = format!(
+        "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}",
+        (0..chunks.len()).map(place).collect::<Vec<_>>().join(", ")
+    );
+    let mut query = sqlx::query(AssertSqlSafe(text));
+    for chunk in chunks {
+        query = query
+            .bind(job.as_str())
+            .bind(&chunk.name)
+            .bind(i64::from(chunk.rank))
+            .bind(i64::from(chunk.attempt))
+            .bind(i64::from(chunk.level))
+            .bind(int(chunk.first_step))
+            .bind(int(chunk.last_step))
+            .bind(&chunk.data[..]);
+    }
+    query.execute(db).await?;
+    Ok(())
 }
 
 async fn sealed(db: &mut Connection, job: &JobId) -> Result<u64> {
@@ -111,7 +140,7 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         known.ok_or(StoreError::NotFound("job"))?;
-        for chunk in chunks {
+        for chunk in chunks.iter().filter(|chunk| chunk.grown) {
             sqlx::query(
                 "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND level = $3 AND rank = $4 \
                  AND attempt = $5 AND first_step = $6",
@@ -124,20 +153,13 @@ impl SqlStore {
             .bind(int(chunk.first_step))
             .execute(&mut *db)
             .await?;
-            sqlx::query(
-                "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) \
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
-            )
-            .bind(job.as_str())
-            .bind(&chunk.name)
-            .bind(i64::from(chunk.rank))
-            .bind(i64::from(chunk.attempt))
-            .bind(i64::from(chunk.level))
-            .bind(int(chunk.first_step))
-            .bind(int(chunk.last_step))
-            .bind(&chunk.data[..])
-            .execute(&mut *db)
-            .await?;
+        }
+        let mut rest = chunks;
+        for size in TOGETHER {
+            while let Some((now, later)) = rest.split_at_checked(size) {
+                rest = later;
+                insert(&mut db, job, now).await?;
+            }
         }
         sqlx::query(
             "INSERT INTO metric_sealed (job_id, seq) VALUES ($1, $2) \

@@ -5,7 +5,10 @@ use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
     Connection, DbRow,
 };
-use crate::store::backup::{Cell, Column, Kind, Table, Writer};
+use crate::store::{
+    backup::Writer,
+    cells::{Cell, Column, Kind, Table},
+};
 use futures_util::TryStreamExt;
 use sqlx::{AssertSqlSafe, Row};
 

@@ -1,19 +1,19 @@
 //! Reports into events: every check against what is stored happens in the transaction that stores.
 
-use super::{Connection, SqlStore, jobs};
+use super::{Connection, SqlStore, events, jobs};
 use crate::{
     lifecycle,
     store::{
-        Changed, Ingested, JobRow, Report, Result,
-        values::{int, reached, small, uint},
+        Changed, EventRow, Ingested, JobRow, Report, Result,
+        values::{int, reached, uint},
     },
 };
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, Source},
     job::JobId,
 };
-use sqlx::Row;
-use std::collections::HashMap;
+use sqlx::AssertSqlSafe;
+use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
 fn number(source: Source) -> i64 {
     match source {
@@ -26,97 +26,176 @@ fn source(number: i64) -> Source {
     u32::try_from(number).map_or(Source::Agent, Source::Rank)
 }
 
-async fn stored(db: &mut Connection, attempt: &AttemptRef, source: Source) -> Result<u64> {
-    let records: Option<i64> = sqlx::query_scalar(
-        "SELECT records FROM acknowledged WHERE job_id = $1 AND attempt = $2 AND source = $3",
-    )
-    .bind(attempt.job.as_str())
-    .bind(i64::from(attempt.attempt))
-    .bind(number(source))
-    .fetch_optional(db)
-    .await?;
-    Ok(records.map_or(0, uint))
-}
-
-/// Whether the server itself gave out this attempt with this token, however long ago.
-async fn is_ours(db: &mut Connection, attempt: &AttemptRef) -> Result<bool> {
+/// The token that the server itself gave out with this attempt, however long ago.
+async fn token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
     let token: Option<i64> =
         sqlx::query_scalar("SELECT token FROM attempts WHERE job_id = $1 AND attempt = $2")
-            .bind(attempt.job.as_str())
-            .bind(i64::from(attempt.attempt))
+            .bind(job.as_str())
+            .bind(i64::from(attempt))
             .fetch_optional(db)
             .await?;
-    Ok(token.map(uint) == Some(attempt.token))
+    Ok(token.map(uint))
+}
+
+/// How many records of each source of an attempt are stored.
+async fn records(db: &mut Connection, job: &JobId, attempt: u32) -> Result<HashMap<Source, u64>> {
+    let rows: Vec<(i64, i64)> =
+        sqlx::query_as("SELECT source, records FROM acknowledged WHERE job_id = $1 AND attempt = $2")
+            .bind(job.as_str())
+            .bind(i64::from(attempt))
+            .fetch_all(db)
+            .await?;
+    Ok(rows.into_iter().map(|(number, records)| (source(number), uint(records))).collect())
+}
+
+/// What a transaction knows of a job, so that each is read and written once, however many reports there are.
+struct Loaded {
+    row: JobRow,
+    attempts: HashMap<u32, Attempt>,
+    /// Events of the transaction, and the first report that is to tell of them.
+    events: Vec<EventRow>,
+    told_by: Option<usize>,
+}
+
+struct Attempt {
+    token: Option<u64>,
+    records: HashMap<Source, u64>,
+    /// Sources whose number has grown.
+    grown: BTreeSet<Source>,
+}
+
+/// Rows of [`acknowledged`](records) of one statement, largest first.
+const TOGETHER: [usize; 3] = [64, 8, 1];
+
+async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, Source, u64)]) -> Result<()> {
+    let mut rest = numbers;
+    for size in TOGETHER {
+        while let Some((now, later)) = rest.split_at_checked(size) {
+            rest = later;
+            let place = |n| format!("(${}, ${}, ${}, ${})", 4 * n + 1, 4 * n + 2, 4 * n + 3, 4 * n + 4);
+            let text = format!(
+                "INSERT INTO acknowledged VALUES {} \
+                 ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
+                (0..size).map(place).collect::<Vec<_>>().join(", ")
+            );
+            let mut query = sqlx::query(AssertSqlSafe(text));
+            for (job, attempt, source, records) in now {
+                query = query
+                    .bind(job.as_str())
+                    .bind(i64::from(*attempt))
+                    .bind(number(*source))
+                    .bind(int(*records));
+            }
+            query.execute(&mut *db).await?;
+        }
+    }
+    Ok(())
+}
+
+impl Loaded {
+    fn new(row: JobRow) -> Self {
+        Self { row, attempts: HashMap::new(), events: Vec::new(), told_by: None }
+    }
+}
+
+fn told(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
+    Acknowledged { attempt, source, records, watched: false }
 }
 
 impl SqlStore {
-    pub(super) async fn store_reports(&self, reports: Vec<Report>) -> Result<Vec<Ingested>> {
+    pub(super) async fn store_reports(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
         reached("ingest.begin")?;
-        let mut rows: HashMap<JobId, Option<JobRow>> = HashMap::new();
+        let mut jobs: HashMap<JobId, Option<Loaded>> = HashMap::new();
         let mut answers = Vec::with_capacity(reports.len());
+        let mut new = Vec::new();
         let mut at = crate::now();
         for report in reports {
             at = report.at;
             let id = report.attempt.job.clone();
-            if !rows.contains_key(&id) {
+            if !jobs.contains_key(&id) {
                 let row = jobs::load(&mut db, &id).await?;
-                rows.insert(id.clone(), row);
+                jobs.insert(id.clone(), row.map(Loaded::new));
             }
-            answers.push(match rows.get_mut(&id) {
-                Some(Some(row)) => store_report(&mut db, row, report).await?,
+            let before = new.len();
+            answers.push(match jobs.get_mut(&id) {
+                Some(Some(job)) => {
+                    let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
+                    job.events.extend(new[before..].iter().map(|new| new.row.clone()));
+                    if is_new {
+                        job.told_by.get_or_insert(answers.len());
+                    }
+                    answer
+                }
                 _ => Ingested::Stale,
             });
         }
-        for row in rows.values().flatten() {
-            jobs::save(&mut db, row, at).await?;
+        events::insert(&mut db, &new).await?;
+        for (id, job) in jobs.iter().filter_map(|(id, job)| Some((id, job.as_ref()?))) {
+            jobs::save(&mut db, &job.row, at).await?;
+            let grown = job.attempts.iter().flat_map(|(attempt, Attempt { records, grown, .. })| {
+                grown.iter().map(|source| (id, *attempt, *source, records.get(source).copied().unwrap_or(0)))
+            });
+            acknowledge(&mut db, &grown.collect::<Vec<_>>()).await?;
         }
+        reached("ingest.acknowledged")?;
         reached("ingest.commit")?;
         db.commit().await?;
         reached("ingest.committed")?;
+        for Loaded { row, events, told_by, .. } in jobs.into_values().flatten() {
+            if let Some(Ingested::Stored { changed, .. }) = told_by.and_then(|n| answers.get_mut(n)) {
+                *changed = Some(Box::new(Changed { job: row.job, events }));
+            }
+        }
         Ok(answers)
     }
 
     pub(super) async fn read_acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        if !is_ours(&mut db, attempt).await? {
+        if token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.token) {
             return Ok(Vec::new());
         }
-        let rows = sqlx::query("SELECT source, records FROM acknowledged WHERE job_id = $1 AND attempt = $2")
-            .bind(attempt.job.as_str())
-            .bind(i64::from(attempt.attempt))
-            .fetch_all(&mut *db)
-            .await?;
-        rows.iter()
-            .map(|row| {
-                let (source_number, records): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
-                let source = source(source_number);
-                Ok(Acknowledged { attempt: attempt.clone(), source, records: uint(records) })
-            })
-            .collect()
+        let known = records(&mut db, &attempt.job, attempt.attempt).await?;
+        Ok(known.into_iter().map(|(source, records)| told(attempt.clone(), source, records)).collect())
     }
 }
 
-async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> Result<Ingested> {
+/// What a report does, and whether it said anything new.
+async fn store_report(
+    db: &mut Connection,
+    job: &mut Loaded,
+    report: &Report,
+    new: &mut Vec<events::New>,
+) -> Result<(Ingested, bool)> {
     let Report { attempt, source, first, events, at, leaving } = report;
-    if !is_ours(db, &attempt).await? {
-        return Ok(Ingested::Stale);
+    let (source, first, at) = (*source, *first, *at);
+    let Loaded { row, attempts, .. } = job;
+    let known = match attempts.entry(attempt.attempt) {
+        Entry::Occupied(known) => known.into_mut(),
+        Entry::Vacant(unknown) => unknown.insert(Attempt {
+            token: token(db, &attempt.job, attempt.attempt).await?,
+            records: records(db, &attempt.job, attempt.attempt).await?,
+            grown: BTreeSet::new(),
+        }),
+    };
+    if known.token != Some(attempt.token) {
+        return Ok((Ingested::Stale, false));
     }
-    let have = stored(db, &attempt, source).await?;
+    let have = known.records.get(&source).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
         // Told twice, perhaps after the attempt's end: its agent only missed the acknowledgement.
-        let acknowledged = Acknowledged { attempt, source, records: have };
-        return Ok(Ingested::Stored { acknowledged, changed: None });
+        let acknowledged = told(attempt.clone(), source, have);
+        return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
-    if row.live().as_ref() != Some(&attempt) {
-        return Ok(Ingested::Stale);
+    if row.live().as_ref() != Some(attempt) {
+        return Ok((Ingested::Stale, false));
     }
     if first > have {
-        return Ok(Ingested::Gap { stored: have });
+        return Ok((Ingested::Gap { stored: have }, false));
     }
-    let mut stored_events = Vec::new();
-    for event in events.into_iter().skip(small(int(have - first)) as usize) {
+    let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
+    for event in lifecycle::together(&events[known_already..]) {
         if row.token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
@@ -125,7 +204,7 @@ async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> 
         let before = moves.then(|| row.clone());
         match lifecycle::report(row, event, leaving.as_ref(), at) {
             Ok(bodies) => {
-                stored_events.extend(jobs::append(db, row, bodies, at).await?);
+                new.extend(jobs::append(db, row, bodies, at).await?);
                 reached("ingest.event")?;
             }
             Err(refused) => {
@@ -136,20 +215,7 @@ async fn store_report(db: &mut Connection, row: &mut JobRow, report: Report) -> 
             }
         }
     }
-    sqlx::query(
-        "INSERT INTO acknowledged VALUES ($1, $2, $3, $4) \
-         ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
-    )
-    .bind(attempt.job.as_str())
-    .bind(i64::from(attempt.attempt))
-    .bind(number(source))
-    .bind(int(end))
-    .execute(db)
-    .await?;
-    reached("ingest.acknowledged")?;
-    let changed = Changed { job: row.job.clone(), events: stored_events };
-    Ok(Ingested::Stored {
-        acknowledged: Acknowledged { attempt, source, records: end },
-        changed: Some(Box::new(changed)),
-    })
+    known.records.insert(source, end);
+    known.grown.insert(source);
+    Ok((Ingested::Stored { acknowledged: told(attempt.clone(), source, end), changed: None }, true))
 }

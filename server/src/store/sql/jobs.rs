@@ -1,10 +1,10 @@
 //! Jobs: rows in and out, and changes.
 
-use super::{Connection, Db, DbRow, SqlStore, things};
+use super::{Connection, Db, DbRow, SqlStore, events, things};
 use crate::{
     lifecycle,
     store::{
-        Change, Changed, Created, Cursor, EventRow, JobFilter, JobRow, NewJob, Page, Result, StoreError,
+        Change, Changed, Created, Cursor, JobFilter, JobRow, NewJob, Page, Result, StoreError,
         quarantine::{self, read_spec, readable},
         values::{from_json, int, json, plain, reached, small, time, uint},
     },
@@ -180,51 +180,17 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     Ok(())
 }
 
-/// Stores events after the job's newest, and keeps the table of checkpoints in step with them.
+/// Rows of events after the job's newest, still to be stored; the table of checkpoints is in step with them.
 pub(super) async fn append(
     db: &mut Connection,
     row: &mut JobRow,
     bodies: Vec<EventBody>,
     at: Timestamp,
-) -> Result<Vec<EventRow>> {
-    let mut events = Vec::with_capacity(bodies.len());
-    for body in bodies {
-        row.job.last_seq += 1;
-        let seq = row.job.last_seq;
-        let attempt = row.job.attempt;
-        let (kind, rank, name, steps) = match &body {
-            EventBody::State { .. } => ("state", None, None, None),
-            EventBody::Plan { .. } => ("plan", None, None, None),
-            EventBody::Metrics { rank, name, steps, .. } => {
-                ("metrics", Some(*rank), Some(name.as_str()), steps.first().zip(steps.last()))
-            }
-            EventBody::Log { rank, .. } => ("log", Some(*rank), None, None),
-            EventBody::Checkpoint { .. } => ("checkpoint", None, None, None),
-            EventBody::CheckpointRemoved { .. } => ("checkpoint_removed", None, None, None),
-            EventBody::Evaluation { .. } => ("evaluation", None, None, None),
-            EventBody::Rank { rank, .. } => ("rank", Some(*rank), None, None),
-        };
-        let text = json(&body)?;
-        sqlx::query(
-            "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
-        )
-        .bind(row.job.id.as_str())
-        .bind(int(seq))
-        .bind(at.as_millisecond())
-        .bind(kind)
-        .bind(i64::from(attempt))
-        .bind(rank.map(i64::from))
-        .bind(name)
-        .bind(steps.map(|(first, _)| int(*first)))
-        .bind(steps.map(|(_, last)| int(*last)))
-        .bind(&text)
-        .execute(&mut *db)
-        .await?;
-        project(db, &row.job.id, &body, at).await?;
-        events.push(EventRow { seq, at, body: text });
+) -> Result<Vec<events::New>> {
+    for body in &bodies {
+        project(db, &row.job.id, body, at).await?;
     }
-    Ok(events)
+    events::rows(row, bodies, at)
 }
 
 async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
@@ -268,9 +234,10 @@ pub(super) async fn change(
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
 ) -> Result<Changed> {
     let bodies = change(&mut row)?;
-    let events = append(db, &mut row, bodies, at).await?;
+    let new = append(db, &mut row, bodies, at).await?;
+    events::insert(db, &new).await?;
     save(db, &row, at).await?;
-    Ok(Changed { job: row.job, events })
+    Ok(Changed { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
 }
 
 /// The job that a request made which came with this key.

@@ -9,6 +9,7 @@ mod attempts;
 mod by_hand;
 mod chunks;
 pub(in crate::store) mod copy;
+mod events;
 mod ingest;
 mod jobs;
 mod purge;
@@ -24,6 +25,7 @@ use crate::store::{
     Page, Report, Result, Store,
 };
 use async_trait::async_trait;
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
@@ -102,11 +104,20 @@ impl Store for SqlStore {
     async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
         self.read_acknowledged(attempt).await
     }
-    async fn ingest(&self, reports: Vec<Report>) -> Result<Vec<Ingested>> {
+    async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         self.store_reports(reports).await
     }
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         self.read_events(job, after, limit).await
+    }
+    async fn first_seq(&self, job: &JobId) -> Result<u64> {
+        self.read_first_seq(job).await
+    }
+    async fn oldest_with_points(&self, before: Timestamp) -> Result<Option<JobId>> {
+        self.find_with_points(before).await
+    }
+    async fn remove_points(&self, job: &JobId) -> Result<bool> {
+        self.remove_some_points(job).await
     }
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
         self.read_metrics(job, filter).await

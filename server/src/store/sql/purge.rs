@@ -1,8 +1,9 @@
-//! What is left of deleted jobs, removed bit by bit: a run of a week has millions of rows, and one statement that removes
+//! What is left of deleted jobs, and points that are in chunks, removed bit by bit: a run of a week has millions of rows, and one statement that removes
 //! them all would hold up every other writer, or run into the database's time limit.
 
 use super::{SOME_METRIC_CHUNKS, SqlStore};
-use crate::store::{Result, StoreError};
+use crate::store::{Result, StoreError, values::uint};
+use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
 
@@ -11,18 +12,62 @@ const EVENTS: i64 = 1000;
 /// Chunks of metrics removed at a time; each holds some ten kilobytes.
 const CHUNKS: i64 = 200;
 
+fn found(id: Option<String>) -> Result<Option<JobId>> {
+    id.map(|id| id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))).transpose()
+}
+
 impl SqlStore {
+    pub(super) async fn read_first_seq(&self, job: &JobId) -> Result<u64> {
+        let removed: Option<i64> = sqlx::query_scalar("SELECT removed FROM metric_sealed WHERE job_id = $1")
+            .bind(job.as_str())
+            .fetch_optional(&self.reader)
+            .await?;
+        Ok(removed.map_or(0, uint) + 1)
+    }
+
+    pub(super) async fn find_with_points(&self, before: Timestamp) -> Result<Option<JobId>> {
+        let id: Option<String> = sqlx::query_scalar(
+            "SELECT id FROM jobs WHERE state IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL \
+             AND finished_at <= $1 AND EXISTS (SELECT 1 FROM events WHERE job_id = jobs.id AND kind = 'metrics') \
+             ORDER BY created_at LIMIT 1",
+        )
+        .bind(before.as_millisecond())
+        .fetch_optional(&self.reader)
+        .await?;
+        found(id)
+    }
+
+    pub(super) async fn remove_some_points(&self, job: &JobId) -> Result<bool> {
+        let id = job.as_str();
+        let mut db = self.begin().await?;
+        // Streams know first: what they are not told of may go.
+        sqlx::query("UPDATE metric_sealed SET removed = seq WHERE job_id = $1 AND removed < seq")
+            .bind(id)
+            .execute(&mut *db)
+            .await?;
+        let done = sqlx::query(
+            "DELETE FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT max(seq) FROM (SELECT seq \
+             FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT removed FROM metric_sealed \
+             WHERE job_id = $1) ORDER BY seq LIMIT $2) AS first)",
+        )
+        .bind(id)
+        .bind(EVENTS)
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(done.rows_affected() > 0)
+    }
+
     pub(super) async fn find_deleted(&self) -> Result<Option<JobId>> {
         let oldest = "SELECT id FROM jobs WHERE deleted_at IS NOT NULL ORDER BY deleted_at LIMIT 1";
         let id: Option<String> = sqlx::query_scalar(oldest).fetch_optional(&self.reader).await?;
-        id.map(|id| id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))).transpose()
+        found(id)
     }
 
     pub(super) async fn purge_some(&self, id: &JobId) -> Result<()> {
         let id = id.as_str();
-        // The events' numbers have no gap.
-        let events = "DELETE FROM events WHERE job_id = $1 \
-            AND seq < (SELECT min(seq) FROM events WHERE job_id = $1) + $2";
+        let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
+            (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";
         let chunks = format!("DELETE FROM metric_chunks WHERE {SOME_METRIC_CHUNKS}");
         let mut db = self.begin().await?;
         for (query, rows) in [(events, EVENTS), (chunks.as_str(), CHUNKS)] {

@@ -2,26 +2,30 @@
 
 use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
-    CheckpointRow, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
+    CheckpointRow, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError, Stored,
     quarantine::readable,
+    rows::ROW_COST,
     values::{from_json, int, plain, small, time, uint},
 };
+use futures_util::TryStreamExt;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     job::JobId,
-    metric::MetricColumn,
     stream::Event,
 };
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row};
 
-/// The part of a metrics event that a query needs.
-#[derive(Deserialize)]
-struct Points {
-    attempt: u32,
-    rank: u32,
-    #[serde(flatten)]
-    column: MetricColumn,
+fn event_row(row: &DbRow) -> Result<EventRow> {
+    let stored = match row.try_get::<Option<Vec<u8>>, _>("points")? {
+        Some(data) => Stored::Points {
+            attempt: small(row.try_get("attempt")?),
+            rank: small(row.try_get::<Option<i64>, _>("rank")?.unwrap_or(0)),
+            data,
+        },
+        None => Stored::Body(row.try_get("body")?),
+    };
+    Ok(EventRow { seq: uint(row.try_get("seq")?), at: time(row.try_get("at")?)?, stored })
 }
 
 /// What an event holds.
@@ -72,15 +76,16 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 
 impl SqlStore {
     pub(super) async fn read_events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
-        let rows: Vec<(i64, i64, String)> = sqlx::query_as(
-            "SELECT seq, at, body FROM events WHERE job_id = $1 AND seq > $2 ORDER BY seq LIMIT $3",
+        let rows = sqlx::query(
+            "SELECT seq, at, attempt, rank, body, points FROM events WHERE job_id = $1 AND seq > $2 \
+             ORDER BY seq LIMIT $3",
         )
         .bind(job.as_str())
         .bind(int(after))
         .bind(i64::from(limit))
         .fetch_all(&self.reader)
         .await?;
-        rows.into_iter().map(|(seq, at, body)| Ok(EventRow { seq: uint(seq), at: time(at)?, body })).collect()
+        rows.iter().map(event_row).collect()
     }
 
     pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
@@ -93,30 +98,35 @@ impl SqlStore {
                 .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
         let query = format!(
-            "SELECT seq, body FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
-             AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%') \
-             AND ($4 IS NULL OR last_step >= $4) AND ($5 IS NULL OR first_step <= $5) AND seq > $6 \
-             ORDER BY seq LIMIT $7"
+            "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
+             AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
-        let rows: Vec<(i64, String)> = sqlx::query_as(AssertSqlSafe(query))
+        // Of rows that are not wanted none is sent.
+        let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
+        let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
+        let mut rows = sqlx::query(AssertSqlSafe(query))
             .bind(job.as_str())
-            .bind(filter.name.as_deref().map(plain))
             .bind(ranks(filter))
-            .bind(filter.from.map(int))
-            .bind(filter.to.map(int))
             .bind(int(filter.after))
-            .bind(filter.limit.map_or(i64::MAX, i64::from))
-            .fetch_all(&mut *db)
-            .await?;
+            .bind(limit)
+            .fetch(&mut *db);
+        while let Some(row) = rows.try_next().await? {
+            let row = event_row(&row)?;
+            page.cost += row.cost();
+            page.last = row.seq;
+            if let Some((attempt, rank, columns)) = row.metrics(filter.name.as_deref()) {
+                let columns = columns.into_iter().filter(|c| filter.wants(c));
+                page.columns.extend(columns.map(|column| (rank, attempt, column)));
+            }
+            if filter.limit_cost.is_some_and(|limit| page.cost >= limit) {
+                // A page ends at its last row, whatever came after.
+                (page.as_of, page.full) = (page.last, true);
+                break;
+            }
+        }
+        drop(rows);
         db.rollback().await?;
-        // A page of events ends at its last one, whatever came after.
-        let full = filter.limit.is_some_and(|limit| rows.len() == limit as usize);
-        let as_of = rows.last().filter(|_| full).map_or(as_of, |(seq, _)| *seq);
-        let columns = rows.iter().map(|(seq, body)| {
-            let points: Points = event(job, *seq, body)?;
-            Ok((points.rank, points.attempt, points.column))
-        });
-        Ok(MetricPage { as_of: uint(as_of), columns: readable(columns), full })
+        Ok(page)
     }
 
     pub(super) async fn read_logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
@@ -154,10 +164,10 @@ impl SqlStore {
         // A run of a week has millions of them: the newest of each rank is found by an index alone.
         let rows: Vec<(i64, i64, String)> = sqlx::query_as(
             "WITH RECURSIVE ranks (rank) AS ( \
-               SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank' AND name IS NULL) \
+               SELECT (SELECT max(rank) FROM events WHERE job_id = $1 AND kind = 'rank') \
                UNION ALL SELECT rank - 1 FROM ranks WHERE rank > 0) \
              SELECT e.rank, e.seq, e.body FROM ranks JOIN events e ON e.job_id = $1 AND e.seq = (SELECT max(seq) FROM events \
-               WHERE job_id = $1 AND kind = 'rank' AND name IS NULL AND rank = ranks.rank) \
+               WHERE job_id = $1 AND kind = 'rank' AND rank = ranks.rank) \
              WHERE e.attempt = $2 ORDER BY e.rank",
         )
         .bind(job.as_str())

@@ -1,9 +1,14 @@
+-- Every table, put together anew before the first release. Databases of earlier versions (migrations 1 to 26) are refused and
+-- come over by a backup: see server/src/store/older.rs.
+--
 -- Times are milliseconds since 1970, UTC. Columns named after a JSON shape hold that shape.
 
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
     state TEXT NOT NULL,
+    -- Why, as a code and facts (JSON; see protocol/src/reason.rs), and the words of that.
+    cause TEXT,
     reason TEXT,
     priority INTEGER NOT NULL,
     spec TEXT NOT NULL,
@@ -30,10 +35,16 @@ CREATE TABLE jobs (
     -- Failed or lost attempts since it was last submitted or retried.
     restarts INTEGER NOT NULL DEFAULT 0,
     -- Fencing token of the attempt that may write; NULL when none may.
-    token INTEGER
+    token INTEGER,
+    -- What a fork began from. No reference: the other job may be deleted.
+    parent_job TEXT,
+    parent_checkpoint TEXT,
+    -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
+    deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
+CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
     -- Grows with every attempt of any job, also past deleted ones.
@@ -46,9 +57,15 @@ CREATE TABLE attempts (
     resume TEXT,
     started_at INTEGER NOT NULL,
     ended_at INTEGER,
+    -- How it ended: a state of its own, why, and at which step. NULL while it runs.
+    state TEXT,
+    reason TEXT,
+    step INTEGER,
     UNIQUE (job_id, attempt)
 ) STRICT;
 
+-- A row is one event, or the points that a rank reported at once (`kind` is 'metrics'): bytes in `points`
+-- (server/src/metrics/row.rs) and an empty `body`. To readers these are an event a column; the last has the row's number.
 CREATE TABLE events (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     seq INTEGER NOT NULL,
@@ -56,13 +73,16 @@ CREATE TABLE events (
     kind TEXT NOT NULL,
     attempt INTEGER NOT NULL,
     rank INTEGER,
-    name TEXT,
-    first_step INTEGER,
-    last_step INTEGER,
     body TEXT NOT NULL,
+    points BLOB,
     PRIMARY KEY (job_id, seq)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX events_by_kind ON events (job_id, kind, name, rank);
+-- The newest report of a rank.
+CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
+-- Points that are in no chunk yet: found by their number without a look at the log lines between.
+CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
+-- Log lines stand between a run's many points: found by their number without a look at those.
+CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
 
 -- How many records of each source of an attempt are stored; written with the events themselves.
 CREATE TABLE acknowledged (
@@ -73,6 +93,31 @@ CREATE TABLE acknowledged (
     records INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt, source)
 ) STRICT, WITHOUT ROWID;
+
+-- Metrics at scale: the points of `events`, again, as binary columns and as buckets of 16, 256, ... steps, so that
+-- a chart reads at most a few buckets a pixel. The newest chunk of a series and level grows until it is full; the
+-- others never change.
+CREATE TABLE metric_chunks (
+    job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    -- 0: every point; k: buckets of 16^k steps.
+    level INTEGER NOT NULL,
+    first_step INTEGER NOT NULL,
+    last_step INTEGER NOT NULL,
+    -- See server/src/metrics/chunk.rs.
+    data BLOB NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX metric_chunks_by_series ON metric_chunks (job_id, name, level, rank, attempt, first_step, last_step);
+
+CREATE TABLE metric_sealed (
+    job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    -- Metric events up to this number are in chunks.
+    seq INTEGER NOT NULL,
+    -- Points of events up to this number are in chunks alone; a stream begins after it.
+    removed INTEGER NOT NULL DEFAULT 0
+) STRICT;
 
 CREATE TABLE checkpoints (
     id TEXT PRIMARY KEY,
@@ -109,4 +154,16 @@ CREATE TABLE idempotency (
     request TEXT NOT NULL,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     created_at INTEGER NOT NULL
+) STRICT;
+
+-- What people write on jobs, and machines that take no new work.
+CREATE TABLE annotations (
+    job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    note TEXT NOT NULL,
+    -- ["tag", ...]
+    tags TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE draining (
+    agent_id TEXT PRIMARY KEY
 ) STRICT;

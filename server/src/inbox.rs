@@ -1,0 +1,93 @@
+//! Where reports wait until they are stored (see `ingest.rs`), and back-pressure by their bytes.
+
+use crate::store::Report;
+use std::{sync::Arc, time::Duration};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+
+/// Of reports that wait, as they came; agents hold back what is more, on disk.
+const QUEUE_BYTES: usize = 64 << 20;
+/// Permits are for so much, so that an agent's largest message has room in their number.
+const PERMIT_BYTES: usize = 1 << 10;
+/// How long a report waits for room. Its agent's heartbeats wait behind it: much less than a lease.
+const ROOM_WITHIN: Duration = Duration::from_secs(4);
+
+/// What waits to be stored.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Report {
+        /// To be acknowledged to this agent ...
+        agent: String,
+        /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
+        connection: mpsc::Sender<()>,
+        report: Box<Report>,
+        room: Room,
+    },
+    /// Answered when everything before it is stored.
+    Barrier(oneshot::Sender<()>),
+}
+
+/// Where connections put their reports.
+#[derive(Debug, Clone)]
+pub(crate) struct Inbox {
+    to: mpsc::UnboundedSender<Work>,
+    room: Arc<Semaphore>,
+}
+
+pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
+
+/// A report's place among those that wait.
+#[derive(Debug)]
+pub(crate) struct Room {
+    pub(crate) bytes: usize,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Inbox {
+    pub(crate) fn new() -> (Self, Queue) {
+        let (to, queue) = mpsc::unbounded_channel();
+        (Self { to, room: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
+    }
+
+    /// Room for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
+    /// its agent, whose spool takes the rest. None when the database is so far behind that it should come again later.
+    pub(crate) async fn room(&self, bytes: usize) -> Option<Room> {
+        self.room_within(bytes, ROOM_WITHIN).await
+    }
+
+    async fn room_within(&self, bytes: usize, patience: Duration) -> Option<Room> {
+        let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
+        let permit = self.room.clone().acquire_many_owned(u32::try_from(permits).ok()?);
+        let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
+        Some(Room { bytes, _permit: permit })
+    }
+
+    /// Nothing is lost while the server runs: what is put has its room.
+    pub(crate) fn put(&self, work: Work) {
+        let _ = self.to.send(work);
+    }
+
+    /// Returns when all that was put before is stored.
+    pub(crate) async fn drained(&self) {
+        let (to, done) = oneshot::channel();
+        if self.to.send(Work::Barrier(to)).is_ok() {
+            let _ = done.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn reports_wait_for_room_but_not_for_ever() {
+        let (inbox, _queue) = Inbox::new();
+        let first = inbox.room(QUEUE_BYTES - PERMIT_BYTES).await.unwrap();
+        let second = inbox.room(PERMIT_BYTES).await.expect("there is room for the last kibibyte");
+        assert!(inbox.room_within(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        let (third, ()) = tokio::join!(inbox.room(PERMIT_BYTES), async { drop(second) });
+        assert!(third.is_some(), "it waits until what is before it is stored");
+        drop((first, third));
+        assert!(inbox.room(usize::MAX).await.is_some(), "the largest message has room once it is alone");
+    }
+}

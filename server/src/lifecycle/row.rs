@@ -1,0 +1,58 @@
+//! What a change of a job reads and edits, and how it says no. The store keeps it and knows no more of the rules.
+
+use super::progress::Progress;
+use lockstep_protocol::{
+    agent::AttemptRef,
+    attempt::AttemptState,
+    job::{Job, JobState},
+    reason::Reason,
+};
+
+/// A job and what only the server knows of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JobRow {
+    /// As it is shown.
+    pub job: Job,
+    /// Why its ranks are being stopped at somebody's wish.
+    pub stop: Option<Reason>,
+    /// Failed or lost attempts since it was last submitted or retried.
+    pub restarts: u32,
+    /// Fencing token of the attempt that may write.
+    pub token: Option<u64>,
+    /// What its newest values and its sparkline come from.
+    pub progress: Progress,
+    /// How the attempt that had the token ended, until that is stored.
+    pub ended: Option<AttemptEnd>,
+    /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
+    /// else failed. It stays as it is until the attempt's end makes another of it.
+    pub unknown_state: Option<(String, JobState)>,
+}
+
+impl JobRow {
+    /// The attempt that may write, if there is one.
+    pub fn live(&self) -> Option<AttemptRef> {
+        let job = &self.job;
+        self.token.map(|token| AttemptRef { job: job.id.clone(), attempt: job.attempt, token })
+    }
+}
+
+/// How an attempt ended, to be kept with it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttemptEnd {
+    /// Its own, not the job's.
+    pub state: AttemptState,
+    /// None when it succeeded.
+    pub reason: Option<Reason>,
+    /// Whether its ranks ever trained: if not, the job's steps are not this attempt's.
+    pub trained: bool,
+}
+
+/// A request that a job's state forbids.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{detail}")]
+pub struct Refused {
+    /// The state.
+    pub state: JobState,
+    /// Why not, and what can be done.
+    pub detail: String,
+}

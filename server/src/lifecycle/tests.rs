@@ -1,0 +1,33 @@
+use super::*;
+
+fn column(name: &str, steps: &[u64]) -> MetricColumn {
+    MetricColumn { name: name.into(), steps: steps.into(), values: steps.iter().map(|s| *s as f32).collect() }
+}
+
+fn metrics(rank: u32, columns: &[MetricColumn]) -> AttemptEvent {
+    AttemptEvent::Metrics { rank, columns: columns.into() }
+}
+
+#[test]
+fn points_of_a_report_go_together_but_not_past_what_they_may_depend_on() {
+    let line = AttemptEvent::Log { rank: 0, lines: Vec::new() };
+    let checkpoint = AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 };
+    let report = vec![
+        metrics(0, &[column("loss", &[1]), column("lr", &[1])]),
+        line.clone(),
+        metrics(0, &[column("loss", &[2, 3]), column("of nobody", &[2])]),
+        metrics(1, &[column("loss", &[2])]),
+        checkpoint.clone(),
+        metrics(1, &[column("loss", &[4])]),
+        // As many values as steps, or none of it.
+        metrics(1, &[MetricColumn { values: vec![1.0], ..column("loss", &[5, 6]) }]),
+    ];
+    let expected = vec![
+        metrics(0, &[column("loss", &[1, 2, 3]), column("lr", &[1])]),
+        line,
+        metrics(1, &[column("loss", &[2])]),
+        checkpoint,
+        metrics(1, &[column("loss", &[4])]),
+    ];
+    assert_eq!(together(&report), expected);
+}

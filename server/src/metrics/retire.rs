@@ -1,0 +1,58 @@
+//! Points leave the events some time after their job is over: its charts and its CSV file come from chunks then, which
+//! hold every point, and its stream begins after them.
+
+use super::{pyramid, sealer};
+use crate::{
+    app::App,
+    store::{Result, StoreError},
+};
+use lockstep_protocol::job::JobId;
+use std::time::{Duration, Instant};
+
+/// Between two looks, at most; a quarter of the time that points are kept when that is shorter.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
+/// The longest rest between two bits.
+const LONGEST_REST: Duration = Duration::from_millis(200);
+
+/// Removes points until `app` stops.
+pub(crate) async fn run(app: App) {
+    let keep = app.config.keep_points;
+    loop {
+        tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), LOOK_EVERY)).await;
+        let Some(before) =
+            jiff::SignedDuration::try_from(keep).ok().and_then(|k| crate::now().checked_sub(k).ok())
+        else {
+            continue;
+        };
+        let mut last = None;
+        loop {
+            let job = match app.store.oldest_with_points(before).await {
+                Ok(Some(job)) if last.as_ref() != Some(&job) => job,
+                // One whose points do not go is left for the next look.
+                Ok(_) => break,
+                Err(error) => {
+                    tracing::warn!(%error, "points of jobs that are over stay among their events for now");
+                    break;
+                }
+            };
+            match retire(&app, &job).await {
+                Ok(()) | Err(StoreError::NotFound(_)) => {}
+                Err(error) => tracing::warn!(%error, %job, "a job's points stay among its events for now"),
+            }
+            last = Some(job);
+        }
+    }
+}
+
+async fn retire(app: &App, job: &JobId) -> Result<()> {
+    let ranks = app.store.job(job).await?.map_or(1, |row| row.job.ranks);
+    while pyramid::seal(app.store.as_ref(), job, sealer::enough(ranks), true).await? {}
+    loop {
+        let began = Instant::now();
+        if !app.store.remove_points(job).await? {
+            return Ok(());
+        }
+        // Half of the writer's time at most: reports of running jobs come first.
+        tokio::time::sleep(began.elapsed().min(LONGEST_REST)).await;
+    }
+}

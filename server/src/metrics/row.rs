@@ -1,0 +1,147 @@
+//! The points of a report as a row of events keeps them.
+//!
+//! How many columns; then for each its metric (place in [`NAMES`] from 1, or 0, length and text), how many steps, how far
+//! each lies behind the one before (0 and nothing for the steps of the column before), and the values (float32, little
+//! endian). Whole numbers are LEB128.
+
+use super::chunk::{Reader, put_number};
+use crate::store::StoreError;
+use lockstep_protocol::metric::{MetricColumn, NAMES};
+
+/// Bytes of columns, none of which is empty.
+pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(8 + columns.iter().map(|c| 3 + 5 * c.values.len()).sum::<usize>());
+    put_number(&mut out, columns.len() as u64);
+    let mut before: &[u64] = &[];
+    for column in columns {
+        match NAMES.iter().position(|name| *name == column.name) {
+            Some(place) => put_number(&mut out, place as u64 + 1),
+            None => {
+                put_number(&mut out, 0);
+                put_number(&mut out, column.name.len() as u64);
+                out.extend(column.name.as_bytes());
+            }
+        }
+        if column.steps == before {
+            put_number(&mut out, 0);
+        } else {
+            put_number(&mut out, column.steps.len() as u64);
+            let mut last = 0;
+            for step in &column.steps {
+                put_number(&mut out, step.wrapping_sub(last));
+                last = *step;
+            }
+        }
+        before = &column.steps;
+        out.extend(column.values.iter().flat_map(|value| value.to_le_bytes()));
+    }
+    out
+}
+
+/// How many columns there are; 1 for bytes that [`encode`] did not make.
+pub(crate) fn count(data: &[u8]) -> u64 {
+    Reader(data).number().unwrap_or(1).max(1)
+}
+
+/// What [`encode`] made: the columns called `name`, or all. Of the others nothing is kept, as a chart shows one metric of many.
+///
+/// # Errors
+/// Bytes that it did not make.
+pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn>, StoreError> {
+    columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
+}
+
+fn columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
+    let mut from = Reader(data);
+    let mut columns = Vec::new();
+    let mut steps: Vec<u64> = Vec::new();
+    for _ in 0..from.number()? {
+        let name = match usize::try_from(from.number()?).ok()? {
+            0 => {
+                let length = usize::try_from(from.number()?).ok()?;
+                std::str::from_utf8(from.take(length)?).ok()?
+            }
+            place => *NAMES.get(place - 1)?,
+        };
+        let count = from.number()?;
+        if count > 0 {
+            steps.clear();
+            let mut step = 0u64;
+            for _ in 0..count {
+                step = step.wrapping_add(from.number()?);
+                steps.push(step);
+            }
+        }
+        if steps.is_empty() {
+            return None;
+        }
+        let values = from.take(steps.len().checked_mul(4)?)?;
+        if wanted.is_some_and(|wanted| wanted != name) {
+            continue;
+        }
+        let values = values.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
+        columns.push(MetricColumn { name: name.to_owned(), steps: steps.clone(), values });
+    }
+    from.0.is_empty().then_some(columns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn column(name: &str, steps: &[u64]) -> MetricColumn {
+        let values = steps.iter().map(|s| *s as f32 / 3.0).collect();
+        MetricColumn { name: name.into(), steps: steps.into(), values }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_and_a_point_takes_five_bytes() {
+        let columns = [
+            column("loss", &[1, 2, 300]),
+            column("accuracy", &[1, 2, 300]),
+            column("of another version", &[7, 3, u64::MAX]),
+            column("gpu_temperature_celsius", &[1 << 40]),
+        ];
+        let bytes = encode(&columns);
+        assert_eq!((decode(&bytes, None).unwrap(), count(&bytes)), (columns.to_vec(), 4));
+        for wanted in &columns {
+            assert_eq!(decode(&bytes, Some(&wanted.name)).unwrap(), std::slice::from_ref(wanted));
+        }
+        for end in 0..bytes.len() {
+            assert!(decode(&bytes[..end], None).is_err(), "cut at {end}");
+        }
+        assert!(decode(&[&bytes[..], &[0]].concat(), None).is_err());
+
+        let steps: Vec<u64> = (1_000_001..=1_000_010).collect();
+        let report: Vec<_> = NAMES[..8].iter().map(|name| column(name, &steps)).collect();
+        assert!(encode(&report).len() < 80 * 5, "{}", encode(&report).len());
+    }
+
+    #[test]
+    fn a_metric_keeps_its_place() {
+        // Rows name metrics by these numbers: new ones go to the end.
+        assert_eq!(
+            &NAMES[..18],
+            [
+                "loss",
+                "accuracy",
+                "lr",
+                "grad_norm",
+                "loss_scale",
+                "skipped_steps",
+                "images_per_second",
+                "step_ms",
+                "data_ms",
+                "all_reduce_ms",
+                "val_loss",
+                "val_accuracy",
+                "val_ema_loss",
+                "val_ema_accuracy",
+                "gpu_utilization",
+                "gpu_memory_bytes",
+                "gpu_power_watts",
+                "gpu_temperature_celsius",
+            ]
+        );
+    }
+}

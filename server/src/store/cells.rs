@@ -1,0 +1,91 @@
+//! Tables, columns and values as a backup has them, whichever database they come from.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fmt::Write as _;
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Table {
+    #[serde(rename = "table")]
+    pub(super) name: String,
+    pub(super) columns: Vec<Column>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Column {
+    pub(super) name: String,
+    pub(super) kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Kind {
+    Integer,
+    Real,
+    Text,
+    Bytes,
+}
+
+impl Kind {
+    /// Of a column's type as either database calls it.
+    pub(super) fn of(declared: &str) -> Self {
+        match declared.to_ascii_lowercase().as_str() {
+            "integer" | "bigint" => Kind::Integer,
+            "real" | "double precision" => Kind::Real,
+            "blob" | "bytea" => Kind::Bytes,
+            _ => Kind::Text,
+        }
+    }
+}
+
+/// A value of a row.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Cell {
+    Integer(Option<i64>),
+    Real(Option<f64>),
+    Text(Option<String>),
+    Bytes(Option<Vec<u8>>),
+}
+
+impl Cell {
+    /// Numbers with a fraction as text: what is parsed again is then the same to the bit. Bytes in hexadecimal.
+    pub(super) fn json(&self) -> Value {
+        match self {
+            Cell::Integer(value) => (*value).into(),
+            Cell::Real(value) => value.map(|v| format!("{v:?}")).into(),
+            Cell::Text(value) => value.clone().into(),
+            Cell::Bytes(value) => value.as_deref().map(hexadecimal).into(),
+        }
+    }
+
+    pub(super) fn read(kind: Kind, value: Value) -> Option<Self> {
+        let text = |value: Value| match value {
+            Value::Null => Some(None),
+            Value::String(text) => Some(Some(text)),
+            _ => None,
+        };
+        Some(match kind {
+            Kind::Integer if value.is_null() => Cell::Integer(None),
+            Kind::Integer => Cell::Integer(Some(value.as_i64()?)),
+            Kind::Real => Cell::Real(
+                text(value)?.map(|t| t.parse().ok()).map_or(Some(None), |v: Option<f64>| v.map(Some))?,
+            ),
+            Kind::Text => Cell::Text(text(value)?),
+            Kind::Bytes => Cell::Bytes(match text(value)? {
+                None => None,
+                Some(hex) => Some(
+                    (0..hex.len() / 2)
+                        .map(|i| u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok())
+                        .collect::<Option<_>>()?,
+                ),
+            }),
+        })
+    }
+}
+
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}

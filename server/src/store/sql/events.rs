@@ -1,0 +1,116 @@
+//! Rows of events: what a change says as rows, and these into the table, many at a time.
+
+use super::Connection;
+use crate::{
+    metrics::row,
+    store::{
+        EventRow, JobRow, Result, Stored,
+        values::{int, json},
+    },
+};
+use jiff::Timestamp;
+use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
+use sqlx::AssertSqlSafe;
+
+/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps.
+const TOGETHER: [usize; 3] = [64, 8, 1];
+const COLUMNS: usize = 8;
+
+/// A row that is to be stored.
+pub(super) struct New {
+    job: JobId,
+    kind: &'static str,
+    attempt: u32,
+    rank: Option<u32>,
+    pub(super) row: EventRow,
+}
+
+/// The rows of events after the job's newest: one each, but one for all metrics of a rank that follow each other.
+pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
+    let mut rows = Vec::new();
+    let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
+    let id = job.job.id.clone();
+    let current = job.job.attempt;
+    let mut add = |kind, attempt, rank, events: u64, stored| {
+        job.job.last_seq += events;
+        let row = EventRow { seq: job.job.last_seq, at, stored };
+        rows.push(New { job: id.clone(), kind, attempt, rank, row });
+    };
+    let stored = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
+        let data = row::encode(&columns);
+        ("metrics", attempt, Some(rank), columns.len() as u64, Stored::Points { attempt, rank, data })
+    };
+    for body in bodies {
+        let (kind, rank) = match body {
+            EventBody::Metrics { attempt, rank, name, steps, values } => {
+                let values = values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect();
+                let column = MetricColumn { name, steps, values };
+                match &mut points {
+                    Some((a, r, columns)) if (*a, *r) == (attempt, rank) => columns.push(column),
+                    other => {
+                        if let Some(before) = other.replace((attempt, rank, vec![column])) {
+                            let (kind, attempt, rank, events, stored) = stored(before);
+                            add(kind, attempt, rank, events, stored);
+                        }
+                    }
+                }
+                continue;
+            }
+            EventBody::State { .. } => ("state", None),
+            EventBody::Plan { .. } => ("plan", None),
+            EventBody::Log { rank, .. } => ("log", Some(rank)),
+            EventBody::Checkpoint { .. } => ("checkpoint", None),
+            EventBody::CheckpointRemoved { .. } => ("checkpoint_removed", None),
+            EventBody::Evaluation { .. } => ("evaluation", None),
+            EventBody::Rank { rank, .. } => ("rank", Some(rank)),
+        };
+        if let Some(before) = points.take() {
+            let (kind, attempt, rank, events, stored) = stored(before);
+            add(kind, attempt, rank, events, stored);
+        }
+        add(kind, current, rank, 1, Stored::Body(json(&body)?));
+    }
+    if let Some(before) = points {
+        let (kind, attempt, rank, events, stored) = stored(before);
+        add(kind, attempt, rank, events, stored);
+    }
+    Ok(rows)
+}
+
+/// Stores rows.
+pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
+    let mut rest = rows;
+    for size in TOGETHER {
+        while let Some((now, later)) = rest.split_at_checked(size) {
+            rest = later;
+            let places: Vec<_> = (0..size)
+                .map(|n| {
+                    let place: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
+                    format!("({})", place.join(", "))
+                })
+                .collect();
+            let text = format!(
+                "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
+                places.join(", ")
+            );
+            let mut query = sqlx::query(AssertSqlSafe(text));
+            for New { job, kind, attempt, rank, row } in now {
+                let (body, points) = match &row.stored {
+                    Stored::Body(body) => (body.as_str(), None),
+                    Stored::Points { data, .. } => ("", Some(&data[..])),
+                };
+                query = query
+                    .bind(job.as_str())
+                    .bind(int(row.seq))
+                    .bind(row.at.as_millisecond())
+                    .bind(*kind)
+                    .bind(i64::from(*attempt))
+                    .bind(rank.map(i64::from))
+                    .bind(body)
+                    .bind(points);
+            }
+            query.execute(&mut *db).await?;
+        }
+    }
+    Ok(())
+}

@@ -136,7 +136,7 @@ impl Catalog {
         let usable = |catalog: Catalog| {
             let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
                 true => class_names_mistake(&catalog.classes),
-                false => Some("has no training split".to_owned()),
+                false => Some(no_training_split(&catalog)),
             };
             match wrong {
                 None => Ok(catalog),
@@ -177,7 +177,7 @@ impl Catalog {
         };
         let classes = folders_of_pictures(path);
         let hint = match classes.len() {
-            0 => hint.to_owned(),
+            0 => image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned()),
             more => {
                 let named =
                     classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
@@ -197,6 +197,14 @@ impl Catalog {
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
+}
+
+fn no_training_split(catalog: &Catalog) -> String {
+    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+    format!(
+        "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+        names.join(", ")
+    )
 }
 
 /// Names of the folders in `path` that have pictures, as far as names tell.

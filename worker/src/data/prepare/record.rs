@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs::{self, File},
+    io,
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
 };
 
@@ -21,6 +23,28 @@ const VERSION: u32 = 1;
 /// Whether a folder holds a copy that is not whole.
 pub(in crate::data) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
+}
+
+/// What of a copy that was whole is no longer as it was written; none where it is, or `dir` holds no copy. `size_of` tells the
+/// bytes of a shard that is read, and nothing of others; with `all`, every shard must be. Nothing is opened but the record.
+pub(in crate::data) fn damage(
+    dir: &Path,
+    all: bool,
+    size_of: impl Fn(&str) -> Option<u64>,
+) -> Option<String> {
+    // What lies there may be somebody else's file of that name.
+    let text = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;
+    let record = serde_json::from_slice::<Record>(&text).ok()?;
+    let found = record.shards.iter().find_map(|(file, written)| match size_of(file) {
+        Some(size) if size == written.bytes => None,
+        Some(size) => Some(format!("{file} has {size} bytes and was written with {}", written.bytes)),
+        None if all => Some(format!("{file} is not there")),
+        None => None,
+    })?;
+    Some(format!(
+        "is a copy that is no longer whole: {found}. Run its `lockstep dataset prepare` again, which makes what is missing, or \
+         take {PREPARED} away if that is meant"
+    ))
 }
 
 /// What the bytes of a copy follow from.
@@ -41,8 +65,34 @@ pub(super) struct Plan {
 pub(super) struct Finished {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
+    /// See [`sampled`]; none in copies of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) sampled: Option<u32>,
     /// Left out.
     pub(super) broken: Vec<BrokenFile>,
+}
+
+/// Of a shard, so many pieces of so many bytes are looked at, the first and the last among them: what is cut off and filled up
+/// again (a copy that broke off, a disk that lost what was written) has lost its end.
+const PIECES: u64 = 16;
+const PIECE_BYTES: u64 = 4096;
+
+/// CRC-32 of pieces that lie evenly in a file: whether it is what was written, without reading all of it.
+///
+/// # Errors
+/// It cannot be read.
+pub(super) fn sampled(file: &File) -> io::Result<u32> {
+    let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
+    let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
+    for number in 0..PIECES {
+        let mut at = last / (PIECES - 1) * number;
+        if number == PIECES - 1 {
+            at = last;
+        }
+        let read = file.read_at(&mut piece, at)?;
+        sum.update(&piece[..read]);
+    }
+    Ok(sum.finalize())
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -163,8 +213,10 @@ impl Destination {
     /// What is said of a shard, when it is there and whole.
     pub(super) fn finished(&self, file: &str) -> Option<Finished> {
         let found = self.record.as_ref()?.shards.get(file)?;
-        let there = fs::metadata(self.dir.join(file)).is_ok_and(|there| there.len() == found.bytes);
-        there.then(|| found.clone())
+        let shard = File::open(self.dir.join(file)).ok()?;
+        let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
+        let same = || found.sampled.is_none_or(|written| sampled(&shard).is_ok_and(|is| is == written));
+        (whole && same()).then(|| found.clone())
     }
 
     /// # Errors

@@ -141,6 +141,7 @@ impl RankError {
             RankError::Train(TrainError::Engine(EngineError::Cuda(CudaError::OutOfMemory { .. }))) => {
                 Some(ReasonCode::OutOfMemory)
             }
+            RankError::Train(TrainError::Memory(_)) => Some(ReasonCode::OutOfMemory),
             RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
             RankError::Stalled(_) => Some(ReasonCode::Stalled),
             _ => None,
@@ -298,6 +299,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
         device: config.device(),
+        local_ranks: config.local_ranks,
         threads: config.threads as usize,
         comm,
         store: met,

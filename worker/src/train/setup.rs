@@ -1,6 +1,9 @@
 //! What a run is made of, checked before the first step.
 
-use super::{TrainError, Training};
+use super::{
+    TrainError, Training,
+    memory::{self, Needed},
+};
 use crate::{
     checkpoint,
     comm::Communicator,
@@ -298,6 +301,8 @@ pub(super) fn build_engine(
     let network = of_size(training_sizes.pop().unwrap_or(shape.image_size))?;
     let mut evaluation_sizes = vec![shape.image_size];
     evaluation_sizes.retain(|side| *side != network.image_size);
+    let largest =
+        *training_sizes.iter().chain(&evaluation_sizes).max().unwrap_or(&0).max(&network.image_size);
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
@@ -308,6 +313,11 @@ pub(super) fn build_engine(
         gradients_mean: spec.parallel.gradients_mean,
         threads: training.threads.max(1),
     };
+    if let Some(is) = memory::of_machine() {
+        let largest = network.resized(largest);
+        let needed = Needed::of(&largest, &config, training.device, training.local_ranks);
+        needed.check(spec, &largest, config.batch_size, is)?;
+    }
     let (network, comm) = (Arc::new(network), training.comm.clone());
     let mut engine = match training.device {
         DeviceChoice::Cpu => engine::build_cpu(network, &initial, config, comm)?,

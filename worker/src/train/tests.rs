@@ -168,6 +168,7 @@ impl Bench {
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
             device: DeviceChoice::Cuda { ordinal: 0 },
+            local_ranks: 1,
             threads: 1,
             comm,
             store,

@@ -67,7 +67,9 @@ impl AskError {
                 format!("{agent} did not answer in time, as it had {ahead} such questions before; try again")
             }
             Self::Killed { agent, detail } => {
-                format!("{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent")
+                format!(
+                    "{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent"
+                )
             }
             Self::Refused(detail) => detail,
         }
@@ -196,7 +198,9 @@ impl Agents {
         let place = self.place_of(request).unwrap_or(Place { agent, ahead: 0 });
         lock(&self.asked).remove(&request);
         match answer {
-            Ok(Ok(Err(detail))) if was_killed(&detail) => Err(AskError::Killed { agent: place.agent, detail }),
+            Ok(Ok(Err(detail))) if was_killed(&detail) => {
+                Err(AskError::Killed { agent: place.agent, detail })
+            }
             Ok(Ok(answer)) => answer.map_err(AskError::Refused),
             _ => Err(AskError::NoAnswer(place)),
         }

@@ -66,14 +66,21 @@ fn is_pickled(bytes: &[u8]) -> bool {
 /// # Errors
 /// What it is instead.
 pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
-    let other = |detail: String| NoHeader::Other(detail);
-    let mut bytes = Vec::new();
-    file.by_ref().take(LENGTH_BYTES).read_to_end(&mut bytes).map_err(|e| other(e.to_string()))?;
-    if is_pickled(&bytes) {
-        return Err(NoHeader::Pickled);
+    let mut first = Vec::new();
+    let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
+    begun.map_err(|e| NoHeader::Other(e.to_string()))?;
+    match read_after(&first, file, has) {
+        // A header's length may begin with the same bytes: only what is no header is a pickle.
+        Err(NoHeader::Other(_)) if is_pickled(&first) => Err(NoHeader::Pickled),
+        read => read,
     }
+}
+
+/// `first`: what the file begins with, [`LENGTH_BYTES`] where it is long enough.
+fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeader> {
+    let other = |detail: String| NoHeader::Other(detail);
     let after = has.saturating_sub(LENGTH_BYTES);
-    let length = <[u8; LENGTH_BYTES as usize]>::try_from(&bytes[..]).map(u64::from_le_bytes);
+    let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
     let length = match length {
         Err(_) => return Err(other("it has no header".into())),
         Ok(length) if length > after => {
@@ -87,7 +94,7 @@ pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
         }
         Ok(length) => length,
     };
-    bytes.clear();
+    let mut bytes = Vec::new();
     file.take(length).read_to_end(&mut bytes).map_err(|e| other(e.to_string()))?;
     let mut all: BTreeMap<String, Value> =
         serde_json::from_slice(&bytes).map_err(|e| other(e.to_string()))?;

@@ -51,8 +51,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let api = Api::new(args.server.as_deref().unwrap_or(DEFAULT_SERVER))?;
     let own = submit::check(&args.job, &document);
     // No server knows a path: such a file is for `lockstep train`.
-    let is_path = |spec: &JobSpec| spec.data.dataset.contains(std::path::is_separator);
-    let alone = args.server.is_none() && own.as_ref().is_ok_and(is_path);
+    let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
+    let is_path = dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator));
+    let alone = args.server.is_none() && is_path;
     if alone || (args.server.is_none() && !block_on(async { Ok(api.answers().await) })?) {
         let spec = own?;
         here(&args.job, &spec)?;

@@ -22,6 +22,7 @@ enum Command {
     #[command(hide = true)]
     Rank(cli::rank::Args),
     Submit(cli::submit::Args),
+    Validate(cli::validate::Args),
     List(cli::list::Args),
     Show(cli::show::Args),
     Watch(cli::watch::Args),
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
         Command::Train(args) => cli::train::run(args),
         Command::Rank(args) => cli::rank::run(args),
         Command::Submit(args) => cli::submit::run(args),
+        Command::Validate(args) => cli::validate::run(&args),
         Command::List(args) => cli::list::run(args),
         Command::Show(args) => cli::show::run(args),
         Command::Watch(args) => cli::watch::run(args),

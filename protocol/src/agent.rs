@@ -249,7 +249,11 @@ impl fmt::Display for Ending {
             Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
             Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
             Ending::Failed { reason, retriable } => {
-                let next = if *retriable { "another one may fare better" } else { "another one would, too" };
+                let next = if *retriable {
+                    "another attempt may succeed, and the server starts one unless recovery.max_restarts is reached"
+                } else {
+                    "another attempt would fail in the same way, so none is started"
+                };
                 write!(f, "an attempt has failed: {}; {next}", reason.words())
             }
         }

@@ -10,9 +10,11 @@ pub mod job;
 pub mod limits;
 pub mod look;
 pub mod metric;
+pub mod pickle;
 pub mod reason;
 pub mod spec;
 pub mod stream;
+pub mod unseen;
 pub mod wire;
 
 pub use job::{Job, JobId, JobState};

@@ -8,6 +8,14 @@ use utoipa::ToSchema;
 /// Questions of a kind (long or short) that an agent answers at the same time; others wait.
 pub const AT_ONCE: usize = 2;
 
+/// How an agent's words begin when the process that was to answer has ended without an answer.
+pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
+
+/// Whether an agent's refusal tells of a process that was killed (with its agent, or as memory ran out), and not of the question.
+pub fn was_killed(refusal: &str) -> bool {
+    refusal.strip_prefix(PROCESS_ENDED).is_some_and(|how| how.starts_with("signal"))
+}
+
 /// Which pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "which", rename_all = "snake_case")]

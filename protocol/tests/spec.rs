@@ -309,6 +309,23 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
     }
     one_mistake("name = \"\"\n[data]\ndataset = \"d\"", "/name", &["1 to 200 characters"]);
     one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
+    for (document, pointer) in [
+        ("name = \"a\\u200bb\"\n[data]\ndataset = \"d\"", "/name"),
+        ("name = \"a\"\n[data]\ndataset = \"d\\ufeff\"", "/data/dataset"),
+        ("name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w\\u202e\"", "/model/pretrained"),
+    ] {
+        one_mistake(document, pointer, &["characters that nobody sees, has '\\u{"]);
+    }
+    let weights = "name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w/resnet18.pth\"";
+    one_mistake(
+        weights,
+        "/model/pretrained",
+        &[
+            "/w/resnet18.pth: is a pickle",
+            "save_file(torch.load(",
+            " /w/resnet18.pth /w/resnet18.safetensors",
+        ],
+    );
     one_mistake("train = 3\n[data]\ndataset = \"d\"", "/train", &["a table of keys"]);
     one_mistake("name = \"x\"", "/data/dataset", &["is missing"]);
 }

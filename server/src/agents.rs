@@ -5,6 +5,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Answer, Question, ToAgent},
     job::JobId,
+    look::was_killed,
 };
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -40,6 +41,11 @@ pub(crate) enum AskError {
     },
     /// The agent went away, or took too long, with so many questions before this one.
     NoAnswer(Place),
+    /// The agent's process for the question was killed, in the agent's words.
+    Killed {
+        agent: String,
+        detail: String,
+    },
     /// The agent's own words.
     Refused(String),
 }
@@ -59,6 +65,11 @@ impl AskError {
             }
             Self::NoAnswer(Place { agent, ahead }) => {
                 format!("{agent} did not answer in time, as it had {ahead} such questions before; try again")
+            }
+            Self::Killed { agent, detail } => {
+                format!(
+                    "{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent"
+                )
             }
             Self::Refused(detail) => detail,
         }
@@ -187,6 +198,9 @@ impl Agents {
         let place = self.place_of(request).unwrap_or(Place { agent, ahead: 0 });
         lock(&self.asked).remove(&request);
         match answer {
+            Ok(Ok(Err(detail))) if was_killed(&detail) => {
+                Err(AskError::Killed { agent: place.agent, detail })
+            }
             Ok(Ok(answer)) => answer.map_err(AskError::Refused),
             _ => Err(AskError::NoAnswer(place)),
         }

@@ -1,5 +1,6 @@
 //! Evaluations of checkpoints that are under way; who asks again joins one.
 
+use crate::{agents::AskError, error::Error};
 use std::{
     collections::HashMap,
     path::PathBuf,
@@ -7,8 +8,26 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Done or failed, in words; none while it runs.
-pub(crate) type Outcome = Option<std::result::Result<(), String>>;
+/// Done or failed; none while it runs.
+pub(crate) type Outcome = Option<std::result::Result<(), Failure>>;
+
+/// Why there is no evaluation. Whoever waits for it is told, so it can be copied.
+#[derive(Debug, Clone)]
+pub(crate) enum Failure {
+    /// Nobody could be asked, or the agent has refused, or is gone.
+    Asked(AskError),
+    /// It was made, or was being made, and this server has none; another try may have one.
+    Lost(String),
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Asked(error) => error.without_pointer(),
+            Failure::Lost(detail) => Error::Unavailable(detail),
+        }
+    }
+}
 
 /// Evaluations under way, by the file that they are kept in.
 #[derive(Debug, Default)]

@@ -1,5 +1,6 @@
 //! Whoever sends a request's body must go on sending it: one that stops coming would hold its connection, and what its
-//! handler holds, until the handler's time is over.
+//! handler holds, until the handler's time is over. And whoever sends more than is taken still reads why: a connection that is
+//! closed under a client which is sending shows it a broken pipe, and never the answer.
 
 use crate::{app::App, error::Error};
 use axum::{
@@ -11,10 +12,11 @@ use axum::{
 };
 use http_body::{Frame, SizeHint};
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll},
@@ -22,17 +24,30 @@ use std::{
 };
 use tokio::time::Sleep;
 
-/// Answers 408 to a request whose body stops coming, whatever its handler makes of that.
+/// What of a body that is too large is read and dropped, so that its sender comes to read the answer.
+const DRAINED_BYTES: usize = 256 << 20;
+/// For that. A sender that is slower finds the connection closed.
+const DRAINING: Duration = Duration::from_secs(30);
+
+/// Answers 408 to a request whose body stops coming, whatever its handler makes of that; 413 only when the body has come.
 pub(crate) async fn refuse(State(app): State<App>, request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
     }
     let patience = app.config.body_patience;
     let stopped = Arc::new(AtomicBool::new(false));
-    let request = request
-        .map(|body| Body::new(Watched { body, patience, silence: None, stopped: Arc::clone(&stopped) }));
+    let mut rest = None;
+    let request = request.map(|body| {
+        let body = Shared::new(body);
+        rest = Some(body.clone());
+        Body::new(Watched { body, patience, silence: None, stopped: Arc::clone(&stopped) })
+    });
     let response = next.run(request).await;
     if !stopped.load(Ordering::Relaxed) {
+        if let (StatusCode::PAYLOAD_TOO_LARGE, Some(rest)) = (response.status(), rest) {
+            // However it ends, the answer is what it is.
+            let _ = tokio::time::timeout(DRAINING, rest.drain()).await;
+        }
         return response;
     }
     let detail = format!("no byte of the body came for {} s; send it again", patience.as_secs_f32());
@@ -46,9 +61,39 @@ fn timeout(detail: String) -> Response {
     response
 }
 
+/// A body that is still there when its handler has dropped it.
+#[derive(Clone)]
+struct Shared(Arc<Mutex<Body>>);
+
+impl Shared {
+    fn new(body: Body) -> Self {
+        Self(Arc::new(Mutex::new(body)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Body> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn poll_frame(&self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut *self.lock()).poll_frame(context)
+    }
+
+    /// Reads to the end, or as far as [`DRAINED_BYTES`].
+    async fn drain(&self) {
+        let mut left = DRAINED_BYTES;
+        while let Some(Ok(frame)) = poll_fn(|context| self.poll_frame(context)).await {
+            let bytes = frame.data_ref().map_or(0, Bytes::len);
+            left = left.saturating_sub(bytes);
+            if left == 0 {
+                return;
+            }
+        }
+    }
+}
+
 /// A body that fails when nothing of it came for some time while somebody waited for it.
 struct Watched {
-    body: Body,
+    body: Shared,
     patience: Duration,
     /// Ends when the patience does; there since the last part came and the next was waited for.
     silence: Option<Pin<Box<Sleep>>>,
@@ -63,7 +108,7 @@ impl HttpBody for Watched {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(context) {
+        if let Poll::Ready(frame) = self.body.poll_frame(context) {
             self.silence = None;
             return Poll::Ready(frame);
         }
@@ -78,10 +123,10 @@ impl HttpBody for Watched {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.body.lock().is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.body.lock().size_hint()
     }
 }

@@ -113,6 +113,12 @@ impl Api {
         }
     }
 
+    /// Whether anybody answers there.
+    pub(crate) async fn answers(&self) -> bool {
+        let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
+        asked.send().await.is_ok()
+    }
+
     /// What lies at a path under `/api/v1`.
     ///
     /// # Errors

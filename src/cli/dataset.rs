@@ -268,7 +268,7 @@ fn splits(info: &DatasetInfo) -> String {
 fn sentence(info: &DatasetInfo) -> String {
     let size = match (info.height, info.width) {
         (0, _) | (_, 0) => "of several sizes".to_owned(),
-        (height, width) => format!("of {height}x{width} pixels"),
+        (height, width) => format!("of {width} x {height} pixels"),
     };
     let broken = match info.broken_count {
         0 => String::new(),

@@ -12,6 +12,7 @@ pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
 pub(crate) mod evaluate;
+pub(crate) mod file;
 pub(crate) mod fork;
 pub(crate) mod list;
 pub(crate) mod local_agent;
@@ -26,6 +27,7 @@ pub(crate) mod serve;
 pub(crate) mod show;
 pub(crate) mod submit;
 pub(crate) mod train;
+pub(crate) mod validate;
 pub(crate) mod watch;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};

@@ -4,18 +4,14 @@ use super::{
     api::{Api, ServerArgs},
     block_on,
     download::{Listed, Weights, choose},
-    output, wrong,
+    file, output, wrong,
 };
 use lockstep_protocol::{
     Job,
     look::{Prediction, Probability},
 };
 use serde::Serialize;
-use std::{
-    fs,
-    io::{self, Read},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// Of the pictures of a question, as the server takes them.
 const MOST_BYTES: u64 = 24 << 20;
@@ -45,18 +41,11 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// A picture's file, which is looked at no further than pictures may be long.
-fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    fs::File::open(path)?.take(MOST_BYTES + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > MOST_BYTES {
-        let most = format!(
-            "is larger than {} MiB, which is the most that pictures may have together",
-            MOST_BYTES >> 20
-        );
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, most));
-    }
-    Ok(bytes)
+/// A picture's file.
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    let larger =
+        format!("is larger than {} MiB, which is the most that a picture may have", MOST_BYTES >> 20);
+    file::read(path, MOST_BYTES, &larger)
 }
 
 /// Prints each picture's most probable classes.

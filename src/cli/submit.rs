@@ -2,18 +2,14 @@
 
 use super::{
     api::{Api, ServerArgs, mistake},
-    block_on, output, watch, wrong,
+    block_on, file, output, watch, wrong,
 };
 use lockstep_protocol::{
-    Job,
+    Job, JobSpec,
     spec::{apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::{
-    fs::File,
-    io::{self, Read},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// What the server takes as a specification, too.
 const JOB_FILE_BYTES: u64 = 1 << 20;
@@ -39,7 +35,8 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 with every mistake in the specification on a line of its own.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let document = read(&args.job, &args.sets)?;
+    let document = document(&args.job, &args.sets)?;
+    check(&args.job, &document)?;
     let api = Api::new(&args.server.server)?;
     block_on(async {
         let job: Job = api.post("/jobs", &document).await?;
@@ -58,11 +55,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Reads a TOML file, applies `sets` and looks for mistakes.
+/// Reads a TOML file and applies `sets`.
 ///
 /// # Errors
-/// Exit status 2: the file cannot be read, or all that is wrong in it.
-fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+/// Exit status 2: the file cannot be read, or a change is none.
+pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
@@ -70,29 +67,37 @@ fn read(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
         apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
     }
     make_paths_absolute(&mut document);
-    from_json(&document).map_err(|mistakes| {
-        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        wrong(format!("{shown} has {}:\n  {}", count(lines.len(), "mistake"), lines.join("\n  ")))
-    })?;
     Ok(document)
 }
 
-/// The text of a job file, or of a pipe that one comes through.
+/// Looks for mistakes.
 ///
 /// # Errors
-/// Exit status 2: it is a folder, too large for a specification, no text, or cannot be read.
+/// Exit status 2: all that is wrong in it.
+pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
+    from_json(document).map_err(|mistakes| {
+        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        wrong(mistaken(path, &lines))
+    })
+}
+
+/// Mistakes in a job's file, each on a line of its own.
+pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
+    format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
+}
+
+/// The text of a job file, or of a pipe that the shell has connected.
+///
+/// # Errors
+/// Exit status 2: it is no regular file, too large for a specification, no text, or cannot be read.
 pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
-    let failed = |e: io::Error| wrong(format!("{}: {e}", path.display()));
-    let file = File::open(path).map_err(failed)?;
-    if file.metadata().map_err(failed)?.is_dir() {
-        return Err(wrong(format!("{}: is a folder; give a job's TOML file", path.display())));
+    let failed = |detail: &str| wrong(format!("{}: {detail}", path.display()));
+    if path.is_dir() {
+        return Err(failed("is a folder; give a job's TOML file"));
     }
-    let mut bytes = Vec::new();
-    file.take(JOB_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
-    if bytes.len() as u64 > JOB_FILE_BYTES {
-        return Err(wrong(format!("{}: is larger than 1 MiB; a job's TOML file is not", path.display())));
-    }
-    String::from_utf8(bytes).map_err(|_| wrong(format!("{}: is no text (UTF-8)", path.display())))
+    let larger = "is larger than 1 MiB; a job's TOML file is not";
+    let bytes = file::read(path, JOB_FILE_BYTES, larger).map_err(|detail| failed(&detail))?;
+    String::from_utf8(bytes).map_err(|_| failed("is no text (UTF-8)"))
 }
 
 /// A path means one relative to here; the server stands somewhere else.

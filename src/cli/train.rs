@@ -12,6 +12,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     dataset::default_validation,
     job::JobId,
+    pickle,
     spec::{Device, Validation, apply_set, from_json, shortened, toml_document},
 };
 use lockstep_worker::{
@@ -327,6 +328,10 @@ fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String
         }
         Some(path) => {
             let problem = |e: String| wrong(format!("--resume {path}: {e}"));
+            if pickle::is_named_like_one(path) {
+                let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
+                return Err(problem(how));
+            }
             let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);

@@ -67,6 +67,54 @@ async fn a_database_of_a_newer_version_is_left_alone() {
 }
 
 #[tokio::test]
+async fn a_job_file_is_checked_without_a_job_with_a_server_and_without() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
+    let good =
+        "[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nepochs = 3\nbatch_size = 8\n";
+    let path = file(good);
+    let said = server.cli(&["validate", &path]);
+    assert!(
+        said.ok().ends_with(
+            "job.toml has no mistake: 64 training pictures, 8 a step, 8 steps an epoch, 24 steps\n"
+        ),
+        "{}",
+        said.stdout
+    );
+    assert_eq!(server.cli(&["validate", &path, "--json"]).json()["total_steps"], 24);
+    // The document's mistakes and those that only a server knows, at once.
+    let sets = ["--set", "train.lrr=1", "--set", "data.dataset=fashoin", "--set", "train.epochs=0"];
+    server.cli(&[&["validate", &path][..], &sets].concat()).wrong(&[
+        "3 mistakes",
+        "train.lrr",
+        "did you mean \"fashion\"?",
+        "train.epochs",
+    ]);
+    assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]), "nothing is stored");
+
+    // A server that is named must answer; where none is, the file is checked alone, and that is said.
+    let nobody = format!("http://127.0.0.1:{}", free_port());
+    server.cli(&["validate", &path, "--server", &nobody]).fails(1, &["no server answers"]);
+    let weights = server.folder().write("broken.safetensors", "not any");
+    let pretrained = format!("model.pretrained={}", weights.display());
+    let dataset = server.folder().path().display().to_string();
+    let alone = |sets: &[&str]| {
+        let mut command = lockstep();
+        command.arg("validate").arg(&path).env_remove("LOCKSTEP_SERVER");
+        command.args(["--set", &format!("data.dataset={dataset}")]);
+        Finished::of(command.args(sets.iter().flat_map(|set| ["--set", *set])))
+    };
+    let said = alone(&[]);
+    assert!(said.ok().contains("has no mistake"), "{}", said.stdout);
+    assert!(said.stderr.contains("no server was asked"), "{}", said.stderr);
+    alone(&["train.lrr=1", "model.arch=resnet21"]).wrong(&["2 mistakes", "train.lrr", "model.arch"]);
+    alone(&[&pretrained]).wrong(&["model.pretrained", "broken.safetensors: not a whole safetensors file"]);
+    alone(&["data.dataset=/no/where"]).wrong(&["data.dataset", "/no/where"]);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn commands_name_every_mistake_and_store_nothing() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
@@ -82,7 +130,7 @@ async fn commands_name_every_mistake_and_store_nothing() {
     // What only the server knows.
     server.cli(&["submit", &good, "--set", "parallel.ranks=100"]).wrong(&["parallel.ranks", "100"]);
     server.cli(&["submit", &good, "--set", "data.dataset=fashoin"]).wrong(&["data.dataset", "fashion"]);
-    server.cli(&["submit", "/dev/zero"]).wrong(&["/dev/zero", "larger than 1 MiB"]);
+    server.cli(&["submit", "/dev/zero"]).wrong(&["/dev/zero", "is a device, not a regular file"]);
     server.cli(&["submit", "/dev"]).wrong(&["/dev", "is a folder"]);
     server.cli(&["submit", "nowhere.toml"]).wrong(&["nowhere.toml"]);
     assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]));

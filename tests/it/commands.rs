@@ -37,7 +37,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
     assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
     let added = server.cli(&["dataset", "add", "fashion", dataset.to_str().expect("UTF-8")]);
-    for word in ["fashion", "idx", "28x28", "320", "40"] {
+    for word in ["fashion", "idx", "28 x 28", "320", "40"] {
         assert!(added.ok().contains(word), "{}", added.stdout);
     }
     assert!(server.cli(&["dataset", "list"]).ok().contains("320 train"));

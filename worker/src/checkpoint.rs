@@ -6,6 +6,7 @@
 //! to last too. Equal jobs give equal `model.safetensors`, byte for byte: nothing in it comes from a
 //! clock, a name or an id.
 
+mod header;
 mod keeper;
 mod tensors;
 

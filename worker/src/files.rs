@@ -42,7 +42,7 @@ pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     let modified = modified_ns(&found);
     if found.is_dir() {
         return if leads_back(path) {
-            Err("is a link to a folder that it lies in; remove it".into())
+            Err("is a link to a folder that it lies in, which has no end; take the link out".into())
         } else {
             Ok((Found::Folder, modified))
         };
@@ -96,7 +96,7 @@ fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
 ///
 /// # Errors
 /// What is wrong with it, to stand after its name.
-pub(crate) fn open(path: &Path) -> Result<(File, u64), String> {
+pub fn open(path: &Path) -> Result<(File, u64), String> {
     if look(path)? == Found::Folder {
         return Err("is a folder, not a file".into());
     }
@@ -147,17 +147,17 @@ fn regular(found: &Metadata) -> Result<(), String> {
     } else {
         return Ok(());
     };
-    Err(format!("is {kind}, not a regular file; remove it"))
+    Err(format!("is {kind}, not a regular file, and is not opened"))
 }
 
 fn cannot_follow(path: &Path, error: &io::Error) -> String {
     let target = fs::read_link(path);
     match (target, error.kind()) {
         (Ok(_), _) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
-            "is a link that leads back to itself; remove it".into()
+            "is a link that leads back to itself; mend the link".into()
         }
         (Ok(target), io::ErrorKind::NotFound) => {
-            format!("is a link to {}, which is not there; mend or remove it", target.display())
+            format!("is a link to {}, which is not there; mend the link", target.display())
         }
         _ => format!("{UNREAD}{error}"),
     }

@@ -9,7 +9,7 @@ pub mod data;
 pub mod doctor;
 pub mod engine;
 mod fence;
-mod files;
+pub mod files;
 pub mod gpu;
 pub mod host;
 pub mod launch;

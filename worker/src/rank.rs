@@ -100,6 +100,7 @@ impl RankError {
             RankError::Train(TrainError::Engine(EngineError::Backend(error))) if error.is_out_of_memory() => {
                 Some(ReasonCode::OutOfMemory)
             }
+            RankError::Train(TrainError::Memory(_)) => Some(ReasonCode::OutOfMemory),
             RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
             RankError::Stalled(_) => Some(ReasonCode::Stalled),
             _ => None,
@@ -257,6 +258,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
         device,
+        local_ranks: config.local_ranks,
         threads: config.threads as usize,
         comm,
         store: met,

@@ -8,6 +8,7 @@ mod error;
 mod evaluation;
 mod fallback;
 mod measure;
+mod memory;
 mod pretrained;
 mod saving;
 mod setup;
@@ -60,6 +61,8 @@ pub struct Training<'a> {
     pub resume: Option<&'a Path>,
     /// Where this rank computes.
     pub device: DeviceChoice,
+    /// Ranks that share this machine's memory.
+    pub local_ranks: u32,
     /// Threads of this rank.
     pub threads: usize,
     pub comm: Arc<dyn Communicator>,

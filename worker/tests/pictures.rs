@@ -286,6 +286,53 @@ fn a_folder_in_which_nothing_can_be_used_says_why() {
     assert!(words.contains("train is a link to gone, which is not there"), "{words}");
 }
 
+/// As torchvision's `ImageFolder` does ("Found no valid file for the classes ..."): as a class it would be one that no network
+/// can learn, and left out it would give the others other numbers.
+#[test]
+fn a_class_without_a_picture_is_refused_wherever_the_dataset_is_looked_at() {
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), 2);
+    let all = |words: &str| {
+        let inspected = inspect(dir.path()).expect_err("no dataset").to_string();
+        for said in [inspected, refused(dir.path())] {
+            assert!(said.contains(words), "{words} in {said}");
+        }
+    };
+    // Of the training split, also once the dataset is known; and of one that measures.
+    for class in ["train/ant", "train/zebra"] {
+        inspect(dir.path()).expect("readable");
+        let class = dir.path().join(class);
+        fs::create_dir(&class).expect("a folder");
+        all(&format!("class folder {} has no picture: put some", class.display()));
+        fs::write(class.join("notes.txt"), "no picture").expect("writes");
+        fs::create_dir(class.join("nothing in it")).expect("a folder");
+        all(&format!("class folder {} has no picture", class.display()));
+        fs::remove_dir_all(&class).expect("removes");
+    }
+    let class = dir.path().join("val/cat");
+    fs::create_dir_all(&class).expect("a folder");
+    all(&format!("class folder {} has no picture", class.display()));
+}
+
+#[test]
+fn a_folder_that_only_measures_is_refused_with_what_makes_it_a_dataset() {
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), 2);
+    fs::rename(dir.path().join("train"), dir.path().join("val")).expect("renames");
+    let words = inspect(dir.path()).expect_err("no dataset").to_string();
+    assert!(
+        words.contains("it has val/<class>/ and no train/<class>/: put training pictures there"),
+        "{words}"
+    );
+    let command = format!("ln -s val '{}'", dir.path().join("train").display());
+    assert!(words.contains(&command), "{words}");
+    let made = std::process::Command::new("sh").args(["-c", &command]).status();
+    assert!(made.expect("a shell").success());
+    let info = inspect(dir.path()).expect("what it said to do is enough");
+    let splits: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
+    assert_eq!(splits, [("train", 4), ("val", 4)]);
+}
+
 #[test]
 fn cifar_files_that_cannot_be_read_are_named_and_not_waited_for() {
     let dir = TempDir::new().expect("a folder");

@@ -8,7 +8,11 @@ use super::{
     mistake::{SpecError, shortened, type_of},
     renamed,
 };
-use crate::limits::{KEY_BYTES, MISTAKES};
+use crate::{
+    limits::{KEY_BYTES, MISTAKES},
+    pickle,
+    unseen::first_unseen,
+};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
@@ -23,6 +27,7 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mut errors = Vec::new();
     let mut document = document.clone();
     check_shape(&mut document, &mut errors);
+    check_texts(&document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
     let recipe = document.pointer("/train/recipe").and_then(|name| Recipe::deserialize(name).ok());
     let has_lr = document.pointer("/train/lr").is_some();
@@ -111,6 +116,23 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
+/// Whether what is written can be read: what is stored by earlier versions is not asked for that. Control characters were
+/// looked for with the key's kind.
+fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
+    let mut look = |pointer: String, value: &Value| {
+        if let Some(unseen) = value.as_str().and_then(first_unseen) {
+            let detail = format!("must not hold characters that nobody sees, has {unseen:?}");
+            errors.push(SpecError { pointer, detail });
+        }
+    };
+    for (key, value) in document.as_object().into_iter().flatten() {
+        look(format!("/{key}"), value);
+        for (inner, value) in value.as_object().into_iter().flatten() {
+            look(format!("/{key}/{inner}"), value);
+        }
+    }
+}
+
 fn check_section(
     table: &mut Map<String, Value>,
     section: &Section,
@@ -181,6 +203,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "/data/dataset",
             "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
         );
+    }
+    if let Some(path) = spec.model.pretrained.as_deref().filter(|path| pickle::is_named_like_one(path)) {
+        mistake("/model/pretrained", format!("{path}: {}", pickle::convert(path)));
     }
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(

@@ -19,6 +19,7 @@ use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::{
     agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
     reason::ReasonCode,
+    unseen::first_unseen,
     wire::{self, Unfinished},
 };
 use std::{collections::VecDeque, ops::ControlFlow, time::Duration};
@@ -145,7 +146,7 @@ fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
         ));
     }
     let named =
-        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && !text.contains(char::is_control);
+        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_unseen(text).is_none();
     if !named(&name) || !named(&agent_id) {
         return Err(format!(
             "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"

@@ -10,7 +10,7 @@ use crate::{
     store::Annotation,
 };
 use axum::{Json, extract::State};
-use lockstep_protocol::spec::SpecError;
+use lockstep_protocol::{spec::SpecError, unseen::first_unseen};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
@@ -68,9 +68,14 @@ pub(crate) async fn change(
     });
     if let Some(tags) = &tags
         && (tags.len() > TAGS
-            || tags.iter().any(|t| t.chars().count() > TAG_CHARS || t.contains([',', '\n'])))
+            || tags
+                .iter()
+                .any(|t| t.chars().count() > TAG_CHARS || t.contains(',') || first_unseen(t).is_some()))
     {
-        mistake("/tags", format!("at most {TAGS} tags of {TAG_CHARS} characters, without commas"));
+        let detail = format!(
+            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without characters that nobody sees"
+        );
+        mistake("/tags", detail);
     }
     if change.priority.is_some_and(|p| !(-1000..=1000).contains(&p)) {
         mistake("/priority", "must be from -1000 to 1000".into());

@@ -4,13 +4,14 @@
 use super::{
     checkpoints::{self, Weights},
     extract::{Path, Query, job_id},
+    fit::{self, Trained},
     jobs, submission,
 };
 use crate::{
-    agents::Place,
+    agents::{AskError, Place},
     app::App,
     error::{Error, Problem, Result},
-    evaluations::Running,
+    evaluations::{Failure, Outcome, Running},
     questions, regular,
     store::CheckpointRow,
 };
@@ -25,6 +26,7 @@ use lockstep_protocol::{
     agent::{Answer, Question},
     dataset::Dataset,
     look::{AT_ONCE, EvaluateModel, ModelEvaluation},
+    spec::Validation,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -90,7 +92,7 @@ pub(crate) struct Which {
 /// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
-        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online")))]
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
 pub(crate) async fn evaluation(
     State(app): State<App>,
     Path(id): Path<String>,
@@ -103,9 +105,11 @@ pub(crate) async fn evaluation(
     let other = match which.dataset.as_deref() {
         None => None,
         // As a file's name it is safe: no other can be registered.
-        Some(name) => Some(app.store.dataset(name).await?.ok_or_else(|| {
-            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("no dataset is called {name:?}"))
-        })?),
+        Some(name) => {
+            let datasets = app.store.datasets().await?;
+            let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
+            Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
+        }
     };
     // Its own by name is its own, with the pictures that it held out.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
@@ -122,12 +126,16 @@ pub(crate) async fn evaluation(
     let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {
         Err(_) => return Ok((StatusCode::ACCEPTED, Json(running.under_way(&app, &row))).into_response()),
         Ok(Ok(outcome)) => outcome,
-        Ok(Err(_)) => Some(Err("the server is stopping; ask again".into())),
+        Ok(Err(_)) => Some(Err(stopping())),
     };
     match outcome {
-        Some(Err(detail)) => Err(Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)),
+        Some(Err(failure)) => Err(failure.into()),
         _ => Ok(([(header::CONTENT_TYPE, "application/json")], regular::read(&file).await?).into_response()),
     }
+}
+
+fn stopping() -> Failure {
+    Failure::Lost("the server is stopping; ask again".into())
 }
 
 /// Joins an evaluation under way, or begins one.
@@ -147,13 +155,20 @@ async fn start(
             spec.data.dataset.clone_from(&other.name);
             spec.data.validation = JobSpec::default().data.validation;
             submission::choose_validation(&mut spec, &other, false);
+            check_measures(&spec, &other)?;
             other
         }
-        None => app.store.dataset(&spec.data.dataset).await?.ok_or_else(|| {
-            let detail = format!("the dataset {:?} is no longer registered", spec.data.dataset);
-            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
-        })?,
+        None => {
+            let gone = || refused(format!("the dataset {:?} is no longer registered", spec.data.dataset));
+            app.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
+        }
     };
+    // An agent would say so, too, when it comes to it.
+    if let Some(trained) = Trained::of(&checkpoints::folder(app, row)).await
+        && let Some(detail) = fit::not_measurable(&trained, &dataset)
+    {
+        return Err(refused(detail));
+    }
     let question = Question::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
@@ -179,19 +194,45 @@ async fn start(
                 app.agents.answer(waiting, PATIENCE).await
             };
             match answer.await {
-                Ok(Answer::Evaluation(found)) => keep(&file, &found).await.map_err(|e| e.to_string()),
-                Ok(_) => Err("the agent answered something else".to_owned()),
-                Err(error) => Err(error.in_words()),
+                Ok(Answer::Evaluation(found)) => keep(&file, &found).await.map_err(|error| {
+                    Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()))
+                }),
+                Ok(_) => {
+                    let detail = "the agent answered something else than an evaluation".to_owned();
+                    Err(Failure::Asked(AskError::Refused(detail)))
+                }
+                Err(error) => Err(Failure::Asked(error)),
             }
         };
         let outcome = tokio::select! {
             outcome = work => outcome,
-            () = app.stopping.cancelled() => Err("the server is stopping; ask again".into()),
+            () = app.stopping.cancelled() => Err(stopping()),
         };
         app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
         let _ = tell.send(Some(outcome));
     });
     Ok(told)
+}
+
+/// Another dataset than the job's has a split that measures.
+fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
+    let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
+    match &spec.data.validation {
+        Validation::Split(name) if !splits.iter().any(|split| split.name == *name) => {
+            let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
+            Err(refused(format!(
+                "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
+                 or eval. Call the one that is meant so, and register the dataset again",
+                other.name,
+                names.join(", ")
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn refused(detail: String) -> Error {
+    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
 }
 
 /// Appears whole or not at all; not when the job's folder is gone, since nobody would remove it again.

@@ -50,6 +50,22 @@ impl Trained {
     }
 }
 
+/// Why a checkpoint cannot be evaluated on `dataset`: what it has learned to tell apart is not what the pictures show.
+pub(super) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
+    let (name, info) = (&dataset.name, &dataset.info);
+    if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
+        return Some(format!("the model was trained on other classes than {name} has: {difference}"));
+    }
+    (trained.channels != info.channels).then(|| {
+        format!(
+            "the model was trained on pictures of {} channel{}, those of {name} have {}",
+            trained.channels,
+            if trained.channels == 1 { "" } else { "s" },
+            info.channels
+        )
+    })
+}
+
 /// What of `spec` on `dataset` does not fit a checkpoint of a job that was specified as `source`. Of a checkpoint that
 /// does not say what it was `trained` on, only the specifications are compared.
 pub(super) fn mistakes(

@@ -5,7 +5,8 @@ use super::{
     checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
-    jobs, submission, to_the_end,
+    jobs::{self, Checked},
+    submission, to_the_end,
 };
 use crate::{
     app::App,
@@ -23,7 +24,7 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{JobSpec, Recipe, SpecError, key_parts, set_key},
+    spec::{JobSpec, Recipe, SpecError, from_json, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -45,7 +46,7 @@ pub(crate) struct ForkRequest {
     checkpoint: Value,
     /// Keys of the specification with their new values, nested (`{"train": {"lr": 0.1}}`) or by path
     /// (`{"train.lr": 0.1}`); null takes a key back to its default, or to that of
-    /// its recipe.
+    /// its recipe. With another `data.dataset`, a `data.validation` that was not given is chosen anew.
     #[schema(value_type = Object)]
     set: serde_json::Map<String, Value>,
 }
@@ -79,6 +80,8 @@ pub(crate) async fn fork(
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
+    let gives_validation = request.set.contains_key("data.validation")
+        || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
     for (path, value) in request.set {
         merge(&mut document, &path, value)?;
     }
@@ -92,7 +95,10 @@ pub(crate) async fn fork(
             detail: detail.into(),
         }]));
     }
-    let (spec, dataset) = jobs::check(&app, &document, false).await?;
+    if !gives_validation {
+        choose_validation_anew(&app, &source, &mut document).await?;
+    }
+    let Checked { spec, dataset, warnings } = jobs::check(&app, &document, false).await?;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
     let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
@@ -107,7 +113,6 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let warnings = submission::warnings(&spec, &dataset);
     let (status, mut job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
     job.warnings = warnings;
     let status =
@@ -157,6 +162,31 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
         "a fork goes on with its job's settings, all of which have a value: set the keys that should differ"
             .into();
     Err(Error::Invalid(vec![SpecError { pointer: "/train/recipe".into(), detail }]))
+}
+
+/// On another dataset the split that measures is chosen as for a new job, unless the parent's was given. What a job was given
+/// is not told from what it would have been without, so one that equals the choice was chosen.
+async fn choose_validation_anew(app: &App, source: &Job, document: &mut Value) -> Result<()> {
+    let mut before =
+        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+    if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
+        return Ok(());
+    }
+    // Of a dataset that is gone nobody knows what there was to choose from.
+    let Some(dataset) = app.store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
+    forget_validation(&mut before);
+    let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
+    submission::choose_validation(&mut chosen, &dataset, false);
+    if chosen.data.validation == source.spec.data.validation {
+        forget_validation(document);
+    }
+    Ok(())
+}
+
+fn forget_validation(document: &mut Value) {
+    if let Some(data) = document.get_mut("data").and_then(Value::as_object_mut) {
+        data.remove("validation");
+    }
 }
 
 fn fork_name(name: &str) -> String {

@@ -2,7 +2,9 @@
 
 use super::{
     extract::{Document, Path, Query, job_id, search_text},
-    fit, submission, to_the_end,
+    fit,
+    submission::{self, Weights},
+    to_the_end,
 };
 use crate::{
     app::App,
@@ -129,8 +131,7 @@ pub(crate) async fn submit(
     if let Some(job) = made_before(app, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let (spec, dataset) = check(app, document, true).await?;
-    let warnings = submission::warnings(&spec, &dataset);
+    let Checked { spec, warnings, .. } = check(app, document, true).await?;
     let (status, mut job) = store(app, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
@@ -205,22 +206,31 @@ pub(super) fn idempotency_key(
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
-    let (spec, dataset) = check(&app, &document, true).await?;
+    let Checked { spec, dataset, warnings } = check(&app, &document, true).await?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {
         samples,
         global_batch_size: spec.global_batch_size(),
         steps_per_epoch: spec.steps_per_epoch(samples),
         total_steps: spec.total_steps(samples),
-        warnings: submission::warnings(&spec, &dataset),
+        warnings,
         spec,
     }))
 }
 
+/// A specification without a mistake.
+#[derive(Debug)]
+pub(super) struct Checked {
+    pub(super) spec: JobSpec,
+    pub(super) dataset: Dataset,
+    /// What is worth a look before the job runs, in words.
+    pub(super) warnings: Vec<String>,
+}
+
 /// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
 /// whether the weights that it is to begin with fit.
-pub(super) async fn check(app: &App, document: &Value, begins: bool) -> Result<(JobSpec, Dataset)> {
-    let mut errors = Vec::new();
+pub(super) async fn check(app: &App, document: &Value, begins: bool) -> Result<Checked> {
+    let (mut errors, mut not_looked_at) = (Vec::new(), None);
     let mut spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
         Err(found) => {
@@ -234,13 +244,7 @@ pub(super) async fn check(app: &App, document: &Value, begins: bool) -> Result<(
     let datasets = app.store.datasets().await?;
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
-        let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
-        let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
-            (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
-            (Some(near), _) => format!("did you mean {near:?}?"),
-            (None, _) => format!("there are {}", names.join(", ")),
-        };
-        errors.push(at("/data/dataset", format!("no dataset is called {:?}; {known}", shortened(name))));
+        errors.push(at("/data/dataset", no_dataset(name, &datasets)));
     }
     if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
         let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
@@ -252,13 +256,32 @@ pub(super) async fn check(app: &App, document: &Value, begins: bool) -> Result<(
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
         errors.extend(dataset_mistakes(spec, dataset));
         if begins {
-            errors.extend(submission::pretrained_mistake(app, spec, dataset).await?);
+            match submission::pretrained(app, spec, dataset).await? {
+                Weights::Fit => {}
+                Weights::Mistake(mistake) => errors.push(mistake),
+                Weights::NotLookedAt(warning) => not_looked_at = Some(warning),
+            }
         }
     }
     match (spec, dataset) {
-        (Some(spec), Some(dataset)) if errors.is_empty() => Ok((spec, dataset)),
+        (Some(spec), Some(dataset)) if errors.is_empty() => {
+            let mut warnings = submission::warnings(&spec, &dataset);
+            warnings.extend(not_looked_at);
+            Ok(Checked { spec, dataset, warnings })
+        }
         _ => Err(Error::Invalid(errors)),
     }
+}
+
+/// That none of `datasets` is called `name`, with the one that may be meant.
+pub(super) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
+    let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
+    let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
+        (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
+        (Some(near), _) => format!("did you mean {near:?}?"),
+        (None, _) => format!("there are {}", names.join(", ")),
+    };
+    format!("no dataset is called {:?}; {known}", shortened(name))
 }
 
 fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {

@@ -49,18 +49,24 @@ pub(super) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     )]
 }
 
-/// What keeps a job from beginning with the weights that it names (`model.pretrained`), as an agent that has the file says.
-/// Where none is online or answers, ranks find out.
+/// What was found of the weights that a job is to begin with.
+#[derive(Debug)]
+pub(super) enum Weights {
+    /// There are none, or they fit.
+    Fit,
+    Mistake(SpecError),
+    /// Nobody could look; ranks find out. A warning.
+    NotLookedAt(String),
+}
+
+/// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.
 ///
 /// # Errors
 /// The database.
-pub(super) async fn pretrained_mistake(
-    app: &App,
-    spec: &JobSpec,
-    dataset: &Dataset,
-) -> Result<Option<SpecError>> {
-    let Some(given) = &spec.model.pretrained else { return Ok(None) };
-    let mistake = |detail: String| Ok(Some(SpecError { pointer: "/model/pretrained".into(), detail }));
+pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> Result<Weights> {
+    let Some(given) = &spec.model.pretrained else { return Ok(Weights::Fit) };
+    let mistake =
+        |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
     if given.contains("://") {
         return mistake(
             "is an address, and weights are read from files: download it to the machines that train, and give its path there"
@@ -87,9 +93,15 @@ pub(super) async fn pretrained_mistake(
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
     });
-    match questions::ask(app, question, HEADER).await {
-        Ok(Answer::Weights { mistake: Some(detail) }) => mistake(detail),
-        Err(error @ AskError::NobodyHasFiles { .. }) => mistake(error.in_words()),
-        _ => Ok(None),
-    }
+    let why = match questions::ask(app, question, HEADER).await {
+        Ok(Answer::Weights { mistake: None }) => return Ok(Weights::Fit),
+        Ok(Answer::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Err(error @ AskError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
+        Err(AskError::NobodyOnline) => "no agent is online".to_owned(),
+        Ok(_) => "an agent answered something else".to_owned(),
+        Err(error) => error.in_words(),
+    };
+    Ok(Weights::NotLookedAt(format!(
+        "model.pretrained {given:?} was not looked at ({why}): if it is missing or does not fit, the job fails when it starts"
+    )))
 }

@@ -13,7 +13,7 @@ use super::{
     older, postgres,
     sqlite::{self, SqliteStore},
 };
-use crate::config::ServeError;
+use crate::{config::ServeError, regular};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -239,7 +239,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
 fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
     let not_whole = |detail: &str| BackupError::NotWhole { path: path.to_owned(), detail: detail.to_owned() };
-    let mut from = BufReader::new(File::open(path).map_err(failed)?);
+    let mut from = BufReader::new(regular::open(path).map_err(failed)?);
     let mut hash = Sha256::new();
     let (mut line, mut last) = (Vec::new(), Vec::new());
     let (mut tables, mut size_bytes, mut heading) = (Vec::<(String, u64)>::new(), 0, None);
@@ -287,7 +287,7 @@ impl Rows {
         let failed = |source| BackupError::File { path: path.to_owned(), source };
         Ok(Self {
             path: path.to_owned(),
-            from: BufReader::new(File::open(path).map_err(failed)?),
+            from: BufReader::new(regular::open(path).map_err(failed)?),
             table: None,
         })
     }

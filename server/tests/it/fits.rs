@@ -6,7 +6,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
-    dataset::DatasetInfo,
+    dataset::{DatasetInfo, SplitInfo},
     job::JobState,
 };
 use serde_json::{Value, json};
@@ -111,6 +111,87 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
         let (status, body) = fork(set.clone()).await;
         assert_eq!(status, 202, "{set}: {body}");
     }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_in_words() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = failed_job(&house, &mut agent).await;
+    let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
+    register(&house, &mut agent, "untested", DatasetInfo { splits: only_train, ..info() }).await;
+    register(&house, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
+    register(&house, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
+    for (name, said) in [
+        ("untested", &["untested has no split to measure with: it has train", "one called test, val"][..]),
+        ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
+        ("colour", &["trained on pictures of 1 channel, those of colour have 3"]),
+        ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
+    ] {
+        // Nobody is asked: the agent answers nothing.
+        let (status, body) = house.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
+        assert_eq!(status, 422, "{name}: {body}");
+        for words in said {
+            assert!(body["detail"].as_str().unwrap().contains(words), "{words} in {body}");
+        }
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
+async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the_split_was_given() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    for (name, splits) in
+        [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
+    {
+        let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
+        let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..info() };
+        register(&house, &mut agent, name, info).await;
+    }
+    let mut parent = async |dataset: &str, validation: Option<Value>| {
+        let job = house
+            .submit(|spec| {
+                spec["data"]["dataset"] = json!(dataset);
+                spec["data"]["validation"] = validation.unwrap_or_default();
+            })
+            .await;
+        let start = agent.started().await;
+        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
+        let written = CheckpointInfo {
+            epoch: 1,
+            step: 50,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        };
+        let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+        agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+        house.until(job.id.as_str(), JobState::Failed).await;
+        job.id.to_string()
+    };
+    let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
+    for (job, set, measured_by) in [
+        (&chosen, json!({"data.dataset": "test"}), json!("test")),
+        (&chosen, json!({"data.dataset": "both"}), json!("test")),
+        (&chosen, json!({"train.lr": 0.1}), json!("val")),
+        (&chosen, json!({"data": {"dataset": "both", "validation": "val"}}), json!("val")),
+        (&chosen, json!({"data.dataset": "both", "data.validation": "val"}), json!("val")),
+        (&chosen, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
+        (&given, json!({"data.dataset": "val"}), json!("val")),
+    ] {
+        let (status, body) = house.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
+        assert_eq!((status, &body["spec"]["data"]["validation"]), (202, &measured_by), "{set}: {body}");
+        let id = body["id"].as_str().unwrap();
+        house.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
+    }
+    // One that was given stays what it was, and is refused where there is none.
+    let (status, body) =
+        house.post(&format!("/jobs/{given}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{body}");
     house.stop().await;
 }
 

@@ -76,6 +76,24 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
 }
 
 #[tokio::test]
+async fn who_sends_far_more_than_is_taken_reads_why() {
+    let house = House::new().await;
+    // More than the buffers of a connection hold, so that the sender is still at it when the limit is passed.
+    for (path, kind, words) in [
+        ("/jobs", "application/json", "the body is larger than 1 MiB"),
+        ("/jobs", "application/toml", "the body is larger than 1 MiB"),
+        ("/datasets", "application/json", "the body is larger than 1 MiB"),
+    ] {
+        let sent = house.http.post(house.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
+        let answer = sent.header("content-type", kind).send().await.expect("an answer, and no broken pipe");
+        assert_eq!(answer.status(), 413, "{path}");
+        let told: Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
+        assert_eq!(told["detail"], words);
+    }
+    house.stop().await;
+}
+
+#[tokio::test]
 async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     let house = House::new().await;
     let _agent = Agent::with_pictures(&house, 2).await;

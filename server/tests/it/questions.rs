@@ -233,3 +233,51 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     }
     house.stop().await;
 }
+
+#[tokio::test]
+async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
+    let house = House::new().await;
+    let mut agent = Agent::with_pictures(&house, 2).await;
+    let id = house.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let checkpoint =
+        CheckpointInfo { epoch: 1, step: 1, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
+    std::fs::create_dir_all(folder).unwrap();
+    let path = format!("/jobs/{id}/evaluation?checkpoint=1");
+    // What it says of the files is about the request, and stays so.
+    let refuses = async {
+        let (request, _) = question(&mut agent, true).await;
+        agent.send(FromAgent::Answer { request, answer: Err("the model is of other classes".into()) }).await;
+    };
+    let ((status, body), ()) = tokio::join!(house.get(&path), refuses);
+    assert_eq!((status, &body["detail"]), (422, &json!("the model is of other classes")), "{body}");
+    // A group of processes that is ended together: the one that computes goes first, and its agent still says so.
+    let killed = async {
+        let (request, _) = question(&mut agent, true).await;
+        let said = "the process that looks at files ended with signal: 15 (SIGTERM)";
+        agent.send(FromAgent::Answer { request, answer: Err(said.into()) }).await;
+    };
+    let ((status, body), ()) = tokio::join!(house.get(&path), killed);
+    assert_eq!(status, 503, "{body}");
+    assert!(body["detail"].as_str().unwrap().contains("signal: 15 (SIGTERM); try again"), "{body}");
+    let dies = async {
+        let (_, asked) = question(&mut agent, true).await;
+        assert!(matches!(asked, Question::Evaluate(_)), "{asked:?}");
+        drop(agent);
+    };
+    let ((status, body), ()) = tokio::join!(house.get(&path), dies);
+    assert_eq!(status, 503, "{body}");
+    assert_eq!(body["detail"], "a went away or did not answer in time; try again");
+    // Nobody is there now; one that comes is asked.
+    let (status, body) = house.get(&path).await;
+    assert_eq!(status, 503, "{body}");
+    let mut other = join(&house, "b").await;
+    let asked = async {
+        tokio::select! { found = question(&mut other, true) => found, (status, body) = house.get(&path) => panic!("{status} {body}") }
+    };
+    assert!(matches!(asked.await.1, Question::Evaluate(_)));
+    house.stop().await;
+}

@@ -206,17 +206,32 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         assert!(at("/data/validation").is_some(), "{told}");
     }
     // Weights that fit, and an agent that says something else: the job is taken, and its ranks look once more.
-    for answer in [Answer::Weights { mistake: None }, Answer::Files { there: vec![true] }] {
+    let answers = [Answer::Weights { mistake: None }, Answer::Files { there: vec![true] }];
+    for (number, answer) in answers.into_iter().enumerate() {
         let spec = with("/w.safetensors");
         let ((status, told), _) = tokio::join!(house.post("/jobs", &spec), weigh(&mut agent, answer));
         assert_eq!(status, 201, "{told}");
+        let warned = told["warnings"][0].as_str().unwrap_or_default();
+        assert_eq!(
+            warned.contains("was not looked at (an agent answered something else)"),
+            number > 0,
+            "{told}"
+        );
         if house.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
             agent.started().await;
         }
     }
-    // Nobody online: nobody can know.
+    // Nobody online: nobody can know, and the answer says so.
     agent.vanish();
     let house = House::open(house.stop().await, |_| {}).await;
-    assert_eq!(house.post("/jobs", &with("/w.safetensors")).await.0, 201);
+    for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
+        let (status, told) = house.post(path, &with("/w.safetensors")).await;
+        assert_eq!(status, accepted, "{told}");
+        let warning = told["warnings"][0].as_str().unwrap();
+        for words in ["\"/w.safetensors\" was not looked at (no agent is online)", "fails when it starts"] {
+            assert!(warning.contains(words), "{words} in {warning}");
+        }
+    }
+    assert_eq!(house.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
     house.stop().await;
 }

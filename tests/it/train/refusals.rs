@@ -17,6 +17,13 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["train.global_batch_size=4096"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
+    // More than any machine has is told before it is taken.
+    let (status, said) = fails(&["data.image_size=4096", "train.global_batch_size=400"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(
+        said.contains("pictures of 4096 x 4096 pixels take at least ") && said.contains("this machine has"),
+        "{said}"
+    );
     let (status, said) = fails(&["parallel.device=cuda"]);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("there is no GPU on this machine") && said.contains("\"cpu\""), "{said}");
@@ -31,11 +38,15 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
-    let pickled = bench.folder.path().join("resnet20.pth");
-    fs::write(&pickled, b"PK\x03\x04").expect("a file");
-    let (status, said) = fails(&[&format!("model.pretrained={}", pickled.display())]);
-    assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("resnet20.pth: is a pickle") && said.contains("save_file(torch.load("), "{said}");
+    // By its name it is told before anything starts, else by what it holds.
+    for (name, expected) in [("resnet20.pth", 2), ("pytorch_model.bin", 1)] {
+        let pickled = bench.folder.path().join(name);
+        fs::write(&pickled, b"PK\x03\x04").expect("a file");
+        let (status, said) = fails(&[&format!("model.pretrained={}", pickled.display())]);
+        assert_eq!(status, Some(expected), "{said}");
+        assert!(said.contains(&format!("{name}: is a pickle")), "{said}");
+        assert!(said.contains("save_file(torch.load("), "{said}");
+    }
     let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("lrr"), "{said}");

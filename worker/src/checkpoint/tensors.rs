@@ -2,18 +2,19 @@
 //! crate's; writing is ours, because its header comes out in another order at every run and equal
 //! jobs must give equal bytes.
 
+use super::header::{self, Entry, Header, NoHeader};
 use crate::{
     engine::{HostTensor, NamedTensors},
     files,
 };
+use lockstep_protocol::pickle;
 use safetensors::{Dtype, SafeTensors};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
     collections::{BTreeMap, HashMap},
     fs::File,
-    io::{self, BufWriter, Read, Write},
+    io::{self, BufWriter, Write},
     path::Path,
 };
 
@@ -22,8 +23,6 @@ const TRACKED: &str = "num_batches_tracked";
 
 /// The largest network's weights in float64 have a gigabyte; a file that is larger than this is none of ours.
 const MAX_BYTES: u64 = 8 << 30;
-/// Headers are a few kilobytes.
-const HEADER_BYTES: u64 = 16 << 20;
 
 /// A tensor on its way into a file.
 enum Data<'a> {
@@ -128,9 +127,11 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
     let bytes = files::read(path, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| {
-        naming(if is_pickled(&bytes) { convert(path) } else { format!("not a whole safetensors file: {e}") })
-    })?;
+    let header = header::read(&bytes[..], bytes.len() as u64).map_err(|why| no_header(path, why))?;
+    readable_types(&header).map_err(naming)?;
+    let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
+    header.check_places().map_err(torn)?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| torn(e.to_string()))?;
     let mut tensors = NamedTensors::new();
     for (name, view) in file.iter().filter(|(name, _)| !name.ends_with(TRACKED)) {
         let data = view.data();
@@ -154,33 +155,25 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
     Ok(tensors)
 }
 
-/// Whether a file that is not safetensors is what `torch.save` writes: an archive, or before PyTorch 1.6 a bare pickle,
-/// which begins with its protocol's number.
-fn is_pickled(bytes: &[u8]) -> bool {
-    bytes.starts_with(b"PK\x03\x04") || matches!(bytes, [0x80, 2..=5, ..])
+/// What a file is that has no header.
+fn no_header(path: &Path, why: NoHeader) -> String {
+    match why {
+        NoHeader::Pickled => format!("{}: {}", path.display(), pickle::convert(&path.to_string_lossy())),
+        NoHeader::Other(detail) => format!("{}: not a whole safetensors file: {detail}", path.display()),
+    }
 }
 
-/// What to do with such a file. The commands are for a shell: a name that one would read otherwise is left out.
-fn convert(path: &Path) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);
-    let name = |path: &Path, otherwise: &str| {
-        Some(path.display().to_string()).filter(|n| n.chars().all(is_plain)).unwrap_or(otherwise.into())
+/// Whether [`read`] knows the types of all tensors that it reads.
+fn readable_types(header: &Header) -> Result<(), String> {
+    let read = |(name, entry): &(&String, &Entry)| {
+        name.ends_with(TRACKED) || ["F32", "F64", "BF16"].contains(&&*entry.dtype)
     };
-    let from = name(path, "FILE.pth");
-    let to = name(&path.with_extension("safetensors"), "FILE.safetensors");
-    format!(
-        "is a pickle of PyTorch's, which can run code and is not read; convert it to safetensors: python3 -c \"import sys, \
-         torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
-         weights_only=True), sys.argv[2])\" {from} {to}"
-    )
-}
-
-/// An entry of a safetensors file's header.
-#[derive(Deserialize)]
-struct Entry {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: [u64; 2],
+    match header.tensors.iter().find(|tensor| !read(tensor)) {
+        None => Ok(()),
+        Some((name, entry)) => {
+            Err(format!("{name} is of type {}; float32, float64 and bfloat16 are read", entry.dtype))
+        }
+    }
 }
 
 /// Names and shapes of the tensors that [`read`] would read, from the file's header alone.
@@ -189,43 +182,13 @@ struct Entry {
 /// As [`read`], but for what is in the tensors.
 pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let (mut file, has) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
-    let torn = |e: &str| naming(format!("not a whole safetensors file: {e}"));
-    let mut bytes = Vec::new();
-    Read::by_ref(&mut file).take(8).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
-    if is_pickled(&bytes) {
-        return Err(naming(convert(path)));
-    }
-    let size = <[u8; 8]>::try_from(&bytes[..]).map(u64::from_le_bytes);
-    let size = size.ok().filter(|size| *size <= HEADER_BYTES).ok_or_else(|| torn("it has no header"))?;
-    bytes.clear();
-    file.take(size).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
-    let header: BTreeMap<String, Value> = serde_json::from_slice(&bytes).map_err(|e| torn(&e.to_string()))?;
-    let (mut shapes, mut end) = (BTreeMap::new(), 0);
-    for (name, entry) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
-        let entry: Entry = serde_json::from_value(entry).map_err(|e| torn(&format!("{name}: {e}")))?;
-        end = end.max(entry.data_offsets[1]);
-        if name.ends_with(TRACKED) {
-            continue;
-        }
-        if !["F32", "F64", "BF16"].contains(&&*entry.dtype) {
-            let other = entry.dtype;
-            return Err(naming(format!("{name} is of type {other}; float32, float64 and bfloat16 are read")));
-        }
-        shapes.insert(name, entry.shape);
-    }
-    let wanted = end.saturating_add(8 + size);
-    if has < wanted {
-        return Err(torn(&format!("it has {has} bytes of {wanted}")));
-    }
+    let header = open_header(path)?;
+    readable_types(&header).map_err(naming)?;
+    header.check_places().map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
+    let mut shapes: BTreeMap<_, _> =
+        header.tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
+    shapes.retain(|name, _| !name.ends_with(TRACKED));
     Ok(shapes)
-}
-
-/// Of a safetensors file's header (JSON), what the file says of itself.
-#[derive(Deserialize)]
-struct Header {
-    #[serde(rename = "__metadata__", default)]
-    metadata: HashMap<String, String>,
 }
 
 /// A file's own words about itself, read from its header alone.
@@ -233,17 +196,10 @@ struct Header {
 /// # Errors
 /// The file cannot be read, or is no safetensors file; a sentence.
 pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
-    let naming = |e: String| format!("{}: {e}", path.display());
-    let (mut file, _) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
-    let mut size = [0; 8];
-    file.read_exact(&mut size).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
-    let header = u64::from_le_bytes(size);
-    if header > HEADER_BYTES {
-        return Err(naming("is no safetensors file".into()));
-    }
-    let mut bytes = Vec::new();
-    file.take(header).read_to_end(&mut bytes).map_err(|e| naming(e.to_string()))?;
-    let header: Header =
-        serde_json::from_slice(&bytes).map_err(|e| naming(format!("is no safetensors file: {e}")))?;
-    Ok(header.metadata)
+    Ok(open_header(path)?.metadata)
+}
+
+fn open_header(path: &Path) -> Result<Header, String> {
+    let (file, has) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
+    header::read(file, has).map_err(|why| no_header(path, why))
 }

@@ -42,6 +42,25 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
     }
 }
 
+/// What to do with a folder of classes that has pictures to measure with and none to train on; `None` where it is something
+/// else.
+pub(super) fn only_measures(dir: &Path) -> Option<String> {
+    let holds_folders =
+        |split: &&&str| entries(&dir.join(split)).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
+    let split = SPLITS.iter().filter(|split| **split != "train").find(holds_folders)?;
+    let train = dir.join("train");
+    let link = if fs::symlink_metadata(&train).is_ok() {
+        String::new()
+    } else {
+        format!(
+            ". Where {split}/ is only to be evaluated on (`lockstep evaluate JOB --dataset NAME`), let it stand for both: ln -s \
+             {split} '{}'",
+            train.display()
+        )
+    };
+    Some(format!("; it has {split}/<class>/ and no train/<class>/: put training pictures there{link}"))
+}
+
 fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
     let mut splits: Vec<Listed> = Vec::new();
@@ -144,7 +163,7 @@ fn look(
 
 fn empty(folder: &Path) -> DataError {
     DataError::Invalid(format!(
-        "class folder {} is empty: put pictures ({}) into it, or remove it",
+        "class folder {} has no picture: put some ({}) into it, or move it out of the dataset",
         folder.display(),
         picture::FORMATS
     ))
@@ -216,7 +235,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
             },
             Ok(Found::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
-                    let detail = "lies in no class folder; move it into one, or remove it".into();
+                    let detail = "lies in no class folder; move it into one, or out of the dataset".into();
                     found.broken.push(named(&path, detail));
                 }
             }
@@ -243,7 +262,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         (Found::Folder, _) => match entries(path)?.len() {
             0 => Ok(None),
             inside => Err(format!(
-                "is a folder inside a class folder ({inside} files in it); move its pictures up, or remove it"
+                "is a folder inside a class folder ({inside} files in it); move its pictures up, or it out of the dataset"
             )),
         },
     };

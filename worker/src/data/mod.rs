@@ -1,6 +1,7 @@
 //! Datasets, sharding, augmentation and batches.
 
 mod cifar;
+mod copy;
 pub mod device;
 pub mod fingerprint;
 mod idx;
@@ -19,7 +20,6 @@ mod shard;
 mod shards;
 mod stored;
 mod transform;
-mod unfinished;
 
 pub use index::Progress;
 pub use inspect::{inspect, split_names};
@@ -139,7 +139,7 @@ impl Catalog {
         let usable = |catalog: Catalog| {
             let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
                 true => class_names_mistake(&catalog.classes),
-                false => Some("has no training split".to_owned()),
+                false => Some(no_training_split(&catalog)),
             };
             match wrong {
                 None => Ok(catalog),
@@ -180,7 +180,7 @@ impl Catalog {
         };
         let classes = folders_of_pictures(path);
         let hint = match classes.len() {
-            0 => hint.to_owned(),
+            0 => image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned()),
             more => {
                 let named =
                     classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
@@ -200,6 +200,14 @@ impl Catalog {
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
+}
+
+fn no_training_split(catalog: &Catalog) -> String {
+    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+    format!(
+        "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+        names.join(", ")
+    )
 }
 
 /// Names of the folders in `path` that have pictures, as far as names tell.

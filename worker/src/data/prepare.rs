@@ -100,7 +100,7 @@ fn prepare_with(
     let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
     if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; mend or remove it, or leave out what is broken (--broken-files skip)",
+            "{file} {detail}{}; mend it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {

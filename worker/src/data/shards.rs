@@ -8,12 +8,13 @@ mod tests;
 
 use super::{
     Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
+    copy::{damage, is_unfinished},
     index::{self, IndexStore, Members, Stamp},
     label::CLASSES,
     listing::{Listing, Place},
     parquet::{self, ParquetFile, Trouble},
     pattern::{self, SHARDS, fixed_part},
-    unfinished::is_unfinished,
+
 };
 use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
@@ -235,6 +236,17 @@ fn read(
     let any = shards.iter().any(|shard| split_of(shard).is_some());
     let (mut broken, mut there) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
+    let sizes: HashMap<&Path, u64> = shards
+        .iter()
+        .zip(&stamps)
+        .filter_map(|(shard, stamp)| Some((shard.as_path(), stamp.as_ref().ok()?.size)))
+        .collect();
+    // One shard, or a pattern, may mean some of them.
+    if let Some(detail) =
+        damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied())
+    {
+        return Err(DataError::File { path: root.display().to_string(), detail });
+    }
     for (shard, stamp) in shards.into_iter().zip(stamps) {
         match (stamp, split_of(&shard)) {
             (Err(detail), _) => broken.push(named_broken(&root.join(shard), detail)),

@@ -90,6 +90,8 @@ pub trait Backend: Debug + Sync {
 pub struct Needs {
     /// Ranks of one machine share the host's memory beside their ring: weights and gradients are there.
     pub shared_memory: bool,
+    /// Weights, gradients and what is kept for the backward pass are in the host's memory.
+    pub host_memory: bool,
     /// Steps run behind the caller, and their collectives may wait for ever: a watchdog counts them.
     pub watchdog: bool,
     /// The engine leaves the rank's threads to who prepares its data.

@@ -40,7 +40,7 @@ impl Backend for Toy {
     }
 
     fn needs(&self) -> Needs {
-        Needs { shared_memory: true, ..Needs::default() }
+        Needs { shared_memory: true, host_memory: true, ..Needs::default() }
     }
 
     fn environment(&self, given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {

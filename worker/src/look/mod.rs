@@ -13,7 +13,7 @@ pub use predict::predict;
 use crate::data;
 use lockstep_protocol::{
     agent::{Answer, Question},
-    look::AT_ONCE,
+    look::{AT_ONCE, PROCESS_ENDED},
 };
 use std::{
     io::{Read, Write},
@@ -80,8 +80,8 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
         Ok(answer) => answer,
         Err(_) => {
             let said = String::from_utf8_lossy(&done.stderr);
-            let last = said.lines().next_back().unwrap_or_default();
-            Err(format!("the process that looks at files ended with {}: {last}", done.status))
+            let last = said.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
+            Err(format!("{PROCESS_ENDED}{}{last}", done.status))
         }
     }
 }
@@ -135,7 +135,7 @@ pub(crate) fn ask_and_wait(
         }
         std::thread::sleep(ASK_EVERY);
     };
-    let ended = || format!("the process that looks at files ended with {status}");
+    let ended = || format!("{PROCESS_ENDED}{status}");
     let said = reading.join().map_err(|_| ended())?.map_err(failed)?;
     serde_json::from_slice(&said).map_err(|_| ended())
 }
@@ -202,7 +202,7 @@ pub fn answer(question: Question) -> Result<Answer, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::look::Pick;
+    use lockstep_protocol::look::{Pick, was_killed};
 
     #[tokio::test]
     async fn short_questions_do_not_wait_for_long_ones() {
@@ -249,6 +249,7 @@ mod tests {
         let long = answering("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
         assert_eq!(long.unwrap_err().len(), 200_000);
         let died = answering("kill -9 $$").unwrap_err();
-        assert!(died.contains("ended with signal: 9"), "{died}");
+        assert!(died.contains("ended with signal: 9") && was_killed(&died), "{died}");
+        assert!(!was_killed(&answering("exit 1").unwrap_err()), "it has ended by itself");
     }
 }

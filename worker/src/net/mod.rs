@@ -2,6 +2,7 @@
 
 mod graph;
 pub mod init;
+mod memory;
 pub mod resnet;
 
 pub use graph::{Network, Op, Parameter, Role, TensorId, TensorShape};

@@ -16,6 +16,9 @@ pub enum TrainError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The machine has less memory than the job takes; nothing of it was taken.
+    #[error("{0}")]
+    Memory(String),
     /// The numbers left the range of float32, which is also bfloat16's. `what`: a sentence without its end.
     #[error(
         "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \

@@ -1,6 +1,9 @@
 //! What a run is made of, checked before the first step.
 
-use super::{TrainError, Training};
+use super::{
+    TrainError, Training,
+    memory::{self, Needed},
+};
 use crate::{
     checkpoint,
     comm::Communicator,
@@ -280,6 +283,8 @@ pub(super) fn build_engine(
     let network = of_size(training_sizes.pop().unwrap_or(shape.image_size))?;
     let mut evaluation_sizes = vec![shape.image_size];
     evaluation_sizes.retain(|side| *side != network.image_size);
+    let largest =
+        *training_sizes.iter().chain(&evaluation_sizes).max().unwrap_or(&0).max(&network.image_size);
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
@@ -290,6 +295,11 @@ pub(super) fn build_engine(
         gradients_mean: spec.parallel.gradients_mean,
         threads: training.threads.max(1),
     };
+    if let Some(is) = memory::of_machine() {
+        let largest = network.resized(largest);
+        let needs = training.device.backend.needs();
+        Needed::of(&largest, &config, needs, training.local_ranks).check(spec, &largest, config.batch_size, is)?;
+    }
     let mut engine = backend.build(BuildArgs {
         network: Arc::new(network),
         initial: &initial,

@@ -176,6 +176,7 @@ impl Bench {
             resume: resume.as_deref(),
             // One that computes in 16 bits.
             device: registry::device_of(Some(&gpu), Device::Auto),
+            local_ranks: 1,
             threads: 1,
             comm,
             store,

@@ -2,7 +2,10 @@
 
 use super::DataError;
 use crate::{
-    data::{pattern, unfinished::UNFINISHED},
+    data::{
+        copy::{MAX_BYTES, PREPARED, UNFINISHED},
+        pattern,
+    },
     files,
     host::write_whole,
 };
@@ -12,12 +15,11 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs::{self, File},
+    io,
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
 };
 
-const PREPARED: &str = "prepared.json";
-/// Of a record: a hundred thousand shards' have 10 MB.
-const MAX_BYTES: u64 = 256 << 20;
 /// Another version may make other bytes of the same pictures.
 const VERSION: u32 = 1;
 
@@ -39,8 +41,34 @@ pub(super) struct Plan {
 pub(super) struct Finished {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
+    /// See [`sampled`]; none in copies of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) sampled: Option<u32>,
     /// Left out.
     pub(super) broken: Vec<BrokenFile>,
+}
+
+/// Of a shard, so many pieces of so many bytes are looked at, the first and the last among them: what is cut off and filled up
+/// again (a copy that broke off, a disk that lost what was written) has lost its end.
+const PIECES: u64 = 16;
+const PIECE_BYTES: u64 = 4096;
+
+/// CRC-32 of pieces that lie evenly in a file: whether it is what was written, without reading all of it.
+///
+/// # Errors
+/// It cannot be read.
+pub(super) fn sampled(file: &File) -> io::Result<u32> {
+    let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
+    let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
+    for number in 0..PIECES {
+        let mut at = last / (PIECES - 1) * number;
+        if number == PIECES - 1 {
+            at = last;
+        }
+        let read = file.read_at(&mut piece, at)?;
+        sum.update(&piece[..read]);
+    }
+    Ok(sum.finalize())
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -161,8 +189,10 @@ impl Destination {
     /// What is said of a shard, when it is there and whole.
     pub(super) fn finished(&self, file: &str) -> Option<Finished> {
         let found = self.record.as_ref()?.shards.get(file)?;
-        let there = fs::metadata(self.dir.join(file)).is_ok_and(|there| there.len() == found.bytes);
-        there.then(|| found.clone())
+        let shard = File::open(self.dir.join(file)).ok()?;
+        let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
+        let same = || found.sampled.is_none_or(|written| sampled(&shard).is_ok_and(|is| is == written));
+        (whole && same()).then(|| found.clone())
     }
 
     /// # Errors

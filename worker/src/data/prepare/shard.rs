@@ -3,7 +3,7 @@
 use super::{
     Encoder, PrepareSettings, cannot_be_written,
     order::{WINDOW, runs},
-    record::Finished,
+    record::{Finished, sampled},
     unread,
 };
 use crate::{
@@ -117,6 +117,7 @@ impl Task<'_> {
         let file = written.map_err(unwritten)?;
         file.sync_all().map_err(unwritten)?;
         finished.bytes = file.metadata().map_err(unwritten)?.len();
+        finished.sampled = Some(File::open(part).and_then(|file| sampled(&file)).map_err(unwritten)?);
         Ok(finished)
     }
 

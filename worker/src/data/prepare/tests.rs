@@ -319,6 +319,58 @@ fn a_copy_that_was_interrupted_by_a_full_disk_goes_on_to_the_same_bytes() {
 }
 
 #[test]
+fn a_finished_shard_is_looked_at_before_it_is_believed() {
+    let (from, to) = (folder(25), tempfile::tempdir().unwrap());
+    let made = run(from.path(), to.path(), &in_parts()).unwrap();
+    let whole = files_of(to.path());
+    let shard = to.path().join("train-000001.tar");
+    let content = whole["train-000001.tar"].clone();
+    // Of the right length, but its end was never written, or something in it is another's.
+    let mut hollow = content.clone();
+    let (half, all) = (hollow.len() / 2, hollow.len());
+    hollow[half..].fill(0);
+    let other = vec![b'x'; all];
+    for damaged in [hollow, other, content[..half].to_vec()] {
+        fs::write(&shard, &damaged).unwrap();
+        let again = run(from.path(), to.path(), &in_parts()).unwrap();
+        assert_eq!((again.kept_shards, again.shards), (made.shards - 1, made.shards));
+        assert!(files_of(to.path()) == whole, "made again as it was");
+    }
+    // A copy of an earlier version says nothing but sizes, and is believed.
+    let record = String::from_utf8(whole["prepared.json"].clone()).unwrap();
+    let mut earlier: serde_json::Value = serde_json::from_str(&record).unwrap();
+    for (_, shard) in earlier["shards"].as_object_mut().unwrap() {
+        shard.as_object_mut().unwrap().remove("sampled").expect("it was written");
+    }
+    fs::write(to.path().join("prepared.json"), earlier.to_string()).unwrap();
+    assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards);
+}
+
+#[test]
+fn nobody_trains_unawares_on_a_copy_that_lost_something() {
+    let (from, to) = (folder(25), tempfile::tempdir().unwrap());
+    let made = run(from.path(), to.path(), &in_parts()).unwrap();
+    let shard = to.path().join("train-000001.tar");
+    let content = fs::read(&shard).unwrap();
+    // At the end of a member, where a tar file that breaks off looks whole.
+    fs::write(&shard, &content[..2048]).unwrap();
+    let words = open(to.path()).unwrap_err().to_string();
+    let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
+    assert!(words.contains("is a copy that is no longer whole") && words.contains(&said), "{words}");
+    fs::remove_file(&shard).unwrap();
+    let words = open(to.path()).unwrap_err().to_string();
+    assert!(words.contains("train-000001.tar is not there") && words.contains("prepare` again"), "{words}");
+    // Who names some shards means these.
+    assert!(open(&to.path().join("train-{000000,000002}.tar")).is_ok());
+    assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards - 1);
+    assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 50);
+    // A smaller dataset, made on purpose.
+    fs::remove_file(&shard).unwrap();
+    fs::remove_file(to.path().join("prepared.json")).unwrap();
+    assert!(open(to.path()).unwrap().splits[0].labels.len() < 50);
+}
+
+#[test]
 fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();

@@ -28,7 +28,7 @@ impl Backend for Cpu {
     }
 
     fn needs(&self) -> Needs {
-        Needs { shared_memory: true, ..Needs::default() }
+        Needs { shared_memory: true, host_memory: true, ..Needs::default() }
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {

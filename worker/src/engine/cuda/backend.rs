@@ -46,6 +46,7 @@ impl Backend for Cuda {
         Needs {
             // Gradients go from GPU to GPU.
             shared_memory: false,
+            host_memory: false,
             watchdog: true,
             leaves_threads: true,
             half_precision: true,

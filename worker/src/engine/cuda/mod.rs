@@ -93,7 +93,8 @@ pub(super) fn build(
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let device = Device::open(gpu.ordinal)?;
-    let free_before = device.memory().0;
+    let (free_before, total) = device.memory();
+    fits(&network, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let mut engine = CudaEngine {
@@ -115,6 +116,18 @@ pub(super) fn build(
     };
     engine.set_parameters(initial)?;
     Ok(Box::new(engine))
+}
+
+/// Whether the GPU has room for what batch norm's way back needs, before plans are timed with tensors of that size. Half of
+/// it counts, as fused passes may do without some; what is in all is known when plans are, and asked for then.
+fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
+    let bytes = if dtype == DType::F32 { 4 } else { 2 };
+    let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
+    if total == 0 || needed <= total {
+        return Ok(());
+    }
+    let [needed_mb, free_mb, total_mb] = [needed, free, total].map(|bytes| bytes >> 20);
+    Err(CudaError::OutOfMemory { needed_mb, free_mb, total_mb })
 }
 
 fn dtype_of(precision: Precision) -> DType {

@@ -1,0 +1,48 @@
+//! What `torch.save` writes: a pickle, which can run code and is never read. What it is called, and how to make safetensors
+//! of it.
+
+/// Endings that people give such files.
+const ENDINGS: [&str; 6] = [".pt", ".pth", ".pth.tar", ".ckpt", ".pkl", ".pickle"];
+
+/// Whether a file is called like one.
+pub fn is_named_like_one(path: &str) -> bool {
+    let path = path.to_ascii_lowercase();
+    ENDINGS.iter().any(|ending| path.ends_with(ending))
+}
+
+/// What to do with such a file, to stand after its name. The command is for a shell: a name that one would read otherwise is
+/// left out of it.
+pub fn convert(path: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);
+    let lower = path.to_ascii_lowercase();
+    let ending = ENDINGS.iter().filter(|ending| lower.ends_with(*ending)).map(|ending| ending.len()).max();
+    let stem = &path[..path.len() - ending.unwrap_or(0)];
+    let (from, to) = if path.chars().all(is_plain) {
+        (path.to_owned(), format!("{stem}.safetensors"))
+    } else {
+        ("FILE.pth".into(), "FILE.safetensors".into())
+    };
+    format!(
+        "is a pickle of PyTorch's, which can run code and is not read; convert it to safetensors: python3 -c \"import sys, \
+         torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
+         weights_only=True), sys.argv[2])\" {from} {to}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pickle_is_told_by_its_ending_and_how_it_is_converted() {
+        for name in ["resnet18.pth", "/a b/last.PT", "model_best.pth.tar", "x.ckpt", "weights.pkl"] {
+            assert!(is_named_like_one(name), "{name}");
+        }
+        for name in ["resnet18.safetensors", "pt", "job-1-40", "/data/x.pt/model.safetensors"] {
+            assert!(!is_named_like_one(name), "{name}");
+        }
+        assert!(convert("w/best.pth.tar").ends_with("sys.argv[2])\" w/best.pth.tar w/best.safetensors"));
+        assert!(convert("weights").ends_with(" weights weights.safetensors"));
+        assert!(convert("my $(weights).pth").ends_with(" FILE.pth FILE.safetensors"));
+    }
+}

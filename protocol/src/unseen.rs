@@ -1,0 +1,87 @@
+//! Characters that a reader does not see: two names that look the same would be two, and a path that looks right would
+//! not be found.
+
+use std::{borrow::Cow, fmt::Write as _};
+
+/// Control characters, and those that Unicode has for layout alone: spaces without width, marks that turn the direction of
+/// text, invisible operators, tags, fillers.
+const fn has_no_shape(c: char) -> bool {
+    matches!(c,
+        '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}'
+        | '\u{17b4}' | '\u{17b5}' | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+        | '\u{2060}'..='\u{206f}' | '\u{3164}' | '\u{feff}' | '\u{ffa0}' | '\u{fff0}'..='\u{fffb}'
+        | '\u{e0000}'..='\u{e0fff}')
+}
+
+/// Zero-width joiner and non-joiner shape their neighbours in emoji and in many scripts, but not in ASCII.
+const fn joins(c: char) -> bool {
+    matches!(c, '\u{200c}' | '\u{200d}')
+}
+
+/// The characters of `text` that nobody sees, with their places in bytes.
+fn unseen(text: &str) -> impl Iterator<Item = (usize, char)> {
+    let mut before = None;
+    text.char_indices().filter(move |&(at, c)| {
+        let after = text[at + c.len_utf8()..].chars().next();
+        let shapes = |c: Option<char>| c.is_some_and(|c| !c.is_ascii() && !has_no_shape(c));
+        let useful = joins(c) && shapes(before) && shapes(after);
+        before = Some(c);
+        has_no_shape(c) && !useful
+    })
+}
+
+/// The first character of a name that nobody sees.
+pub fn first_unseen(text: &str) -> Option<char> {
+    unseen(text).next().map(|(_, c)| c)
+}
+
+/// Text to show, with characters that nobody sees, or that a terminal obeys, as JSON writes them (`\u200b`). Line feed and tab
+/// stay what they are.
+pub fn shown(text: &str) -> Cow<'_, str> {
+    let mut all = unseen(text).filter(|(_, c)| !matches!(c, '\n' | '\t')).peekable();
+    if all.peek().is_none() {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    let mut from = 0;
+    for (at, c) in all {
+        out.push_str(&text[from..at]);
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            let _ = write!(out, "\\u{unit:04x}");
+        }
+        from = at + c.len_utf8();
+    }
+    out.push_str(&text[from..]);
+    out.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_sees_is_found_and_written_out() {
+        for (text, written) in [
+            ("plain, ümläut, 猫, a\ttab\nand a line", "plain, ümläut, 猫, a\ttab\nand a line"),
+            ("\u{1b}[31mred\u{1b}[0m", "\\u001b[31mred\\u001b[0m"),
+            ("\u{1b}]52;c;ZXZpbA==\u{7}", "\\u001b]52;c;ZXZpbA==\\u0007"),
+            ("over\rwritten\u{8}", "over\\u000dwritten\\u0008"),
+            ("\u{9b}2J\u{7f}\0", "\\u009b2J\\u007f\\u0000"),
+            ("gnp.\u{202e}exe", "gnp.\\u202eexe"),
+            ("cat\u{200b}.jpg", "cat\\u200b.jpg"),
+            ("\u{feff}a\u{2060}b\u{ad}c\u{2028}", "\\ufeffa\\u2060b\\u00adc\\u2028"),
+            ("a\u{200d}b", "a\\u200db"),
+            ("\u{e0041}", "\\udb40\\udc41"),
+            // A family, a Persian word, a heart in red: these look different without.
+            ("\u{1f468}\u{200d}\u{1f469}", "\u{1f468}\u{200d}\u{1f469}"),
+            ("\u{645}\u{6cc}\u{200c}\u{62e}", "\u{645}\u{6cc}\u{200c}\u{62e}"),
+            ("\u{2764}\u{fe0f}", "\u{2764}\u{fe0f}"),
+            ("\u{1f468}\u{200d}", "\u{1f468}\\u200d"),
+        ] {
+            assert_eq!(shown(text), written);
+        }
+        assert_eq!(first_unseen("ümläut 猫"), None);
+        assert_eq!(first_unseen("a\tb\u{200b}"), Some('\t'), "no name has one");
+        assert_eq!(first_unseen("a\u{200b}"), Some('\u{200b}'));
+    }
+}

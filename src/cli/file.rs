@@ -1,0 +1,70 @@
+//! Files that somebody names on the command line. Opening a named pipe waits for somebody who writes into it, and a device
+//! may never end: only regular files are read, and what the caller's shell has connected this process to.
+
+use lockstep_worker::files;
+use std::{
+    fs::{self, File},
+    io::Read as _,
+    os::unix::fs::FileTypeExt as _,
+    path::Path,
+};
+
+/// Where a process finds what it was started with: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
+const OWN: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
+
+/// All of a file, or of a pipe that the shell has connected.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name: it is no regular file, it is larger than `most` bytes (which `larger` says),
+/// or it cannot be read.
+pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, String> {
+    let own = OWN.iter().any(|own| path.to_string_lossy().starts_with(own));
+    let is_pipe = || fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
+    let file = if own && is_pipe() {
+        File::open(path).map_err(|error| error.to_string())?
+    } else {
+        let (file, size) = files::open(path)?;
+        if size > most {
+            return Err(larger.to_owned());
+        }
+        file
+    };
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+    if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{path::PathBuf, sync::mpsc, time::Duration};
+
+    /// Reads up to four bytes, and fails where that waits.
+    fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || tell.send(read(&path, 4, "is larger than 4 bytes")));
+        told.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
+    }
+
+    #[test]
+    fn a_pipe_or_a_device_is_refused_at_once_and_a_file_is_as_large_as_may_be() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let made = std::process::Command::new("mkfifo").arg(at("pipe")).status();
+        assert!(made.unwrap().success());
+        fs::write(at("file"), "four").unwrap();
+        fs::write(at("larger"), "fives").unwrap();
+        assert_eq!(at_once(at("file")), Ok(b"four".to_vec()));
+        for (path, words) in [
+            (at("pipe"), "is a named pipe (FIFO), not a regular file"),
+            ("/dev/zero".into(), "is a device, not a regular file"),
+            ("/dev/tty".into(), "is a device"),
+            (dir.path().into(), "is a folder, not a file"),
+            (at("larger"), "is larger than 4 bytes"),
+            (at("none"), "No such file"),
+        ] {
+            let said = at_once(path.clone()).unwrap_err();
+            assert!(said.contains(words), "{words:?} in {said}, of {}", path.display());
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! `lockstep validate`: what a submission would say, without a job.
+
+use super::{
+    api::{Api, DEFAULT_SERVER},
+    block_on, output, submit, wrong,
+};
+use lockstep_protocol::JobSpec;
+use lockstep_worker::{checkpoint, data};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Check a job file without submitting it
+///
+/// Where a server answers, all that a submission checks (the dataset, the weights to begin with, slots), and nothing is stored;
+/// else the file alone, which it says. Exit status 0: no mistake; 2: mistakes, all of them at once; 1: the server that is
+/// named does not answer.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's specification, a TOML file
+    #[arg(value_name = "JOB.toml")]
+    job: PathBuf,
+    /// Change a key of it, such as train.lr=0.1 (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// Address of the server, which must answer then; the one on this machine is asked if it runs
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
+    server: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a server makes of a specification.
+#[derive(Deserialize)]
+struct Plan {
+    samples: u64,
+    global_batch_size: u64,
+    steps_per_epoch: u64,
+    total_steps: u64,
+    #[serde(default)]
+    warnings: Vec<String>,
+}
+
+/// Checks here what can be, then there.
+///
+/// # Errors
+/// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let document = submit::document(&args.job, &args.sets)?;
+    let api = Api::new(args.server.as_deref().unwrap_or(DEFAULT_SERVER))?;
+    let own = submit::check(&args.job, &document);
+    // No server knows a path: such a file is for `lockstep train`.
+    let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
+    let is_path = dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator));
+    let alone = args.server.is_none() && is_path;
+    if alone || (args.server.is_none() && !block_on(async { Ok(api.answers().await) })?) {
+        let spec = own?;
+        here(&args.job, &spec)?;
+        let why = if alone {
+            "data.dataset is a path, as `lockstep train` takes it: no server was asked".to_owned()
+        } else {
+            format!(
+                "no server answers at {}: whether the dataset is registered, fits the weights, and machines have the slots was \
+                 not checked",
+                api.base()
+            )
+        };
+        if args.json {
+            return output::json(&json!({ "spec": spec, "warnings": [why] }));
+        }
+        output::warn(format_args!("warning: {why}"));
+        return output::line(format_args!("{} has no mistake", args.job.display()));
+    }
+    // It says the same of the document, and more.
+    let answer: Value = block_on(api.post("/jobs/validate", &document))?;
+    own?;
+    let plan: Plan = serde_json::from_value(answer.clone())?;
+    plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+    if args.json {
+        return output::json(&answer);
+    }
+    output::line(format_args!(
+        "{} has no mistake: {} training pictures, {} a step, {} steps an epoch, {} steps",
+        args.job.display(),
+        plan.samples,
+        plan.global_batch_size,
+        plan.steps_per_epoch,
+        plan.total_steps
+    ))
+}
+
+/// Files that lie on this machine.
+fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
+    let mut mistakes = Vec::new();
+    let dataset = &spec.data.dataset;
+    if dataset.contains(std::path::is_separator) && data::canonical(Path::new(dataset)).is_err() {
+        mistakes.push(format!("data.dataset: there is no {dataset}"));
+    }
+    // Else a checkpoint's id, or a path on the machine that trains.
+    if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
+        let read =
+            checkpoint::model_file(given).map_err(|e| e.to_string()).and_then(|p| checkpoint::shapes(&p));
+        mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
+    }
+    if mistakes.is_empty() { Ok(()) } else { Err(wrong(submit::mistaken(job, &mistakes))) }
+}

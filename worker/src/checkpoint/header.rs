@@ -1,0 +1,230 @@
+//! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes that say how long it is,
+//! then JSON with each tensor's type, shape and place. Whoever brings a file is told what of it is wrong by the name of the
+//! tensor, before anything of the tensors is read.
+
+use safetensors::Dtype;
+use serde::Deserialize;
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::Read,
+};
+
+/// Headers are a few kilobytes.
+pub(super) const HEADER_BYTES: u64 = 16 << 20;
+/// What stands before it.
+const LENGTH_BYTES: u64 = 8;
+
+/// A tensor as the header has it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Entry {
+    pub(super) dtype: String,
+    pub(super) shape: Vec<usize>,
+    /// Begin and end in what follows the header.
+    data_offsets: [u64; 2],
+}
+
+impl Entry {
+    /// Bytes that type and shape ask for; none where that is no whole number, or the type is unknown.
+    fn bytes(&self) -> Option<u64> {
+        let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
+        let mut bits = u64::try_from(dtype.bitsize()).ok()?;
+        for side in &self.shape {
+            bits = bits.checked_mul(u64::try_from(*side).ok()?)?;
+        }
+        bits.is_multiple_of(8).then_some(bits / 8)
+    }
+}
+
+/// A header that could be read.
+#[derive(Debug)]
+pub(super) struct Header {
+    pub(super) tensors: BTreeMap<String, Entry>,
+    /// What the file says of itself.
+    pub(super) metadata: HashMap<String, String>,
+    /// What follows it, by the file's length.
+    data_bytes: u64,
+}
+
+/// Why there is no header.
+#[derive(Debug)]
+pub(super) enum NoHeader {
+    /// What `torch.save` writes.
+    Pickled,
+    /// Anything else, in words.
+    Other(String),
+}
+
+/// Whether a file that is not safetensors is what `torch.save` writes: an archive, or before PyTorch 1.6 a bare pickle,
+/// which begins with its protocol's number.
+fn is_pickled(bytes: &[u8]) -> bool {
+    bytes.starts_with(b"PK\x03\x04") || matches!(bytes, [0x80, 2..=5, ..])
+}
+
+/// Reads the header of a file of `has` bytes.
+///
+/// # Errors
+/// What it is instead.
+pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
+    let mut first = Vec::new();
+    let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
+    begun.map_err(|e| NoHeader::Other(e.to_string()))?;
+    match read_after(&first, file, has) {
+        // A header's length may begin with the same bytes: only what is no header is a pickle.
+        Err(NoHeader::Other(_)) if is_pickled(&first) => Err(NoHeader::Pickled),
+        read => read,
+    }
+}
+
+/// `first`: what the file begins with, [`LENGTH_BYTES`] where it is long enough.
+fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeader> {
+    let other = |detail: String| NoHeader::Other(detail);
+    let after = has.saturating_sub(LENGTH_BYTES);
+    let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
+    let length = match length {
+        Err(_) => return Err(other("it has no header".into())),
+        Ok(length) if length > after => {
+            let detail = "it has no header, or ends before its header does";
+            return Err(other(detail.into()));
+        }
+        Ok(length) if length > HEADER_BYTES => {
+            return Err(other(format!(
+                "its header has {length} bytes, and up to {HEADER_BYTES} are read; take metadata that nobody needs out of it"
+            )));
+        }
+        Ok(length) => length,
+    };
+    let mut bytes = Vec::new();
+    file.take(length).read_to_end(&mut bytes).map_err(|e| other(e.to_string()))?;
+    let mut all: BTreeMap<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|e| other(e.to_string()))?;
+    let metadata = all.remove("__metadata__").map(serde_json::from_value).transpose();
+    let metadata = metadata.map_err(|e| other(format!("__metadata__: {e}")))?.unwrap_or_default();
+    let mut tensors = BTreeMap::new();
+    for (name, entry) in all {
+        let entry = serde_json::from_value(entry).map_err(|e| other(format!("{name}: {e}")))?;
+        tensors.insert(name, entry);
+    }
+    Ok(Header { tensors, metadata, data_bytes: after.saturating_sub(length) })
+}
+
+impl Header {
+    /// Whether tensors lie in the file one after another, each as long as its type and shape ask, with nothing between
+    /// or after them.
+    ///
+    /// # Errors
+    /// The first that does not, by name.
+    pub(super) fn check_places(&self) -> Result<(), String> {
+        let mut places: Vec<_> =
+            self.tensors.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();
+        places.sort();
+        let furthest = places.iter().max_by_key(|([_, end], _)| *end);
+        if let Some(([_, end], name)) = furthest.filter(|([_, end], _)| *end > self.data_bytes) {
+            return Err(format!(
+                "it has {} bytes of tensors, and {name} ends at byte {end} of them; it was cut off, or its header is wrong",
+                self.data_bytes
+            ));
+        }
+        for (name, entry) in &self.tensors {
+            let [begin, end] = entry.data_offsets;
+            let wanted = entry.bytes();
+            if end.checked_sub(begin).is_none_or(|has| Some(has) != wanted) {
+                let wanted = wanted.map_or_else(|| "no number of bytes".into(), |w| format!("{w} bytes"));
+                return Err(format!(
+                    "{name} is {:?} of {}, which takes {wanted}, and lies from byte {begin} to {end}",
+                    entry.shape, entry.dtype
+                ));
+            }
+        }
+        let (mut before, mut until) = (None::<&String>, 0);
+        for ([begin, end], name) in places {
+            let after = before.map_or_else(|| "the header".to_owned(), Clone::clone);
+            if begin < until {
+                return Err(format!("{name} begins at byte {begin}, before {after} ends (byte {until})"));
+            }
+            if begin > until {
+                return Err(format!("{name} begins at byte {begin}, and {after} ends at byte {until}"));
+            }
+            (before, until) = (Some(name), end);
+        }
+        if until < self.data_bytes {
+            let last = before.map_or("the header", String::as_str);
+            return Err(format!("{} bytes after {last} belong to no tensor", self.data_bytes - until));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(header: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    fn places(header: &str, data: usize) -> Result<(), String> {
+        let bytes = file(header, data);
+        read(&bytes[..], bytes.len() as u64).unwrap().check_places()
+    }
+
+    fn two(first: [u64; 2], second: [u64; 2], shape: &str) -> String {
+        format!(
+            r#"{{"a":{{"dtype":"F32","shape":[2],"data_offsets":{first:?}}},"b":{{"dtype":"F32","shape":{shape},"data_offsets":{second:?}}}}}"#
+        )
+    }
+
+    #[test]
+    fn a_tensor_that_lies_wrong_is_named() {
+        assert_eq!(places(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
+        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "in any order");
+        for (header, data, words) in [
+            (two([0, 8], [4, 16], "[3]"), 20, "b begins at byte 4, before a ends (byte 8)"),
+            (two([0, 8], [0, 8], "[2]"), 8, "b begins at byte 0, before a ends (byte 8)"),
+            (two([0, 8], [12, 24], "[3]"), 24, "b begins at byte 12, and a ends at byte 8"),
+            (two([4, 12], [12, 24], "[3]"), 24, "a begins at byte 4, and the header ends at byte 0"),
+            (two([0, 8], [8, 20], "[3]"), 19, "it has 19 bytes of tensors, and b ends at byte 20"),
+            (
+                two([0, 8], [8, 20], "[4]"),
+                20,
+                "b is [4] of F32, which takes 16 bytes, and lies from byte 8 to 20",
+            ),
+            (
+                two([0, 8], [20, 8], "[3]"),
+                20,
+                "b is [3] of F32, which takes 12 bytes, and lies from byte 20 to 8",
+            ),
+            (two([0, 8], [8, 20], "[3]"), 21, "1 bytes after b belong to no tensor"),
+            (
+                two([0, 8], [8, 20], "[4294967296,4294967296,4]"),
+                20,
+                "which takes no number of bytes, and lies from byte 8 to 20",
+            ),
+        ] {
+            let said = places(&header, data).unwrap_err();
+            assert!(said.contains(words), "{words:?} in {said}");
+        }
+    }
+
+    #[test]
+    fn a_header_has_a_limit_and_what_is_longer_is_told_so() {
+        let with = |bytes: u64| {
+            let mut text = b"{}".to_vec();
+            text.resize(usize::try_from(bytes).unwrap(), b' ');
+            let mut file = bytes.to_le_bytes().to_vec();
+            file.extend(text);
+            file
+        };
+        let at = with(HEADER_BYTES);
+        assert!(read(&at[..], at.len() as u64).unwrap().tensors.is_empty());
+        let past = with(HEADER_BYTES + 1);
+        let Err(NoHeader::Other(said)) = read(&past[..], past.len() as u64) else { panic!("it is too long") };
+        assert!(said.contains("has 16777217 bytes, and up to 16777216 are read"), "{said}");
+        let letter = b"a letter to my aunt";
+        let Err(NoHeader::Other(said)) = read(&letter[..], letter.len() as u64) else { panic!("no header") };
+        assert!(said.starts_with("it has no header"), "{said}");
+    }
+}

@@ -1,0 +1,42 @@
+//! How many values a network keeps of a picture between its way there and its way back: what its memory grows with.
+
+use super::{Network, Op};
+
+impl Network {
+    /// Values of what convolutions make of a picture: batch norm's way back needs all of them, in any engine.
+    pub fn convolution_values(&self) -> u64 {
+        self.values_of(|op| matches!(op, Op::Conv { .. }))
+    }
+
+    /// Values that are certainly kept of a picture where nothing is computed twice: the picture itself, and what
+    /// convolutions, ReLUs and poolings make. Sums that go into a ReLU are not kept beside it.
+    pub fn kept_values(&self) -> u64 {
+        let picture = self.tensors[self.input()].len() as u64;
+        let made = self.values_of(|op| matches!(op, Op::Conv { .. } | Op::Relu { .. } | Op::MaxPool { .. }));
+        picture.saturating_add(made)
+    }
+
+    fn values_of(&self, counted: impl Fn(&Op) -> bool) -> u64 {
+        let outputs = self.ops.iter().filter(|op| counted(op)).map(Op::output);
+        outputs.map(|tensor| self.tensors[tensor].len() as u64).fold(0, u64::saturating_add)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::net::resnet;
+    use lockstep_protocol::spec::{Arch, ModelSpec};
+
+    #[test]
+    fn what_is_kept_grows_with_the_pixels() {
+        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+        let of = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
+        // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 at 16 x 16, 6 and one of 64 at 8 x 8;
+        // a ReLU after each but the shortcuts.
+        let convolutions = 7 * 16 * 1024 + 7 * 32 * 256 + 7 * 64 * 64;
+        assert_eq!(of(32).convolution_values(), convolutions);
+        let relus = 7 * 16 * 1024 + 6 * 32 * 256 + 6 * 64 * 64;
+        assert_eq!(of(32).kept_values(), 3 * 1024 + convolutions + relus);
+        assert_eq!(of(64).convolution_values(), 4 * convolutions);
+    }
+}

@@ -1,0 +1,185 @@
+//! Whether a machine has the memory that a run takes, told before anything of it is taken: the system gives more than there
+//! is, and ends whoever comes to use it.
+
+use super::TrainError;
+use crate::{
+    engine::{EngineConfig, Needs},
+    net::Network,
+};
+use lockstep_protocol::spec::JobSpec;
+use std::{fs, path::Path};
+
+/// A float32, as weights and a CPU rank's activations are.
+const VALUE: u64 = 4;
+
+/// What the ranks of a machine take of its memory at least, for a network at its largest size.
+pub(super) struct Needed {
+    /// Of a rank.
+    each: u64,
+    ranks: u32,
+}
+
+impl Needed {
+    /// Less than a run takes: gradients, buffers of convolutions and pictures that are made ahead come on top.
+    pub(super) fn of(network: &Network, config: &EngineConfig, needs: Needs, ranks: u32) -> Self {
+        let batch = config.batch_size as u64;
+        let each = match needs.host_memory {
+            true => {
+                // Weights and their gradients.
+                let weights = (network.parameter_count() as u64).saturating_mul(2 * VALUE);
+                batch.saturating_mul(network.kept_values()).saturating_mul(VALUE).saturating_add(weights)
+            }
+            // A batch on its way to the GPU, a byte a value. The engine looks at the GPU's own memory.
+            false => batch.saturating_mul(network.tensors[network.input()].len() as u64),
+        };
+        Self { each, ranks: ranks.max(1) }
+    }
+
+    /// Compares with what there `is`.
+    ///
+    /// # Errors
+    /// What is needed, what there is, and what to lower.
+    pub(super) fn check(
+        &self,
+        spec: &JobSpec,
+        network: &Network,
+        batch: usize,
+        is: u64,
+    ) -> Result<(), TrainError> {
+        let all = self.each.saturating_mul(self.ranks.into());
+        if all <= is {
+            return Ok(());
+        }
+        let of_ranks = match self.ranks {
+            1 => String::new(),
+            ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(all)),
+        };
+        let batch_key =
+            if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
+        Err(TrainError::Memory(format!(
+            "a rank's {batch} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
+             data.image_size or train.{batch_key}, or take the batch in parts (train.accumulate)",
+            gigabytes(self.each),
+            network.arch,
+            gigabytes(is),
+            side = network.image_size
+        )))
+    }
+}
+
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.1} GB", bytes as f64 / 1e9)
+}
+
+/// Memory that this process may have at most: the machine's, with what it may swap out, or its control group's. None where
+/// the system does not tell.
+pub(super) fn of_machine() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let (memory, swap) = meminfo(&text)?;
+    let limits = limits(&group, Path::new("/sys/fs/cgroup"), swap);
+    Some(limits.into_iter().fold(memory.saturating_add(swap), u64::min))
+}
+
+/// Bytes of memory and of swap.
+fn meminfo(text: &str) -> Option<(u64, u64)> {
+    let of = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+        line.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    Some((of("MemTotal")?.saturating_mul(1024), of("SwapTotal").unwrap_or(0).saturating_mul(1024)))
+}
+
+/// Limits of the control groups that a process is in, of both versions, with what they may swap out of the machine's `swap`.
+fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
+    let number = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let mut found = Vec::new();
+    for line in groups.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (root, most, more) = if controllers.is_empty() {
+            (root.to_owned(), "memory.max", "memory.swap.max")
+        } else if controllers.split(',').any(|name| name == "memory") {
+            (root.join("memory"), "memory.limit_in_bytes", "none")
+        } else {
+            continue;
+        };
+        // In a container the group itself is the root, whatever its name outside is.
+        let own = root.join(path.trim_start_matches('/'));
+        for folder in own.ancestors().take_while(|folder| folder.starts_with(&root)) {
+            let Some(most) = number(&folder.join(most)) else { continue };
+            let more = number(&folder.join(more)).map_or(swap, |more| more.min(swap));
+            found.push(most.saturating_add(more));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine::Optimizer, net::resnet};
+    use lockstep_protocol::spec::{Arch, ModelSpec};
+
+    fn config(batch_size: usize) -> EngineConfig {
+        EngineConfig {
+            batch_size,
+            optimizer: Optimizer::default(),
+            label_smoothing: 0.0,
+            accumulate: 1,
+            sync_batch_norm: true,
+            gradients_mean: true,
+            threads: 1,
+        }
+    }
+
+    #[test]
+    fn a_run_may_take_what_there_is_and_not_a_byte_more() {
+        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+        let network = resnet::build(&model, 32, 3, 10).unwrap();
+        let needed = Needed::of(&network, &config(64), Needs { host_memory: true, ..Needs::default() }, 2);
+        let weights = 2 * 4 * network.parameter_count() as u64;
+        assert_eq!(needed.each, 64 * 4 * network.kept_values() + weights);
+        let spec = JobSpec::default();
+        let check = |is: u64| needed.check(&spec, &network, 64, is);
+        assert!(check(2 * needed.each).is_ok());
+        let said = check(2 * needed.each - 1).unwrap_err().to_string();
+        for words in [
+            "64 pictures of 32 x 32 pixels",
+            "resnet20",
+            "for the 2 ranks of this machine",
+            "train.accumulate",
+        ] {
+            assert!(said.contains(words), "{words} in {said}");
+        }
+        // Nothing overflows.
+        let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
+        let needed = Needed::of(&huge, &config(usize::MAX), Needs { host_memory: true, ..Needs::default() }, u32::MAX);
+        assert!(needed.check(&spec, &huge, usize::MAX, u64::MAX - 1).is_err());
+        let gpu = Needed::of(&network, &config(64), Needs::default(), 1);
+        assert_eq!(gpu.each, 64 * 3 * 32 * 32);
+    }
+
+    #[test]
+    fn a_control_group_has_less_than_its_machine() {
+        let text = "MemTotal:  1000 kB\nMemFree: 1 kB\nSwapTotal: 24 kB\n";
+        assert_eq!(meminfo(text), Some((1000 * 1024, 24 * 1024)));
+        assert_eq!(meminfo("nothing"), None);
+        let dir = tempfile::tempdir().unwrap();
+        let inner = dir.path().join("a/b");
+        fs::create_dir_all(&inner).unwrap();
+        fs::write(dir.path().join("a/memory.max"), "5000\n").unwrap();
+        fs::write(dir.path().join("a/memory.swap.max"), "70\n").unwrap();
+        fs::write(inner.join("memory.max"), "max\n").unwrap();
+        assert_eq!(limits("0::/a/b\n", dir.path(), 1000), [5070]);
+        fs::write(inner.join("memory.max"), "100\n").unwrap();
+        fs::write(inner.join("memory.swap.max"), "max\n").unwrap();
+        assert_eq!(limits("0::/a/b\n", dir.path(), 1000), [1100, 5070]);
+        let old = dir.path().join("memory/c");
+        fs::create_dir_all(&old).unwrap();
+        fs::write(old.join("memory.limit_in_bytes"), "3000\n").unwrap();
+        let groups = "4:cpu,cpuacct:/c\n3:memory:/c\n0::/none\n";
+        assert_eq!(limits(groups, dir.path(), 0), [3000]);
+        assert!(of_machine().is_some_and(|bytes| bytes > 1 << 20));
+    }
+}

@@ -11,7 +11,7 @@ use crate::{
     agents::{AskError, Place},
     app::App,
     error::{Error, Problem, Result},
-    evaluations::{Failure, Outcome, Running},
+    evaluations::{Failure, Running},
     questions, regular,
     store::CheckpointRow,
 };

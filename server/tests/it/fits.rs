@@ -146,7 +146,8 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
     for (name, splits) in
         [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
     {
-        let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
+        let split =
+            |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
         let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..info() };
         register(&house, &mut agent, name, info).await;
     }

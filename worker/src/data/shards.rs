@@ -14,7 +14,6 @@ use super::{
     listing::{Listing, Place},
     parquet::{self, ParquetFile, Trouble},
     pattern::{self, SHARDS, fixed_part},
-
 };
 use crate::files;
 use lockstep_protocol::dataset::BrokenFile;
@@ -242,9 +241,7 @@ fn read(
         .filter_map(|(shard, stamp)| Some((shard.as_path(), stamp.as_ref().ok()?.size)))
         .collect();
     // One shard, or a pattern, may mean some of them.
-    if let Some(detail) =
-        damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied())
-    {
+    if let Some(detail) = damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied()) {
         return Err(DataError::File { path: root.display().to_string(), detail });
     }
     for (shard, stamp) in shards.into_iter().zip(stamps) {

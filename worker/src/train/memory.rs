@@ -154,7 +154,8 @@ mod tests {
         }
         // Nothing overflows.
         let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
-        let needed = Needed::of(&huge, &config(usize::MAX), Needs { host_memory: true, ..Needs::default() }, u32::MAX);
+        let needed =
+            Needed::of(&huge, &config(usize::MAX), Needs { host_memory: true, ..Needs::default() }, u32::MAX);
         assert!(needed.check(&spec, &huge, usize::MAX, u64::MAX - 1).is_err());
         let gpu = Needed::of(&network, &config(64), Needs::default(), 1);
         assert_eq!(gpu.each, 64 * 3 * 32 * 32);

@@ -298,7 +298,12 @@ pub(super) fn build_engine(
     if let Some(is) = memory::of_machine() {
         let largest = network.resized(largest);
         let needs = training.device.backend.needs();
-        Needed::of(&largest, &config, needs, training.local_ranks).check(spec, &largest, config.batch_size, is)?;
+        Needed::of(&largest, &config, needs, training.local_ranks).check(
+            spec,
+            &largest,
+            config.batch_size,
+            is,
+        )?;
     }
     let mut engine = backend.build(BuildArgs {
         network: Arc::new(network),

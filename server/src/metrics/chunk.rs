@@ -5,7 +5,7 @@
 //! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
 //! and their sum (float64).
 
-use crate::store::StoreError;
+use crate::store::error::StoreError;
 
 /// Levels from 0; buckets of the last one are a million steps wide.
 pub(crate) const LEVELS: u32 = 6;

@@ -5,16 +5,18 @@ use crate::{
     app::App,
     leases::Held,
     lifecycle,
-    store::{AttemptRow, JobRow, Result, StoreError, quarantine},
+    store::{AttemptRow, JobRow, Result, quarantine},
 };
+use ends::{end_attempt, wanted};
 use lockstep_protocol::{
-    agent::{AttemptRef, ToAgent},
+    agent::ToAgent,
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
 use place::{place, tell_why_it_waits};
 use std::{collections::HashSet, time::Duration};
 
+mod ends;
 mod place;
 
 pub(crate) use place::{device_for, is_checkpoint_id, slots_for};
@@ -104,36 +106,6 @@ async fn expire(app: &App, held: Held) -> Result<()> {
     Ok(())
 }
 
-/// Changes the job of an attempt, if that attempt may still write.
-async fn end_attempt(
-    app: &App,
-    attempt: &AttemptRef,
-    change: impl Fn(
-        &mut JobRow,
-    ) -> std::result::Result<Vec<lockstep_protocol::stream::EventBody>, lifecycle::Refused>
-    + Send
-    + Sync
-    + 'static,
-) -> Result<()> {
-    let expected = attempt.clone();
-    let change = move |row: &mut JobRow| {
-        if row.live().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
-    };
-    match app.store.change_job(&attempt.job, Box::new(change)).await {
-        Ok(changed) => {
-            app.announce(&changed);
-            // Whatever the job is doing now, it is not this attempt any more.
-            app.leases.release(&attempt.job, attempt.attempt);
-            Ok(())
-        }
-        Err(StoreError::NotFound(_)) => {
-            app.leases.release(&attempt.job, attempt.attempt);
-            Ok(())
-        }
-        Err(error) => Err(error),
-    }
-}
-
 /// An agent that was stopped in order has closed its connection: what it did not finish goes back to the queue.
 pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> {
     app.inbox.drained().await;
@@ -180,13 +152,4 @@ pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
         }
     }
     Ok(changed.job)
-}
-
-/// Why a job's ranks are to end, and whether a checkpoint is wanted of them.
-fn wanted(row: &JobRow) -> Option<(String, bool)> {
-    match (&row.stop, row.job.state) {
-        (Some(stop), _) => Some((stop.words().to_owned(), false)),
-        (None, JobState::Pausing) => Some((Reason::from(ReasonCode::PausedByUser).words().to_owned(), true)),
-        (None, _) => None,
-    }
 }

@@ -1,6 +1,6 @@
 //! Room for a job among the machines, and its start there.
 
-use super::{end_attempt, wanted};
+use super::ends::{end_attempt, wanted};
 use crate::{
     agents::Online,
     app::App,

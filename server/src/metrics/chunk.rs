@@ -5,14 +5,16 @@
 //! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
 //! and their sum (float64).
 
-use crate::store::StoreError;
+use crate::store::error::StoreError;
 
 /// Levels from 0; buckets of the last one are a million steps wide.
 pub(crate) const LEVELS: u32 = 6;
-/// Points of a full chunk of level 0.
-const POINTS: usize = 4096;
-/// Buckets of a full chunk of the others.
-const BUCKETS: usize = 1024;
+/// Points of a full chunk of level 0. The newest chunk of every series is written anew each time that rows become chunks:
+/// larger ones keep the database's one writer busy where a job has hundreds of ranks, smaller ones are too many rows where it
+/// has a million steps.
+const POINTS: usize = 1024;
+/// Buckets of a full chunk of the others, which are about as large.
+const BUCKETS: usize = 256;
 
 /// Steps of a bucket at `level`.
 pub(crate) fn width(level: u32) -> u64 {

@@ -92,16 +92,19 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
                     continue;
                 }
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
+                let first_step = part.first().map_or(0, |b| b.step);
+                // Of one that could not be read the points are new.
+                let grown = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
                     name: key.0.clone(),
                     rank: key.1,
                     attempt: key.2,
                     level,
-                    first_step: part.first().map_or(0, |b| b.step),
+                    first_step,
                     last_step: if is_last { last } else { next.min(last) },
                     data: chunk::encode(level, part),
-                    grown: i == 0 && old.is_some(),
+                    grown,
                 });
             }
         }
@@ -144,7 +147,7 @@ mod tests {
         assert!(kept.iter().any(|c| c.grown) && !whole.iter().any(|c| c.grown));
         kept.iter_mut().chain(&mut whole).for_each(|c| c.grown = false);
         assert_eq!(kept, whole);
-        assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 5);
+        assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 20);
         let level2: Vec<_> = whole.iter().filter(|c| c.level == 2).collect();
         assert_eq!((level2.len(), level2[0].first_step, level2[0].last_step), (1, 1, 20_000));
         let buckets = chunk::decode(2, &level2[0].data).unwrap();

@@ -5,7 +5,7 @@
 //! endian). Whole numbers are LEB128.
 
 use super::chunk::{Reader, put_number};
-use crate::store::StoreError;
+use crate::store::error::StoreError;
 use lockstep_protocol::metric::{MetricColumn, NAMES};
 
 /// Bytes of columns, none of which is empty.

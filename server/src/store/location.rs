@@ -1,8 +1,7 @@
 //! Which database: read from a URL, named without its password.
 
-use super::{Store, postgres::PostgresStore, sqlite::SqliteStore};
 use crate::config::{ServeConfig, ServeError};
-use std::{fmt, path::PathBuf, sync::Arc};
+use std::{fmt, path::PathBuf};
 
 /// Where a store lies.
 #[derive(Debug, Clone)]
@@ -40,17 +39,6 @@ impl Location {
                 "write it as sqlite://PATH or postgres://USER@HOST/NAME".to_owned(),
             )),
         }
-    }
-
-    /// Opens it for this process alone, with its tables up to date.
-    ///
-    /// # Errors
-    /// It cannot be opened, was written by a newer version, or is another server's.
-    pub async fn open(&self) -> Result<Arc<dyn Store>, ServeError> {
-        Ok(match self {
-            Self::Sqlite(path) => Arc::new(SqliteStore::open(path).await?),
-            Self::Postgres(url) => Arc::new(PostgresStore::open(url).await?),
-        })
     }
 }
 

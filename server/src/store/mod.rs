@@ -5,20 +5,23 @@
 
 pub mod backup;
 mod cells;
+pub(crate) mod error;
 mod location;
 mod older;
+mod open;
 pub mod postgres;
 pub(crate) mod quarantine;
 mod rows;
 pub mod sqlite;
 mod values;
 
+pub use error::{Result, StoreError};
 pub use location::Location;
 
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, CheckpointRow, Claim, Claimed, Counts, Created, Cursor, EventRow,
-    Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page, Place,
-    Report, Stored,
+    AgentRow, Annotation, AttemptRow, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Cursor,
+    EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
+    Place, Report, Stored,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -35,45 +38,6 @@ use lockstep_protocol::{
 };
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::BTreeMap;
-
-/// What goes wrong in a store.
-#[derive(Debug, thiserror::Error)]
-pub enum StoreError {
-    /// No such job, dataset ...
-    #[error("there is no such {0}")]
-    NotFound(&'static str),
-    /// The job's state forbids it.
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    /// The name is taken.
-    #[error("the name {0:?} is taken")]
-    NameTaken(String),
-    /// No dataset of this name is registered, at the very moment that something was to need it.
-    #[error("the dataset {0:?} is no longer registered")]
-    NoDataset(String),
-    /// Jobs that are not over train on the dataset.
-    #[error("jobs train on the dataset {0:?}")]
-    DatasetInUse(String),
-    /// An idempotency key came with another request before.
-    #[error("this Idempotency-Key was used before, with another request")]
-    KeyReused,
-    /// The database did not do its work: full, busy, away. Trying again later may help.
-    #[error("the database is not available: {0}")]
-    Unavailable(String),
-    /// The database takes this value never, now or later.
-    #[error("the database refuses a value: {0}")]
-    Rejected(String),
-    /// A row does not hold what this version writes.
-    #[error("the database holds something unreadable: {0}")]
-    Corrupt(String),
-}
-
-impl StoreError {
-    /// Whether the same work may be done when it is tried again later.
-    pub fn may_pass(&self) -> bool {
-        matches!(self, StoreError::Unavailable(_))
-    }
-}
 
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
@@ -93,20 +57,8 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
     }
 }
 
-/// The result of a store's work.
-pub type Result<T> = std::result::Result<T, StoreError>;
-
 /// A change of one job: edits the row and says what happened. It may be run more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
-
-/// The job after a change, and the events that the change stored.
-#[derive(Debug, Clone)]
-pub struct Changed {
-    /// After the change.
-    pub job: Job,
-    /// In order; may be empty.
-    pub events: Vec<EventRow>,
-}
 
 /// Everything that outlives the server. Each method is atomic, and what it returned is on disk.
 #[async_trait]

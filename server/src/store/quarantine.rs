@@ -1,6 +1,6 @@
 //! Rows that this version cannot read, or not wholly: told of once, and never a reason to stop what reads them.
 
-use super::Result;
+use super::error::Result;
 use lockstep_protocol::spec::{self, JobSpec};
 use serde_json::Value;
 use std::{

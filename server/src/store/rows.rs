@@ -30,11 +30,20 @@ pub struct NewJob {
     pub fork: Option<Fork>,
 }
 
+/// The job after a change, and the events that the change stored.
+#[derive(Debug, Clone)]
+pub struct Changed {
+    /// After the change.
+    pub job: Job,
+    /// In order; may be empty.
+    pub events: Vec<EventRow>,
+}
+
 /// What [`super::Store::create_job`] did.
 #[derive(Debug, Clone)]
 pub enum Created {
     /// A new job.
-    New(Box<super::Changed>),
+    New(Box<Changed>),
     /// The job that the same request made before.
     Before(Box<Job>),
 }
@@ -120,7 +129,7 @@ pub struct Claimed {
     /// The newest complete checkpoint, to continue from: `<epoch>-<step>`.
     pub resume: Option<String>,
     /// The job, now `starting`.
-    pub changed: super::Changed,
+    pub changed: Changed,
 }
 
 /// An attempt that may write.
@@ -161,7 +170,7 @@ pub enum Ingested {
         /// To be told to the agent.
         acknowledged: Acknowledged,
         /// None when every record was there already.
-        changed: Option<Box<super::Changed>>,
+        changed: Option<Box<Changed>>,
     },
     /// The attempt may not write (any more): fenced, ended or deleted.
     Stale,

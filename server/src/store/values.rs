@@ -1,6 +1,6 @@
 //! Values as columns keep them, in whichever database.
 
-use super::{Result, StoreError};
+use super::error::{Result, StoreError};
 use jiff::Timestamp;
 use sqlx::{
     error::{DatabaseError, ErrorKind},

@@ -24,7 +24,7 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
 /// Chunks of one statement, largest first.
 const TOGETHER: [usize; 2] = [32, 1];
 
-async fn insert(db: &mut Connection, job: &JobId, chunks: &[MetricChunk]) -> Result<()> {
+async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
     let place = |n: usize| {
         let place: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
         format!("({})", place.join(", "))
@@ -142,8 +142,8 @@ impl SqlStore {
         known.ok_or(StoreError::NotFound("job"))?;
         for chunk in chunks.iter().filter(|chunk| chunk.grown) {
             sqlx::query(
-                "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND level = $3 AND rank = $4 \
-                 AND attempt = $5 AND first_step = $6",
+                "UPDATE metric_chunks SET last_step = $7, data = $8 WHERE job_id = $1 AND name = $2 AND level = $3 \
+                 AND rank = $4 AND attempt = $5 AND first_step = $6",
             )
             .bind(job.as_str())
             .bind(&chunk.name)
@@ -151,10 +151,13 @@ impl SqlStore {
             .bind(i64::from(chunk.rank))
             .bind(i64::from(chunk.attempt))
             .bind(int(chunk.first_step))
+            .bind(int(chunk.last_step))
+            .bind(&chunk.data[..])
             .execute(&mut *db)
             .await?;
         }
-        let mut rest = chunks;
+        let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.grown).collect();
+        let mut rest = &new[..];
         for size in TOGETHER {
             while let Some((now, later)) = rest.split_at_checked(size) {
                 rest = later;

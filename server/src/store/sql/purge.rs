@@ -9,8 +9,8 @@ use sqlx::AssertSqlSafe;
 
 /// Events removed at a time; a few milliseconds' work.
 const EVENTS: i64 = 1000;
-/// Chunks of metrics removed at a time; each holds some ten kilobytes.
-const CHUNKS: i64 = 200;
+/// Chunks of metrics removed at a time; each holds some three kilobytes.
+const CHUNKS: i64 = 500;
 
 fn found(id: Option<String>) -> Result<Option<JobId>> {
     id.map(|id| id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))).transpose()

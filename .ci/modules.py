@@ -31,16 +31,8 @@ CRATES = {
 KNOWN = {
     # A picture's header tells whether a GPU may decode it, and what decodes on cores reads headers.
     ("worker", "data::picture::jpeg", "data::picture::decode"),
-    ("server", "app", "dispatch"),
-    ("server", "app", "handlers"),
-    ("server", "app", "ingest"),
-    ("server", "app", "metrics"),
-    ("server", "app", "purge"),
-    ("server", "app", "router"),
-    ("server", "handlers", "serve"),
-    ("server", "store", "lifecycle"),
+    # Backups read and write whole tables of either database.
     ("server", "store::postgres", "store::backup"),
-    ("server", "store::postgres", "store::location"),
     ("server", "store::sqlite", "store::backup"),
 }
 

@@ -8,7 +8,7 @@ use crate::{
     inbox::Inbox,
     leases::Leases,
     looks::Looks,
-    metrics::sealer::Sealer,
+    sealer::Sealer,
     store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{

@@ -5,7 +5,10 @@
 //! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
 //! and their sum (float64).
 
-use crate::store::error::StoreError;
+use crate::{
+    numbers::{Reader, put_number},
+    store::error::StoreError,
+};
 
 /// Levels from 0; buckets of the last one are a million steps wide.
 pub(crate) const LEVELS: u32 = 6;
@@ -74,14 +77,6 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     }
 }
 
-pub(super) fn put_number(to: &mut Vec<u8>, mut number: u64) {
-    while number >= 0x80 {
-        to.push(number as u8 | 0x80);
-        number >>= 7;
-    }
-    to.push(number as u8);
-}
-
 /// Buckets of one series at `level`, steps ascending.
 pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     let mut out = Vec::with_capacity(buckets.len() * if level == 0 { 5 } else { 20 });
@@ -129,34 +124,6 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
         buckets.push(one.ok_or_else(|| StoreError::Corrupt("a chunk of metrics".into()))?);
     }
     Ok(buckets)
-}
-
-pub(super) struct Reader<'a>(pub(super) &'a [u8]);
-
-impl<'a> Reader<'a> {
-    pub(super) fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (bytes, rest) = self.0.split_first_chunk()?;
-        self.0 = rest;
-        Some(*bytes)
-    }
-
-    pub(super) fn take(&mut self, length: usize) -> Option<&'a [u8]> {
-        let (bytes, rest) = self.0.split_at_checked(length)?;
-        self.0 = rest;
-        Some(bytes)
-    }
-
-    pub(super) fn number(&mut self) -> Option<u64> {
-        let mut number = 0;
-        for shift in (0..64).step_by(7) {
-            let [byte] = self.bytes()?;
-            number |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Some(number);
-            }
-        }
-        None
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
 //! Events into chunks: the task that keeps a chart of a million points as quick as one of a thousand.
 
-use super::{
-    chunk::{self, Bucket, LEVELS, capacity, width},
-    sealer::enough,
-};
+use super::chunk::{self, Bucket, LEVELS, capacity, width};
 use crate::{
     app::App,
+    sealer::enough,
     store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};

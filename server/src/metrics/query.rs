@@ -2,10 +2,11 @@
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},
-    pyramid, sealer,
+    pyramid,
 };
 use crate::{
     app::App,
+    sealer,
     store::{MetricFilter, Result},
 };
 use lockstep_protocol::{
@@ -72,30 +73,40 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (sealed, extent) = app.store.metric_extent(job, filter).await?;
-    let page = app.store.metrics(job, &MetricFilter { after: sealed, ..filter.clone() }).await?;
+    // From all steps: the buckets at the ends of the range are told whole, as those of chunks are.
+    let newest = MetricFilter { after: sealed, from: None, to: None, ..filter.clone() };
+    let page = app.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
     if page.cost > 2 * sealer::enough(ranks) {
         app.sealer.count(job, ranks, sealer::enough(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    let tail_steps = tail.iter().filter_map(|(_, _, c)| c.steps.first().zip(c.steps.last()));
-    let ends = tail_steps.map(|(a, b)| (*a, *b)).chain(extent);
+    let tail_steps = tail.iter().filter_map(|(_, _, column)| {
+        let wanted = |step: &&u64| (from..=to).contains(*step);
+        Some((*column.steps.iter().find(wanted)?, *column.steps.iter().rfind(wanted)?))
+    });
+    let ends = tail_steps.chain(extent);
     let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
         return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() }));
     };
     let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
     let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
-        let (now, chunks) = app.store.metric_chunks(job, level, filter).await?;
+        // A bucket that reaches beyond the range is told whole, wherever chunks end.
+        let w = width(level);
+        // The first one begins with step 0, where there is one.
+        let from = match from.saturating_sub(1) / w * w {
+            _ if w == 1 => from,
+            0 => 0,
+            before => before + 1,
+        };
+        let to = to.div_ceil(w).saturating_mul(w);
+        let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
+        let (now, chunks) = app.store.metric_chunks(job, level, &whole).await?;
         if now != sealed {
             return Ok(None);
         }
-        // A bucket that reaches beyond the range is told whole; a point is in it or not.
-        let inside = |b: &Bucket| {
-            let w = width(level);
-            let start = b.index(w) * w;
-            b.step <= to && if w == 1 { b.step >= from } else { start + w >= from }
-        };
+        let inside = |b: &Bucket| (from..=to).contains(&b.step);
         let mut series: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
         for chunk in chunks {
             let buckets = pyramid::readable_chunk(level, &chunk);

@@ -1,9 +1,10 @@
 //! Points leave the events some time after their job is over: its charts and its CSV file come from chunks then, which
 //! hold every point, and its stream begins after them.
 
-use super::{pyramid, sealer};
+use super::pyramid;
 use crate::{
     app::App,
+    sealer,
     store::{Result, StoreError},
 };
 use lockstep_protocol::job::JobId;

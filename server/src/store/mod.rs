@@ -9,6 +9,7 @@ pub(crate) mod error;
 mod location;
 mod older;
 mod open;
+mod points;
 pub mod postgres;
 pub(crate) mod quarantine;
 mod rows;

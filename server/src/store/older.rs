@@ -2,7 +2,7 @@
 //! The one way over, so that nothing else knows of those versions.
 
 use super::cells::{Cell, Column, Kind, Table};
-use crate::metrics::row;
+use super::points;
 use lockstep_protocol::{metric::MetricColumn, stream::EventBody};
 
 /// Columns that events had and that no query asked any more.
@@ -47,7 +47,7 @@ fn points(body: &str) -> Option<(u32, u32, Vec<u8>)> {
             if !steps.is_empty() && steps.len() == values.len() =>
         {
             let values = values.into_iter().map(|value| value.unwrap_or(f32::NAN)).collect();
-            Some((attempt, rank, row::encode(&[MetricColumn { name, steps, values }])))
+            Some((attempt, rank, points::encode(&[MetricColumn { name, steps, values }])))
         }
         _ => None,
     }

@@ -1,7 +1,8 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
+use super::points;
 use super::quarantine;
-use crate::{lifecycle::Fork, metrics::row};
+use crate::lifecycle::Fork;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, CheckpointInfo, Machine, Slot, Source},
@@ -206,7 +207,7 @@ pub enum Stored {
         attempt: u32,
         /// Of which rank.
         rank: u32,
-        /// See `crate::metrics::row`.
+        /// See `super::points`.
         data: Vec<u8>,
     },
 }
@@ -216,7 +217,7 @@ impl EventRow {
     pub fn count(&self) -> u64 {
         match &self.stored {
             Stored::Body(_) => 1,
-            Stored::Points { data, .. } => row::count(data),
+            Stored::Points { data, .. } => points::count(data),
         }
     }
 
@@ -242,7 +243,7 @@ impl EventRow {
     pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {
-                let columns = row::decode(data, name);
+                let columns = points::decode(data, name);
                 let columns =
                     columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))

@@ -13,14 +13,15 @@ pub use epoch::Batches;
 pub use mixing::{Mix, Mixing};
 pub use shape::Shape;
 
-use ahead::Demand;
 use batch::Maker;
+use demand::Demand;
 use part::{Part, Pixels};
 use workers::Workers;
 
 mod ahead;
 mod batch;
 mod broken;
+mod demand;
 mod epoch;
 mod mixing;
 mod on_device;

@@ -4,7 +4,6 @@
 pub mod devices;
 pub mod libraries;
 pub mod metrics;
-#[allow(clippy::undocumented_unsafe_blocks)] // Its one reason does not have the word that the lint looks for.
 pub mod nvjpeg;
 
 use devices::VISIBLE;

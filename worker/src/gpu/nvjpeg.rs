@@ -136,8 +136,9 @@ pub(crate) struct Hardware {
     handle: Opaque,
 }
 
-// nvJPEG's documentation, "Thread safety": each thread has states of its own, and all of them may share a handle.
+// SAFETY: nvJPEG's documentation, "Thread safety": each thread has states of its own, and all of them may share a handle.
 unsafe impl Send for Hardware {}
+// SAFETY: as above.
 unsafe impl Sync for Hardware {}
 
 impl Hardware {
@@ -178,7 +179,7 @@ pub(crate) struct State {
     header: Opaque,
 }
 
-// One thread at a time, whichever: every method that uses them takes `&mut self`.
+// SAFETY: one thread at a time, whichever: every method that uses them takes `&mut self`.
 unsafe impl Send for State {}
 
 impl State {

@@ -150,17 +150,19 @@ pub(super) fn data_threads(needs: Needs, threads: usize, prepared_each_step: boo
     }
 }
 
-/// Who decodes JPEG files: `auto`, `cpu` or `gpu`.
+/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
 /// What a rank asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU what it can, if it can, and cores the rest; and some more while a step waits for its batch.
+    /// The GPU what it can, if it can, and cores the rest.
     Auto,
     Cores,
-    /// The GPU all that it can. Without a GPU that can, the job fails.
+    /// As `Auto`; without a GPU that can, the job fails.
     Gpu,
+    /// As `Auto`, with cores taking some of what the GPU can, too, while a step waits for its batch.
+    Shared,
 }
 
 impl DecoderChoice {
@@ -172,7 +174,8 @@ impl DecoderChoice {
                 "" | "auto" => Ok(Self::Auto),
                 "cpu" => Ok(Self::Cores),
                 "gpu" => Ok(Self::Gpu),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
+                "shared" => Ok(Self::Shared),
+                other => Err(format!("{DECODER} is {other:?}; give auto, cpu, gpu or shared")),
             },
         }
     }
@@ -183,10 +186,10 @@ impl DecoderChoice {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
-            Self::Auto if deterministic => {
+            Self::Auto | Self::Shared if deterministic => {
                 Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
             }
-            Self::Auto | Self::Gpu => Ok(()),
+            Self::Auto | Self::Gpu | Self::Shared => Ok(()),
         }
     }
 }
@@ -210,8 +213,8 @@ pub(super) fn choose_decoder(
     match opened {
         Ok(decoder) => {
             let (sharing, who) = match choice {
-                DecoderChoice::Auto => (Sharing::WithCores, ", and by cores while a step waits for them"),
-                DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
+                DecoderChoice::Shared => (Sharing::WithCores, ", and by cores while a step waits for them"),
+                DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
             };
             say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
             data.set_decoder(Some(decoder), sharing);
@@ -431,7 +434,7 @@ mod tests {
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu or gpu"));
+        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),

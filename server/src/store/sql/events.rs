@@ -2,7 +2,7 @@
 
 use super::Connection;
 use crate::{
-    metrics::row,
+    store::points,
     store::{
         EventRow, JobRow, Result, Stored,
         values::{int, json},
@@ -37,7 +37,7 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
         rows.push(New { job: id.clone(), kind, attempt, rank, row });
     };
     let stored = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
-        let data = row::encode(&columns);
+        let data = points::encode(&columns);
         ("metrics", attempt, Some(rank), columns.len() as u64, Stored::Points { attempt, rank, data })
     };
     for body in bodies {

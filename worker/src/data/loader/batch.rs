@@ -1,7 +1,7 @@
 //! What a batch is, and how one is made: its pictures are opened, transformed and put together.
 
 use super::{
-    ahead::Demand,
+    demand::Demand,
     on_device::{self, Begun},
     part::Part,
     workers::{Scratch, Work, Workers},

@@ -3,7 +3,7 @@
 //! front of a batch, many at a time, cores from its end, one by one.
 
 use super::{
-    ahead::Demand,
+    demand::Demand,
     part::Part,
     workers::{Work, Workers},
 };

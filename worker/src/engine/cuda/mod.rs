@@ -11,7 +11,6 @@ mod config;
 mod cudnn;
 mod device;
 mod error;
-#[allow(clippy::undocumented_unsafe_blocks)] // One of two: the reason above it is both's.
 mod jpeg;
 mod kernels;
 mod layout;

@@ -62,8 +62,11 @@ pub(super) struct Planes {
 
 // SAFETY: numbers without a gap between them: eight bytes, then four, which fill a multiple of eight.
 unsafe impl bytemuck::Zeroable for Planes {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Planes {}
+// SAFETY: as above.
 unsafe impl bytemuck::Zeroable for Cropping {}
+// SAFETY: as above.
 unsafe impl bytemuck::Pod for Cropping {}
 
 /// Bytes of a row of so many samples.

@@ -4,8 +4,8 @@
 //! each lies behind the one before (0 and nothing for the steps of the column before), and the values (float32, little
 //! endian). Whole numbers are LEB128.
 
-use super::chunk::{Reader, put_number};
-use crate::store::error::StoreError;
+use super::error::StoreError;
+use crate::numbers::{Reader, put_number};
 use lockstep_protocol::metric::{MetricColumn, NAMES};
 
 /// Bytes of columns, none of which is empty.

@@ -18,7 +18,7 @@ const LEAST_COST: u64 = 64 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct Sealer {
     waiting: Mutex<HashMap<JobId, Waiting>>,
-    pub(super) wake: Notify,
+    pub(crate) wake: Notify,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -58,7 +58,7 @@ impl Sealer {
         }
     }
 
-    pub(super) fn take(&self) -> Option<(JobId, u64)> {
+    pub(crate) fn take(&self) -> Option<(JobId, u64)> {
         let mut all = self.lock();
         let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.enough)?;
         let (job, enough) = (job.clone(), waiting.enough);

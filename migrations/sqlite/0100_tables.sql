@@ -65,7 +65,7 @@ CREATE TABLE attempts (
 ) STRICT;
 
 -- A row is one event, or the points that a rank reported at once (`kind` is 'metrics'): bytes in `points`
--- (server/src/metrics/row.rs) and an empty `body`. To readers these are an event a column; the last has the row's number.
+-- (server/src/store/points.rs) and an empty `body`. To readers these are an event a column; the last has the row's number.
 CREATE TABLE events (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     seq INTEGER NOT NULL,

@@ -8,8 +8,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 const QUEUE_BYTES: usize = 64 << 20;
 /// Permits are for so much, so that an agent's largest message has room in their number.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long a report waits for room. Its agent's heartbeats wait behind it: much less than a lease.
-const ROOM_WITHIN: Duration = Duration::from_secs(4);
+/// How long the reports between two heartbeats of an agent wait for room. Heartbeats wait behind them: much less than a lease.
+pub(crate) const ROOM_WITHIN: Duration = Duration::from_secs(4);
 
 /// What waits to be stored.
 #[derive(Debug)]
@@ -50,11 +50,7 @@ impl Inbox {
 
     /// Room for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
     /// its agent, whose spool takes the rest. None when the database is so far behind that it should come again later.
-    pub(crate) async fn room(&self, bytes: usize) -> Option<Room> {
-        self.room_within(bytes, ROOM_WITHIN).await
-    }
-
-    async fn room_within(&self, bytes: usize, patience: Duration) -> Option<Room> {
+    pub(crate) async fn room(&self, bytes: usize, patience: Duration) -> Option<Room> {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.room.clone().acquire_many_owned(u32::try_from(permits).ok()?);
         let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
@@ -82,12 +78,16 @@ mod tests {
     #[tokio::test]
     async fn reports_wait_for_room_but_not_for_ever() {
         let (inbox, _queue) = Inbox::new();
-        let first = inbox.room(QUEUE_BYTES - PERMIT_BYTES).await.unwrap();
-        let second = inbox.room(PERMIT_BYTES).await.expect("there is room for the last kibibyte");
-        assert!(inbox.room_within(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
-        let (third, ()) = tokio::join!(inbox.room(PERMIT_BYTES), async { drop(second) });
+        let first = inbox.room(QUEUE_BYTES - PERMIT_BYTES, ROOM_WITHIN).await.unwrap();
+        let second =
+            inbox.room(PERMIT_BYTES, ROOM_WITHIN).await.expect("there is room for the last kibibyte");
+        assert!(inbox.room(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        let (third, ()) = tokio::join!(inbox.room(PERMIT_BYTES, ROOM_WITHIN), async { drop(second) });
         assert!(third.is_some(), "it waits until what is before it is stored");
         drop((first, third));
-        assert!(inbox.room(usize::MAX).await.is_some(), "the largest message has room once it is alone");
+        assert!(
+            inbox.room(usize::MAX, ROOM_WITHIN).await.is_some(),
+            "the largest message has room once it is alone"
+        );
     }
 }

@@ -58,6 +58,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let began = Instant::now();
     let place = launcher::detect(|name| std::env::var(name).ok()).map_err(wrong)?;
+    if let Some(place) = &place {
+        // Before the job file is read: a pipe is read once.
+        libraries::start_anew_if_needed(Which::needed(place.world_size));
+    }
     let (mut spec, validation_given) = read(&args, place.as_ref())?;
     let dataset = dataset_path(&spec, &args.job)?;
     if !validation_given {
@@ -198,8 +202,6 @@ fn gpu_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
         let (by, count, ranks) = (place.by, visible.len(), place.local_ranks);
         return Err(wrong(format!("{by} has started {ranks} ranks on a machine of {count} visible GPUs")));
     }
-    // In this very process: it may have to start anew to find NVIDIA's libraries.
-    libraries::start_anew_if_needed(Which::needed(place.world_size));
     Ok(Some(RankGpu { ordinal: ordinal.cast_signed(), visible }))
 }
 
@@ -328,7 +330,7 @@ fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String
         }
         Some(path) => {
             let problem = |e: String| wrong(format!("--resume {path}: {e}"));
-            if pickle::is_named_like_one(path) {
+            if pickle::is_named_like_one(path) && !Path::new(path).is_dir() {
                 let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
                 return Err(problem(how));
             }

@@ -10,7 +10,6 @@ use super::{
 };
 use crate::{
     limits::{KEY_BYTES, MISTAKES},
-    pickle,
     unseen::first_unseen,
 };
 use serde::Deserialize;
@@ -116,7 +115,7 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Whether what is written can be read: what is stored by earlier versions is not asked for that. Control characters were
+/// Whether what is written can be read: what is stored by earlier versions is not asked for that until it is forked. Control characters were
 /// looked for with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut look = |pointer: String, value: &Value| {
@@ -203,9 +202,6 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "/data/dataset",
             "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
         );
-    }
-    if let Some(path) = spec.model.pretrained.as_deref().filter(|path| pickle::is_named_like_one(path)) {
-        mistake("/model/pretrained", format!("{path}: {}", pickle::convert(path)));
     }
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(

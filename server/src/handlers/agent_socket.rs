@@ -4,7 +4,7 @@ use crate::{
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    inbox::Work,
+    inbox::{ROOM_WITHIN, Work},
     store::{AgentRow, Report},
 };
 use axum::{
@@ -22,7 +22,11 @@ use lockstep_protocol::{
     unseen::first_unseen,
     wire::{self, Unfinished},
 };
-use std::{collections::VecDeque, ops::ControlFlow, time::Duration};
+use std::{
+    collections::VecDeque,
+    ops::ControlFlow,
+    time::{Duration, Instant},
+};
 use tokio::sync::mpsc;
 
 /// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
@@ -205,8 +209,15 @@ async fn serve(app: App, socket: WebSocket) {
     let name = hello.row.name.clone();
     let takes_parts = hello.takes_parts;
     let (cut, mut cut_off) = mpsc::channel(1);
-    let mut agent =
-        Connection { app: &app, id: id.clone(), name: name.clone(), number: connection, cut, leaving: None };
+    let mut agent = Connection {
+        app: &app,
+        id: id.clone(),
+        name: name.clone(),
+        number: connection,
+        cut,
+        leaving: None,
+        waited: Duration::ZERO,
+    };
     let welcomed = agent.welcome(&mut to, hello).await;
     // Parts of long messages that are still to go, with others between them.
     let (mut parts, mut in_parts) = (VecDeque::new(), 0);
@@ -288,6 +299,8 @@ struct Connection<'a> {
     number: u64,
     cut: mpsc::Sender<()>,
     leaving: Option<String>,
+    /// How long reports have waited for room since the last heartbeat.
+    waited: Duration,
 }
 
 impl Connection<'_> {
@@ -330,6 +343,7 @@ impl Connection<'_> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
+                self.waited = Duration::ZERO;
                 if attempts.len() > ATTEMPTS {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
@@ -342,7 +356,11 @@ impl Connection<'_> {
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
-                let Some(room) = app.inbox.room(bytes).await else {
+                let began = Instant::now();
+                let room = app.inbox.room(bytes, ROOM_WITHIN.saturating_sub(self.waited)).await;
+                self.waited += began.elapsed();
+                // Back again, the agent is welcomed, which renews its leases as a heartbeat does.
+                let Some(room) = room else {
                     let why = "the database is behind; it is to come back".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };

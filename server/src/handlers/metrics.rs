@@ -217,6 +217,11 @@ impl Csv {
             return Ok(None);
         }
         let events = self.app.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
+        // What is sent is broken off, so that nobody takes it for all of them.
+        if self.app.store.first_seq(&self.job.id).await? > self.after + 1 {
+            let why = "the job's points left its events while they were sent; ask again";
+            return Err(store::StoreError::Unavailable(why.into()));
+        }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
         let name = self.filter.name.as_deref();
         for (attempt, rank, columns) in events.iter().filter_map(|row| row.metrics(name)) {

@@ -7,6 +7,7 @@ use lockstep_protocol::{
     agent::{Answer, Question},
     dataset::{Dataset, default_validation},
     look::FitWeights,
+    pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
 use std::time::Duration;
@@ -101,6 +102,10 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
         Ok(_) => "an agent answered something else".to_owned(),
         Err(error) => error.in_words(),
     };
+    // What it holds would tell; nobody can look, and it is called like what is never read.
+    if pickle::is_named_like_one(given) {
+        return mistake(format!("{given}: {}", pickle::convert(given)));
+    }
     Ok(Weights::NotLookedAt(format!(
         "model.pretrained {given:?} was not looked at ({why}): if it is missing or does not fit, the job fails when it starts"
     )))

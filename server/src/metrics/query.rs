@@ -81,10 +81,7 @@ async fn attempt(
         app.sealer.count(job, ranks, sealer::enough(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    let tail_steps = tail.iter().filter_map(|(_, _, column)| {
-        let wanted = |step: &&u64| (from..=to).contains(*step);
-        Some((*column.steps.iter().find(wanted)?, *column.steps.iter().rfind(wanted)?))
-    });
+    let tail_steps = tail.iter().filter_map(|(_, _, c)| Some((*c.steps.first()?, *c.steps.last()?)));
     let ends = tail_steps.chain(extent);
     let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
         return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() }));

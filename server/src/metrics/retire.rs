@@ -25,12 +25,12 @@ pub(crate) async fn run(app: App) {
         else {
             continue;
         };
-        let mut last = None;
+        // One whose points do not go is left for the next look.
+        let mut last: Option<JobId> = None;
         loop {
-            let job = match app.store.oldest_with_points(before).await {
-                Ok(Some(job)) if last.as_ref() != Some(&job) => job,
-                // One whose points do not go is left for the next look.
-                Ok(_) => break,
+            let job = match app.store.oldest_with_points(before, last.as_ref()).await {
+                Ok(Some(job)) => job,
+                Ok(None) => break,
                 Err(error) => {
                     tracing::warn!(%error, "points of jobs that are over stay among their events for now");
                     break;

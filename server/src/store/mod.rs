@@ -104,7 +104,7 @@ pub trait Store: Send + Sync + 'static {
     /// The number that a job's stream begins with: points of earlier events are in chunks alone.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
     /// A job that was over at `before` and has points among its events.
-    async fn oldest_with_points(&self, before: Timestamp) -> Result<Option<JobId>>;
+    async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some of the points that are in chunks from a job's events, in a transaction so short that others hardly
     /// wait for it. False when there was none left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;

@@ -232,6 +232,9 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
             assert!(warning.contains(words), "{words} in {warning}");
         }
     }
+    // What is called like a pickle is not taken on trust.
+    let (status, told) = house.post("/jobs", &with("/w/resnet18.pth")).await;
+    assert!(status == 422 && told.to_string().contains("/w/resnet18.pth: is a pickle"), "{told}");
     assert_eq!(house.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
     house.stop().await;
 }

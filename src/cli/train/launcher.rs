@@ -51,9 +51,8 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         by = "srun";
         (rank, world_size) = (r, w);
         local_rank = number("SLURM_LOCALID")?;
-        // `4`, or `4(x2),3` for machines that differ: the first is right for most.
-        local_ranks = variable("SLURM_STEP_TASKS_PER_NODE")
-            .and_then(|v| v.split(['(', ',']).next().and_then(|n| n.parse().ok()));
+        let machine = number("SLURM_NODEID")?.unwrap_or(0);
+        local_ranks = variable("SLURM_STEP_TASKS_PER_NODE").and_then(|list| tasks_of(&list, machine));
         job = variable("SLURM_JOB_ID").map(|job| format!("{job}.{step}"));
         port_shift = 0;
     } else {
@@ -89,6 +88,22 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
     let local_rank = local_rank.unwrap_or(0);
     Ok(Some(Place { by, rank, world_size, local_rank, local_ranks, addr, port, secret }))
+}
+
+/// Ranks of a machine, by its number, from Slurm's list of all of them: `4`, or `4(x2),3` where they differ.
+fn tasks_of(list: &str, machine: u32) -> Option<u32> {
+    let mut left = machine;
+    for entry in list.split(',') {
+        let (tasks, machines) = match entry.split_once("(x") {
+            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
+            None => (entry, 1),
+        };
+        if left < machines {
+            return tasks.parse().ok();
+        }
+        left -= machines;
+    }
+    None
 }
 
 #[cfg(test)]
@@ -149,6 +164,14 @@ mod tests {
         more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
         let place = with(&more).unwrap().unwrap();
         assert_eq!((place.rank, place.local_ranks, place.secret.as_str()), (3, 2, "s"));
+        // Machines of which some have fewer ranks.
+        let of_node = |node: &str| {
+            let mut more = more.clone();
+            more[4].1 = "2(x2),1";
+            more.push(("SLURM_NODEID", node));
+            with(&more).unwrap().unwrap().local_ranks
+        };
+        assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
         // A batch script is no step.
         assert_eq!(with(&step[..3]).unwrap(), None);
     }

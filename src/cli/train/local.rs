@@ -1,6 +1,9 @@
 //! The ranks of this machine, without an agent: started, watched, ended.
 
-use super::{super::block_on, show::Show};
+use super::{
+    super::{block_on, output},
+    show::Show,
+};
 use lockstep_worker::{
     engine::registry,
     host::own_program,
@@ -204,9 +207,14 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.
             end_by_force_within(EXIT_WITHIN);
             // Exit handlers free what aborts use.
-            registry::wait_for_aborts(EXIT_WITHIN / 2);
+            let are_over = registry::wait_for_aborts(EXIT_WITHIN / 2);
             let reason = show.failures.pop().map_or_else(|| "it left no word".into(), |f| f.reason);
-            Ended::Failed(format!("rank {} failed at step {}: {reason}", config.rank, show.step))
+            let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
+            if !are_over {
+                output::warn(&said);
+                registry::exit(1, Duration::ZERO);
+            }
+            Ended::Failed(said)
         }
     })
 }

@@ -12,41 +12,51 @@ use std::{fs, path::Path};
 /// A float32, as weights and a CPU rank's activations are.
 const VALUE: u64 = 4;
 
-/// What the ranks of a machine take of its memory at least, for a network at its largest size.
+/// What the ranks of a machine take of its memory at least. What a run may never come to (a larger size of later epochs or of
+/// evaluation, pictures that a split does not have) is not in it: nothing that fits is refused.
 pub(super) struct Needed {
+    /// The most pictures that a rank has in a micro-batch.
+    pictures: u64,
     /// Of a rank.
     each: u64,
+    /// Of all of them together.
+    shared: u64,
     ranks: u32,
 }
 
 impl Needed {
-    /// Less than a run takes: gradients, buffers of convolutions and pictures that are made ahead come on top.
-    pub(super) fn of(network: &Network, config: &EngineConfig, needs: Needs, ranks: u32) -> Self {
-        let batch = config.batch_size as u64;
+    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less
+    /// than a run takes: buffers of convolutions and pictures that are made ahead come on top.
+    pub(super) fn of(
+        network: &Network,
+        config: &EngineConfig,
+        needs: Needs,
+        ranks: u32,
+        (samples, world_size): (u64, u32),
+    ) -> Self {
+        let of_rank =
+            samples.div_ceil(u64::from(world_size.max(1)).saturating_mul(config.accumulate.max(1) as u64));
+        let pictures = (config.batch_size as u64).min(of_rank);
+        let parameters = (network.parameter_count() as u64).saturating_mul(VALUE);
         let each = match needs.host_memory {
-            true => {
-                // Weights and their gradients.
-                let weights = (network.parameter_count() as u64).saturating_mul(2 * VALUE);
-                batch.saturating_mul(network.kept_values()).saturating_mul(VALUE).saturating_add(weights)
-            }
+            // With gradients; weights may be those of all ranks.
+            true => pictures
+                .saturating_mul(network.kept_values())
+                .saturating_mul(VALUE)
+                .saturating_add(parameters),
             // A batch on its way to the GPU, a byte a value. The engine looks at the GPU's own memory.
-            false => batch.saturating_mul(network.tensors[network.input()].len() as u64),
+            false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
-        Self { each, ranks: ranks.max(1) }
+        let shared = if needs.host_memory { parameters } else { 0 };
+        Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
     /// Compares with what there `is`.
     ///
     /// # Errors
     /// What is needed, what there is, and what to lower.
-    pub(super) fn check(
-        &self,
-        spec: &JobSpec,
-        network: &Network,
-        batch: usize,
-        is: u64,
-    ) -> Result<(), TrainError> {
-        let all = self.each.saturating_mul(self.ranks.into());
+    pub(super) fn check(&self, spec: &JobSpec, network: &Network, is: u64) -> Result<(), TrainError> {
+        let all = self.each.saturating_mul(self.ranks.into()).saturating_add(self.shared);
         if all <= is {
             return Ok(());
         }
@@ -57,8 +67,9 @@ impl Needed {
         let batch_key =
             if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
         Err(TrainError::Memory(format!(
-            "a rank's {batch} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
+            "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
              data.image_size or train.{batch_key}, or take the batch in parts (train.accumulate)",
+            self.pictures,
             gigabytes(self.each),
             network.arch,
             gigabytes(is),
@@ -137,13 +148,17 @@ mod tests {
     fn a_run_may_take_what_there_is_and_not_a_byte_more() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
         let network = resnet::build(&model, 32, 3, 10).unwrap();
-        let needed = Needed::of(&network, &config(64), Needs { host_memory: true, ..Needs::default() }, 2);
-        let weights = 2 * 4 * network.parameter_count() as u64;
-        assert_eq!(needed.each, 64 * 4 * network.kept_values() + weights);
+        let cpu = Needs { host_memory: true, ..Needs::default() };
+        let many = (1_000_000, 2);
+        let needed = Needed::of(&network, &config(64), cpu, 2, many);
+        let parameters = 4 * network.parameter_count() as u64;
+        assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
-        let check = |is: u64| needed.check(&spec, &network, 64, is);
-        assert!(check(2 * needed.each).is_ok());
-        let said = check(2 * needed.each - 1).unwrap_err().to_string();
+        let check = |needed: &Needed, is: u64| needed.check(&spec, &network, is);
+        // Weights are there once.
+        let all = 2 * needed.each + parameters;
+        assert!(check(&needed, all).is_ok());
+        let said = check(&needed, all - 1).unwrap_err().to_string();
         for words in [
             "64 pictures of 32 x 32 pixels",
             "resnet20",
@@ -152,13 +167,15 @@ mod tests {
         ] {
             assert!(said.contains(words), "{words} in {said}");
         }
+        // A batch is no larger than what there is for it.
+        let few = Needed::of(&network, &config(64), cpu, 2, (10, 2));
+        assert_eq!(few.each, 5 * 4 * network.kept_values() + parameters);
         // Nothing overflows.
         let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
-        let needed =
-            Needed::of(&huge, &config(usize::MAX), Needs { host_memory: true, ..Needs::default() }, u32::MAX);
-        assert!(needed.check(&spec, &huge, usize::MAX, u64::MAX - 1).is_err());
-        let gpu = Needed::of(&network, &config(64), Needs::default(), 1);
-        assert_eq!(gpu.each, 64 * 3 * 32 * 32);
+        let needed = Needed::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
+        assert!(needed.check(&spec, &huge, u64::MAX - 1).is_err());
+        let gpu = Needed::of(&network, &config(64), Needs::default(), 1, many);
+        assert_eq!((gpu.each, gpu.shared), (64 * 3 * 32 * 32, 0));
     }
 
     #[test]

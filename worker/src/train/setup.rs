@@ -286,8 +286,6 @@ pub(super) fn build_engine(
     let network = of_size(training_sizes.pop().unwrap_or(shape.image_size))?;
     let mut evaluation_sizes = vec![shape.image_size];
     evaluation_sizes.retain(|side| *side != network.image_size);
-    let largest =
-        *training_sizes.iter().chain(&evaluation_sizes).max().unwrap_or(&0).max(&network.image_size);
     let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
     let config = EngineConfig {
         batch_size: spec.micro_batch_size() as usize,
@@ -299,14 +297,10 @@ pub(super) fn build_engine(
         threads: training.threads.max(1),
     };
     if let Some(is) = memory::of_machine() {
-        let largest = network.resized(largest);
-        let needs = training.device.backend.needs();
-        Needed::of(&largest, &config, needs, training.local_ranks).check(
-            spec,
-            &largest,
-            config.batch_size,
-            is,
-        )?;
+        let smallest = network.resized(training_sizes.iter().copied().fold(network.image_size, usize::min));
+        let of_split = (shape.train_samples, training.comm.world_size());
+        let needed = Needed::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
+        needed.check(spec, &smallest, is)?;
     }
     let mut engine = backend.build(BuildArgs {
         network: Arc::new(network),

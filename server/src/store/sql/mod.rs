@@ -113,8 +113,8 @@ impl Store for SqlStore {
     async fn first_seq(&self, job: &JobId) -> Result<u64> {
         self.read_first_seq(job).await
     }
-    async fn oldest_with_points(&self, before: Timestamp) -> Result<Option<JobId>> {
-        self.find_with_points(before).await
+    async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>> {
+        self.find_with_points(before, behind).await
     }
     async fn remove_points(&self, job: &JobId) -> Result<bool> {
         self.remove_some_points(job).await

@@ -25,13 +25,19 @@ impl SqlStore {
         Ok(removed.map_or(0, uint) + 1)
     }
 
-    pub(super) async fn find_with_points(&self, before: Timestamp) -> Result<Option<JobId>> {
+    pub(super) async fn find_with_points(
+        &self,
+        before: Timestamp,
+        behind: Option<&JobId>,
+    ) -> Result<Option<JobId>> {
         let id: Option<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE state IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL \
              AND finished_at <= $1 AND EXISTS (SELECT 1 FROM events WHERE job_id = jobs.id AND kind = 'metrics') \
-             ORDER BY created_at LIMIT 1",
+             AND ($2 IS NULL OR (created_at, id) > (SELECT created_at, id FROM jobs WHERE id = $2)) \
+             ORDER BY created_at, id LIMIT 1",
         )
         .bind(before.as_millisecond())
+        .bind(behind.map(JobId::as_str))
         .fetch_optional(&self.reader)
         .await?;
         found(id)

@@ -214,8 +214,8 @@ impl Session {
         let taken: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
         let outcome = self.make(decoder, pictures, &taken, size);
         if outcome.is_err() {
-            // Some may be under way, and callers let go of the files.
-            let _ = self.cropper.stream.0.synchronize();
+            // Some may be under way, on streams of nvJPEG's too, and callers let go of the files.
+            let _ = decoder.device.synchronize();
             self.decoded = None;
         }
         outcome.map(|()| taken)

@@ -181,7 +181,7 @@ async fn shards_are_registered_shown_trained_on_and_told_from_others() {
     let pattern = folder.join("{train,val}-00000{0..1}.tar");
     for (name, path) in [("folder", folder.as_path()), ("pattern", &pattern)] {
         let added = server.cli(&["dataset", "add", name, path.to_str().expect("UTF-8")]);
-        assert!(added.ok().contains("webdataset, 3 classes, pictures of 8x12 pixels"), "{}", added.stdout);
+        assert!(added.ok().contains("webdataset, 3 classes, pictures of 12 x 8 pixels"), "{}", added.stdout);
         let inspected = server.cli(&["dataset", "inspect", path.to_str().expect("UTF-8")]);
         assert!(inspected.ok().contains("10 train, 4 val"), "{}", inspected.stdout);
     }
@@ -239,7 +239,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
     server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
     for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
         let added = server.cli(&["dataset", "add", name, path]);
-        let sentence = format!("{format}, 3 classes, pictures of 8x12 pixels");
+        let sentence = format!("{format}, 3 classes, pictures of 12 x 8 pixels");
         assert!(added.ok().contains(&sentence), "{}", added.stdout);
         let inspected = server.cli(&["dataset", "inspect", path]);
         assert!(inspected.ok().contains("9 train, 3 validation"), "{}", inspected.stdout);

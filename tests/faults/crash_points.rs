@@ -128,7 +128,8 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
 
     // While reports are stored: one job, struck again and again.
     for point in INGEST_POINTS {
-        let environment = faults(marks.path(), &[point], "kill", 10);
+        // A quick run sends a handful of reports: its third is in the middle.
+        let environment = faults(marks.path(), &[point], "kill", 3);
         let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
@@ -184,15 +185,18 @@ async fn the_server_dies_at_every_point_of_writing_to_postgres() {
 #[tokio::test]
 async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed(STEPS).await;
-    for (point, at) in [("ingest.begin", 5), ("ingest.event", 50), ("ingest.commit", 5)] {
-        let fault = format!("{point}:error@{at},{point}:error@{},{point}:error@{}", at + 1, at + 2);
-        let environment = vec![("LOCKSTEP_FAULT".into(), fault)];
+    for point in ["ingest.begin", "ingest.event", "ingest.commit"] {
+        let struck = |time: u32| marks.path().join(format!("{point}.{time}"));
+        let fault = |time: u32| format!("{point}:error@{time}:{}", struck(time).display());
+        let environment = vec![("LOCKSTEP_FAULT".into(), (2..5).map(fault).collect::<Vec<_>>().join(","))];
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = Row::begin(&format!("the database's disk is full at {point}"));
         judge(&server, &id, STEPS, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+        assert!((2..5).all(|time| struck(time).exists()), "{point} was reached each time");
         row.passed("reports waited, training went on");
         server.stop().await;
     }

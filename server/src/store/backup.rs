@@ -10,7 +10,7 @@
 use super::{
     Location,
     cells::{Cell, Table, hexadecimal},
-    older, postgres,
+    migrations, older, postgres,
     sqlite::{self, SqliteStore},
 };
 use crate::{config::ServeError, regular};
@@ -147,8 +147,8 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
 /// The newest migration that this build knows of a kind of database.
 fn newest_known(location: &Location) -> i64 {
     let migrations = match location {
-        Location::Sqlite(_) => &sqlite::MIGRATIONS,
-        Location::Postgres(_) => &postgres::MIGRATIONS,
+        Location::Sqlite(_) => &migrations::OF_SQLITE,
+        Location::Postgres(_) => &migrations::OF_POSTGRES,
     };
     migrations.iter().map(|m| m.version).max().unwrap_or(0)
 }

@@ -7,6 +7,7 @@ pub mod backup;
 mod cells;
 pub(crate) mod error;
 mod location;
+mod migrations;
 mod older;
 mod open;
 mod points;

@@ -5,11 +5,10 @@
 //! on the same database can never write beside the first. `synchronous_commit` is on whatever the database's
 //! default is: a commit is on disk before it is acknowledged.
 
-use super::{Location, migration_error};
+use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};
 use crate::config::ServeError;
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, PgConnection,
-    migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
 use std::time::{Duration, Instant};
@@ -46,8 +45,6 @@ mod dialect {
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'token'), \
         greatest((SELECT coalesce(max(token), 0) FROM attempts), 1))";
 }
-
-pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations/postgres");
 
 /// The advisory lock of a server: the bytes of "lockstep".
 const LOCK: i64 = i64::from_be_bytes(*b"lockstep");

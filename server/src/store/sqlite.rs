@@ -4,13 +4,10 @@
 //! `synchronous = FULL`: a commit is on disk before it is acknowledged, also when the machine loses power;
 //! ingest puts many reports in one transaction, so the price is one sync a batch.
 
-use super::migration_error;
+use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
 use crate::{config::ServeError, private};
 use rustix::{fs::FlockOperation, io::Errno};
-use sqlx::{
-    migrate::Migrator,
-    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
-};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use std::{
     fs::{File, TryLockError},
     io::{self, Read, Write},
@@ -51,8 +48,6 @@ mod dialect {
     /// AUTOINCREMENT follows the rows by itself.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }
-
-pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("../migrations/sqlite");
 
 /// Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
 const OLDEST_SQLITE: (u32, u32, u32) = (3, 51, 3);

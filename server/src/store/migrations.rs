@@ -1,0 +1,56 @@
+//! The statements that make a database's tables, read into the program when it is built.
+//!
+//! sqlx's `migrate!` does the same from a folder, at the price of building both databases' drivers a second time for the
+//! compiler: half a minute of everybody's first build.
+
+use sqlx::{
+    SqlSafeStr,
+    migrate::{Migration, MigrationType, Migrator},
+};
+use std::sync::LazyLock;
+
+/// Version, description and statements, as the name and the content of a file of `migrations/`.
+type File = (i64, &'static str, &'static str);
+
+const SQLITE: [File; 1] = [(100, "tables", include_str!("../../../migrations/sqlite/0100_tables.sql"))];
+const POSTGRES: [File; 1] = [(100, "tables", include_str!("../../../migrations/postgres/0100_tables.sql"))];
+
+pub(super) static OF_SQLITE: LazyLock<Migrator> = LazyLock::new(|| migrator(&SQLITE));
+pub(super) static OF_POSTGRES: LazyLock<Migrator> = LazyLock::new(|| migrator(&POSTGRES));
+
+fn migrator(files: &[File]) -> Migrator {
+    let migration = |(version, description, statements): &File| {
+        let (description, statements) = ((*description).into(), (*statements).into_sql_str());
+        Migration::new(*version, description, MigrationType::Simple, statements, false)
+    };
+    Migrator::with_migrations(files.iter().map(migration).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, path::Path};
+
+    #[test]
+    fn every_file_of_the_folders_is_there() {
+        for (database, files) in [("sqlite", SQLITE.as_slice()), ("postgres", &POSTGRES)] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../migrations").join(database);
+            let mut found: Vec<(String, String)> = fs::read_dir(folder)
+                .expect("the folder")
+                .map(|entry| {
+                    let entry = entry.expect("an entry");
+                    let text = fs::read_to_string(entry.path()).expect("statements");
+                    (entry.file_name().into_string().expect("a name"), text)
+                })
+                .collect();
+            found.sort();
+            let known: Vec<(String, String)> = files
+                .iter()
+                .map(|(version, description, text)| {
+                    (format!("{version:04}_{description}.sql"), (*text).into())
+                })
+                .collect();
+            assert_eq!(known, found, "{database}");
+        }
+    }
+}

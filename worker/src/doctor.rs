@@ -10,7 +10,7 @@ use crate::{
         libraries::{self, Libraries, Which},
         nvjpeg,
     },
-    team::{Member, Met},
+    local_group::{Member, Met},
 };
 use serde::{Deserialize, Serialize};
 use std::{

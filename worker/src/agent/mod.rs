@@ -10,9 +10,13 @@ mod outbox;
 mod preflight;
 mod salvage;
 mod session;
-mod verdict;
 
-use crate::{fence::Fence, gpu::devices, host, launch};
+use crate::{
+    engine::{Devices, Selection, registry},
+    fence::Fence,
+    host,
+    supervisor::RankProcess,
+};
 use attempt::{Attempt, Order, Surroundings};
 use home::{Held, Home, HomeError};
 use lease::Lease;
@@ -122,7 +126,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         fence: fence.path().to_owned(),
         check: preflight::check,
         bell: Arc::new(Notify::new()),
-        gpus: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
+        devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Before ranks are adopted that look at it; ends with this process.
     let fencing = tokio::spawn(keep_fence(fence, lease));
@@ -166,33 +170,24 @@ async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
 
 /// Where ranks can run here.
 fn slots(options: &Options) -> Result<Vec<Slot>, String> {
-    if options.cpu_slots.is_none() {
-        let list = options.gpus.as_deref();
-        let devices::Usable { gpus, hindrance } = devices::usable(list).map_err(|why| match list {
-            Some(list) => format!("--gpus {list}: {why}"),
-            None => why,
-        })?;
-        match (gpus.is_empty(), list, hindrance) {
-            (false, ..) => {
-                let names: Vec<_> = gpus.iter().map(|gpu| format!("{} ({})", gpu.index, gpu.name)).collect();
-                tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
-                return Ok(machine::gpu_slots(&gpus));
-            }
-            (true, Some(list), why) => {
-                let why = why.unwrap_or_else(|| "there is no GPU that a rank can use".into());
-                return Err(format!("--gpus {list}: {why}"));
-            }
-            (true, None, Some(why)) => {
-                tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
-            }
-            (true, None, None) => {}
-        }
+    let list = options.gpus.as_deref();
+    let of_list = |why: String| match list {
+        Some(list) => format!("--gpus {list}: {why}"),
+        None => why,
+    };
+    let selection = Selection { list, cpu_slots: options.cpu_slots, ..Selection::default() };
+    let Devices { slots, hindrance } = registry::offer(selection).map_err(of_list)?;
+    if slots.is_empty() {
+        return Err(of_list(hindrance.unwrap_or_else(|| "ranks can run nowhere on this machine".into())));
     }
-    let count = options.cpu_slots.unwrap_or_else(machine::cores);
-    if !(1..=1024).contains(&count) {
-        return Err(format!("--cpu-slots {count}: from 1 to 1024"));
+    if let Some(why) = hindrance {
+        tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
     }
-    Ok(machine::cpu_slots(count))
+    if slots.iter().all(|slot| slot.uuid.is_some()) {
+        let names: Vec<_> = slots.iter().map(|slot| format!("{} ({})", slot.index, slot.name)).collect();
+        tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
+    }
+    Ok(slots)
 }
 
 /// What the agent is made of, whether connected or not.
@@ -353,8 +348,7 @@ impl Agent {
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 let held = attempt.held();
                 for (rank, _) in &held.start.ranks {
-                    launch::RankProcess::adopt(&held.attempt_dir(), *rank)
-                        .signal(rustix::process::Signal::KILL);
+                    RankProcess::adopt(&held.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
             return Turn::End;

@@ -4,6 +4,7 @@ pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;
 pub(crate) mod cancel;
+pub(crate) mod checkpoint_choice;
 pub(crate) mod checkpoints;
 pub(crate) mod database;
 pub(crate) mod dataset;

@@ -10,13 +10,10 @@ mod outbox;
 mod preflight;
 mod salvage;
 mod session;
+mod signals;
+mod slots;
 
-use crate::{
-    engine::{Devices, Selection, registry},
-    fence::Fence,
-    host,
-    supervisor::RankProcess,
-};
+use crate::{fence::Fence, host, supervisor::RankProcess};
 use attempt::{Attempt, Order, Surroundings};
 use home::{Held, Home, HomeError};
 use lease::Lease;
@@ -27,16 +24,15 @@ use lockstep_protocol::{
 };
 use preflight::Refusal;
 use session::{Outcome, Session};
+use signals::Signals;
+use slots::slots;
 use std::{
     collections::BTreeMap,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::{
-    signal::unix::{Signal, SignalKind, signal},
-    sync::Notify,
-};
+use tokio::sync::Notify;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
@@ -44,8 +40,6 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 /// is gone; the rest is on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// How often ranks are told that their agent is there.
-const FENCE_EVERY: Duration = Duration::from_millis(500);
 /// How often the spool is measured.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
 
@@ -129,7 +123,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Before ranks are adopted that look at it; ends with this process.
-    let fencing = tokio::spawn(keep_fence(fence, lease));
+    let fencing = tokio::spawn(lease::keep_fence(fence, lease));
     let adopted: Vec<_> = home.held();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
@@ -152,42 +146,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
     result
-}
-
-/// Tells ranks again and again until when they may go on, while there is word from the server.
-async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
-    let mut complained = false;
-    loop {
-        if let Some(left) = lease.left()
-            && let Err(error) = fence.set(left)
-            && !std::mem::replace(&mut complained, true)
-        {
-            tracing::error!(%error, path = %fence.path().display(), "ranks cannot be told that their agent is there");
-        }
-        tokio::time::sleep(FENCE_EVERY).await;
-    }
-}
-
-/// Where ranks can run here.
-fn slots(options: &Options) -> Result<Vec<Slot>, String> {
-    let list = options.gpus.as_deref();
-    let of_list = |why: String| match list {
-        Some(list) => format!("--gpus {list}: {why}"),
-        None => why,
-    };
-    let selection = Selection { list, cpu_slots: options.cpu_slots, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(of_list)?;
-    if slots.is_empty() {
-        return Err(of_list(hindrance.unwrap_or_else(|| "ranks can run nowhere on this machine".into())));
-    }
-    if let Some(why) = hindrance {
-        tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
-    }
-    if slots.iter().all(|slot| slot.uuid.is_some()) {
-        let names: Vec<_> = slots.iter().map(|slot| format!("{} ({})", slot.index, slot.name)).collect();
-        tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
-    }
-    Ok(slots)
 }
 
 /// What the agent is made of, whether connected or not.
@@ -224,32 +182,6 @@ enum Turn {
     GoOn,
     /// Return.
     End,
-}
-
-/// The signals an agent listens to.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    let_go: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            let_go: signal(SignalKind::user_defined1())?,
-        })
-    }
-
-    /// The next signal; true when it says to let go.
-    async fn next(&mut self) -> bool {
-        tokio::select! {
-            _ = self.terminate.recv() => false,
-            _ = self.interrupt.recv() => false,
-            _ = self.let_go.recv() => true,
-        }
-    }
 }
 
 impl Agent {

@@ -1,6 +1,6 @@
 //! One attempt on this machine: its ranks started or taken over, watched, ended, and how it ended.
 
-use super::{home::Held, lease::Lease, preflight::Refusal};
+use super::{lease::Lease, preflight::Refusal, state_dir::Held};
 use crate::report::Tail;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},

@@ -3,7 +3,6 @@
 //! next agent on the same folder takes them over.
 
 mod attempt;
-pub mod home;
 mod lease;
 pub mod machine;
 mod outbox;
@@ -12,10 +11,10 @@ mod salvage;
 mod session;
 mod signals;
 mod slots;
+pub mod state_dir;
 
 use crate::{fence::Fence, host, supervisor::RankProcess};
 use attempt::{Attempt, Order, Surroundings};
-use home::{Held, Home, HomeError};
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, Slot, StartAttempt},
@@ -26,6 +25,7 @@ use preflight::Refusal;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::slots;
+use state_dir::{Held, StateDir, StateDirError};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -77,7 +77,7 @@ pub enum AgentError {
     Wrong(String),
     /// Its folder.
     #[error(transparent)]
-    Home(#[from] HomeError),
+    StateDir(#[from] StateDirError),
     /// The server does not want it.
     #[error("the server at {server} refused this agent: {reason}")]
     Refused {
@@ -97,7 +97,7 @@ pub enum AgentError {
 impl AgentError {
     /// Whether the request was wrong, rather than something failed while running.
     pub fn is_wrong_request(&self) -> bool {
-        matches!(self, AgentError::Wrong(_) | AgentError::Home(_))
+        matches!(self, AgentError::Wrong(_) | AgentError::StateDir(_))
     }
 }
 
@@ -111,8 +111,8 @@ impl AgentError {
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
-    let home = Home::open(&options.dir)?;
-    let fence = Fence::open(home.dir())?;
+    let state_dir = StateDir::open(&options.dir)?;
+    let fence = Fence::open(state_dir.dir())?;
     let lease = Arc::new(Lease::new());
     let around = Surroundings {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
@@ -124,12 +124,12 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     };
     // Before ranks are adopted that look at it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(fence, lease));
-    let adopted: Vec<_> = home.held();
+    let adopted: Vec<_> = state_dir.held();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
         only_job: options.only_job.clone(),
-        home,
+        state_dir,
         around,
         attempts: BTreeMap::new(),
         leaving: None,
@@ -153,7 +153,7 @@ struct Agent {
     name: String,
     slots: Vec<Slot>,
     only_job: Option<JobId>,
-    home: Home,
+    state_dir: StateDir,
     around: Surroundings,
     /// By fencing token: the order of their starts.
     attempts: BTreeMap<(u64, AttemptKey), Attempt>,
@@ -221,7 +221,7 @@ impl Agent {
                 Err(reason) => {
                     // A server that is gone cannot have given the work to others, and its next one grants a whole
                     // lease first. One that cannot be reached can: then the lease runs on.
-                    if self.home.server_is_gone() {
+                    if self.state_dir.server_is_gone() {
                         self.around.lease.renew(asked);
                     }
                     reason
@@ -361,7 +361,7 @@ impl Agent {
                 }
             }
         }
-        let own_dir = self.home.job_dir(&start.attempt);
+        let own_dir = self.state_dir.job_dir(&start.attempt);
         let job_dir = start.job_dir.as_ref().map_or_else(|| own_dir.clone(), PathBuf::from);
         let mut held = Held { start, job_dir };
         if let Err(error) = std::fs::create_dir_all(held.attempt_dir()) {
@@ -369,7 +369,7 @@ impl Agent {
             held.job_dir = own_dir;
         }
         // Ranks without a note of them on disk would be lost with this process.
-        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.home.hold(&held));
+        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.state_dir.hold(&held));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         let refusal = refusal.map(Refusal::other);
         tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
@@ -386,7 +386,7 @@ impl Agent {
                 self.only_job_failed = attempt.has_failed();
                 self.only_job_over = Some(Instant::now());
             }
-            self.home.forget(attempt.attempt());
+            self.state_dir.forget(attempt.attempt());
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What must be so before an attempt's ranks are started: a reason on the job is better than a job that hangs or
 //! fails an hour later.
 
-use super::home::Held;
+use super::state_dir::Held;
 use crate::{
     data::fingerprint::{self, Fingerprint},
     engine::{SharedMemory, registry, slots},

@@ -24,7 +24,7 @@ impl Watch {
             let _ = rank.read();
         }
         let left = ranks.sweep().await;
-        let untold = self.unreported_checkpoints(&ranks).await;
+        let unreported = self.unreported_checkpoints(&ranks).await;
         let mut events = Vec::new();
         for watched in &ranks.ranks {
             let RankEnd { rank, ref exit, .. } = watched.end;
@@ -37,10 +37,10 @@ impl Watch {
                 let found = |c: &CheckpointInfo| {
                     format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
                 };
-                texts.extend(untold.iter().map(found));
+                texts.extend(unreported.iter().map(found));
             }
             if rank == 0 && matches!(self.decided, Some(Ending::Stopped)) {
-                texts.extend(watched.notes.told.lost(watched.end.step, &untold));
+                texts.extend(watched.notes.reported.lost(watched.end.step, &unreported));
             }
             if !texts.is_empty() {
                 let at = jiff::Timestamp::now();
@@ -49,7 +49,7 @@ impl Watch {
                 events.push(AttemptEvent::Log { rank, lines });
             }
         }
-        events.extend(untold.into_iter().map(AttemptEvent::Checkpoint));
+        events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
         let ends: Vec<_> = ranks.ends().cloned().collect();
         let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
@@ -67,11 +67,13 @@ impl Watch {
     /// Whole checkpoints of this attempt that no rank lived to report.
     async fn unreported_checkpoints(&self, ranks: &RankGroup<Recorded>) -> Vec<CheckpointInfo> {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
-        let told = first.notes.told.clone();
+        let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
         let directory = self.held.job_dir.join("checkpoints");
         // Large ones take a while to check.
-        tokio::task::spawn_blocking(move || told.untold(&directory, recorded)).await.unwrap_or_default()
+        tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
+            .await
+            .unwrap_or_default()
     }
 
     /// Adds to the reason what only the machine knows.

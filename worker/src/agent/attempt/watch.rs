@@ -1,7 +1,7 @@
 //! Starts or takes over the ranks of an attempt, and decides when they end.
 
 use super::{
-    super::{home::Held, lease::Lease, preflight::Refusal, salvage::Told},
+    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::Held},
     Beginning, Order, Surroundings,
 };
 use crate::{
@@ -43,12 +43,12 @@ const SETTLE: Settle =
 pub(super) struct Recorded {
     /// Lines of its log so far.
     pub(super) lines: u64,
-    pub(super) told: Told,
+    pub(super) reported: Reported,
 }
 
 impl Notes for Recorded {
     fn note(&mut self, event: AttemptEvent) {
-        self.told.note(&event);
+        self.reported.note(&event);
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }

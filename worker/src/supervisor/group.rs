@@ -226,3 +226,64 @@ impl<N: Notes> Drop for RankGroup<N> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{
+            proc_fs::stat,
+            process::{ProcessGroup, RankProcess},
+        },
+        *,
+    };
+    use rustix::process::{Pid, kill_process};
+    use std::process::Command;
+
+    /// A group of one that sleeps, and its process.
+    fn asleep(orphans: Orphans) -> (RankGroup<()>, i32) {
+        let mut command = Command::new("sleep");
+        let process = RankProcess::spawn(0, command.arg("1000"), ProcessGroup::Own).unwrap();
+        let pid = process.identity.pid;
+        let mut ranks = RankGroup::new(orphans);
+        ranks.ranks.push(Rank::without_records(process, ()));
+        (ranks, pid)
+    }
+
+    fn runs(pid: i32) -> bool {
+        stat(pid).is_some_and(|stat| !stat.has_ended())
+    }
+
+    #[test]
+    fn who_goes_away_leaves_ranks_as_they_were_to_be_left() {
+        let (ranks, pid) = asleep(Orphans::Kill);
+        drop(ranks);
+        assert!(!runs(pid), "it is waited for");
+        let (ranks, pid) = asleep(Orphans::Terminate);
+        drop(ranks);
+        let until = Instant::now() + Duration::from_secs(20);
+        while runs(pid) {
+            assert!(Instant::now() < until, "it was not told to end");
+            std::thread::yield_now();
+        }
+        let (ranks, pid) = asleep(Orphans::Stay);
+        drop(ranks);
+        assert!(runs(pid));
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
+        let (mut ranks, pid) = asleep(Orphans::Kill);
+        ranks.stop(Stop::Kill);
+        // Not a step back: it would wait for a checkpoint of one that was killed.
+        ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
+        let until = Instant::now() + Duration::from_secs(20);
+        while !ranks.has_ended() {
+            assert!(Instant::now() < until, "process {pid} is still there");
+            ranks.poll();
+        }
+        assert_eq!(ranks.ends().map(|end| end.exit).collect::<Vec<_>>(), [Some(Exit::Signal(9))]);
+        assert_eq!(ranks.failure_cause(), None);
+        assert!(ranks.is_stopping() && !ranks.is_unkillable());
+    }
+}

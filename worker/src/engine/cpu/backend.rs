@@ -14,6 +14,9 @@ use lockstep_protocol::{
     spec::{Device, JobSpec, Precision},
 };
 
+/// Places for ranks that one machine offers at most.
+const MOST_SLOTS: u32 = 1024;
+
 /// The CPU's cores.
 #[derive(Debug)]
 pub(in crate::engine) struct Cpu;
@@ -30,9 +33,9 @@ impl Backend for Cpu {
             return Ok(Devices::default());
         }
         let cores = cores();
-        let count = selection.cpu_slots.unwrap_or(cores);
-        if !(1..=1024).contains(&count) {
-            return Err(format!("--cpu-slots {count}: from 1 to 1024"));
+        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_SLOTS));
+        if !(1..=MOST_SLOTS).contains(&count) {
+            return Err(format!("--cpu-slots {count}: from 1 to {MOST_SLOTS}"));
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),

@@ -13,7 +13,7 @@ use lockstep_worker::{
         devices::{self, Gpu, Usable},
         libraries::{self, Which},
     },
-    team::{self, Member, Met},
+    local_group::{self, Member, Met},
 };
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -188,15 +188,15 @@ fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
     ]
     .map(OsString::from)
     .into();
-    let members = team::members(args.ranks, gpus)?;
+    let members = local_group::members(args.ranks, gpus)?;
     let printed =
-        team::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
+        local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
     Ok(serde_json::from_slice(&printed)?)
 }
 
 fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(wrong("a member of a team measures one case on its GPU"));
+        return Err(wrong("a member of a group measures one case on its GPU"));
     };
     libraries::ready(Which::needed(member.world_size)).map_err(|e| anyhow::anyhow!(e))?;
     let Met { comm, store } = member.meet(PATIENCE)?;

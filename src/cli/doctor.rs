@@ -7,7 +7,7 @@ use lockstep_worker::{
         devices::{self, Gpu},
         libraries::{Libraries, links_dir},
     },
-    team::{self, Member},
+    local_group::{self, Member},
 };
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
@@ -136,7 +136,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Starts the ranks and gives what rank 0 found.
 fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
-    let members = team::members(world_size, gpus).map_err(|e| e.to_string())?;
-    let printed = team::run(&["doctor".into()], &members, PATIENCE)?;
+    let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
+    let printed = local_group::run(&["doctor".into()], &members, PATIENCE)?;
     serde_json::from_slice(&printed).map_err(|e| format!("rank 0 said something else: {e}"))
 }

@@ -1,14 +1,14 @@
 //! `lockstep download`: a checkpoint's weights.
 
 use super::{
-    api::{Api, ServerArgs, list},
-    block_on, output, wrong,
+    api::{Api, ServerArgs},
+    block_on,
+    checkpoint_choice::{CheckpointArgs, Weights},
+    output, wrong,
 };
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
-use lockstep_protocol::{Job, agent::CheckpointInfo};
 use reqwest::Method;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::{
@@ -17,49 +17,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Which weights of a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Weights {
-    /// Those that training goes on from
-    Model,
-    /// Their running average, of a job with train.ema_decay
-    Ema,
-}
-
-impl Weights {
-    /// The file of a checkpoint that programs load.
-    fn file(self) -> &'static str {
-        match self {
-            Weights::Model => "model.safetensors",
-            Weights::Ema => "ema.safetensors",
-        }
-    }
-}
-
 /// Download a checkpoint's weights (safetensors)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name
-    job: String,
-    /// best, latest, or a step
-    #[arg(long, default_value = "best")]
-    checkpoint: String,
-    /// Which weights
-    #[arg(long, value_enum, default_value_t = Weights::Model)]
-    weights: Weights,
+    #[command(flatten)]
+    which: CheckpointArgs,
     /// Where to write it
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
     server: ServerArgs,
-}
-
-/// A checkpoint in the server's list.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Listed {
-    pub(crate) id: String,
-    #[serde(flatten)]
-    pub(crate) info: CheckpointInfo,
 }
 
 /// Downloads, checks the checksum, and only then gives the file its name.
@@ -69,14 +36,13 @@ pub(crate) struct Listed {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = Api::new(&args.server.server)?;
     block_on(async {
-        let job = api.find_job(&args.job).await?;
-        let chosen = choose(&api, &job, &args.checkpoint).await?;
-        let file = args.weights.file();
+        let (_, chosen) = args.which.find(&api).await?;
+        let file = args.which.weights.file();
         let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", chosen.id)).await?;
         let expected = manifest
             .pointer(&format!("/files/{file}/sha256"))
             .and_then(Value::as_str)
-            .ok_or_else(|| match args.weights {
+            .ok_or_else(|| match args.which.weights {
                 Weights::Model => anyhow!("checkpoint {} has no checksum of {file}", chosen.id),
                 Weights::Ema => {
                     wrong(format!("checkpoint {} has no averaged weights: leave --weights out", chosen.id))
@@ -94,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .info
             .val_accuracy
             // It was measured with the model's own weights.
-            .filter(|_| args.weights == Weights::Model)
+            .filter(|_| args.which.weights == Weights::Model)
             .map(|a| format!(", validation accuracy {:.1} %", a * 100.0))
             .unwrap_or_default();
         output::line(format_args!(
@@ -103,34 +69,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             chosen.info.epoch,
             chosen.info.step
         ))
-    })
-}
-
-pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
-    let answer: Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
-    let all: Vec<Listed> = list(&answer, "checkpoints")?;
-    let newest = || all.iter().max_by_key(|c| c.info.step);
-    let found = match wanted {
-        "latest" => newest(),
-        // A job without validation has no best one: the newest is what there is.
-        "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
-        step => {
-            let step: u64 = step.parse().map_err(|_| {
-                wrong(format!("--checkpoint {step}: it is best, latest, or the number of a step"))
-            })?;
-            all.iter().find(|c| c.info.step == step)
-        }
-    };
-    found.cloned().ok_or_else(|| match all.len() {
-        0 => wrong(format!("{} has no checkpoint yet", job.id)),
-        _ => {
-            let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
-            wrong(format!(
-                "{} has no checkpoint {wanted}; there are those of steps {}",
-                job.id,
-                steps.join(", ")
-            ))
-        }
     })
 }
 

@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    download::{Weights, choose},
+    checkpoint_choice::{CheckpointArgs, Weights},
     output,
 };
 use indicatif::{ProgressBar, ProgressStyle};
@@ -21,14 +21,8 @@ const PAIRS: usize = 5;
 /// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name
-    job: String,
-    /// best, latest, or a step
-    #[arg(long, default_value = "best")]
-    checkpoint: String,
-    /// Which of the checkpoint's weights
-    #[arg(long, value_enum, default_value_t = Weights::Model)]
-    weights: Weights,
+    #[command(flatten)]
+    which: CheckpointArgs,
     /// Another registered dataset of the same classes; the job's own when absent
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
@@ -54,10 +48,9 @@ struct Evaluated {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = Api::new(&args.server.server)?;
     block_on(async {
-        let job = api.find_job(&args.job).await?;
-        let chosen = choose(&api, &job, &args.checkpoint).await?;
+        let (job, chosen) = args.which.find(&api).await?;
         let mut query = vec![("checkpoint", chosen.id.as_str())];
-        if args.weights == Weights::Ema {
+        if args.which.weights == Weights::Ema {
             query.push(("weights", "ema"));
         }
         query.extend(args.dataset.as_deref().map(|name| ("dataset", name)));

@@ -5,7 +5,7 @@
 
 use super::wrong;
 use anyhow::Context;
-use lockstep_worker::agent::home::running_agent;
+use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
     path::{Path, PathBuf},

@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    download::{Listed, Weights, choose},
+    checkpoint_choice::{Listed, Weights, choose},
     file, output, wrong,
 };
 use lockstep_protocol::{

@@ -13,16 +13,19 @@ use lockstep_protocol::{
     dataset::default_validation,
     job::JobId,
     pickle,
-    spec::{Device, Validation, apply_set, from_json, shortened, toml_document},
+    spec::{Validation, apply_set, from_json, shortened, toml_document},
 };
 use lockstep_worker::{
     checkpoint,
     comm::rendezvous::free_port,
+    engine::{Selection, registry},
     gpu::{
-        RankGpu, devices,
+        RankGpu,
         libraries::{self, Which},
     },
+    host::cores,
     rank::RankConfig,
+    supervisor::configs,
 };
 use std::{
     fs,
@@ -103,22 +106,16 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
     start.master_port = free_port(&start.master_addr)?;
     write_spec(out, &start.spec)?;
-    let threads = (local::cores() / start.world_size).max(1);
-    let local_ranks = start.world_size;
-    let visible = gpus(&start.spec, local_ranks)?;
-    let configs: Vec<_> = (0..local_ranks)
-        .map(|rank| RankConfig {
-            start: start.clone(),
-            rank,
-            slot: rank,
-            local_ranks,
-            threads,
-            gpu: (!visible.is_empty())
-                .then(|| RankGpu { ordinal: rank.cast_signed(), visible: visible.clone() }),
-            lease: None,
-            job_dir: out.into(),
-        })
-        .collect();
+    let mut devices = devices(&start.spec)?;
+    let ranks = start.world_size;
+    if !devices.is_empty() && devices.len() < ranks as usize {
+        return Err(wrong(format!(
+            "parallel.ranks = {ranks}, but there {} here: use at most as many ranks, or parallel.device = \"cpu\"",
+            if devices.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", devices.len()) }
+        )));
+    }
+    devices.truncate(ranks as usize);
+    let configs = configs(&start, &devices, None, out);
     fs::create_dir_all(configs[0].attempt_dir())?;
     local::run(&configs)
 }
@@ -135,13 +132,13 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
     if place.rank == 0 {
         write_spec(out, &start.spec)?;
     }
-    let gpu = gpu_of(&start.spec, place)?;
+    let gpu = device_of(&start.spec, place)?;
     let config = RankConfig {
         start,
         rank: place.rank,
         slot: place.local_rank,
         local_ranks: place.local_ranks,
-        threads: (local::cores() / place.local_ranks).max(1),
+        threads: (cores() / place.local_ranks).max(1),
         gpu,
         lease: None,
         job_dir: out.into(),
@@ -150,50 +147,28 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
     local::run_here(&config)
 }
 
-/// The GPUs for this many ranks, or none: those that are visible, in their order.
-fn gpus(spec: &JobSpec, ranks: u32) -> anyhow::Result<Vec<String>> {
+/// The devices of this machine for a job's ranks, in their order; none: ranks are to compute on CPU cores.
+fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
-    if device == Device::Cpu {
-        return Ok(Vec::new());
-    }
-    let devices::Usable { gpus, hindrance } = devices::usable(None).map_err(wrong)?;
-    let uuids: Vec<_> = gpus.into_iter().map(|gpu| gpu.uuid).take(ranks as usize).collect();
-    if uuids.is_empty() {
-        return match (device, hindrance) {
-            (Device::Cuda, why) => {
-                let why = why.unwrap_or_else(|| {
-                    "there is no GPU on this machine; lockstep doctor says more, and \"auto\" or \"cpu\" \
-                     trains on the CPU"
-                        .into()
-                });
-                Err(wrong(format!("parallel.device = \"cuda\": {why}")))
-            }
-            (_, Some(why)) => {
+    let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(wrong)?;
+    match (offer.slots.is_empty(), offer.hindrance) {
+        (true, why) => {
+            let device = serde_json::to_string(&device)?;
+            Err(wrong(format!("parallel.device = {device}: {}", why.unwrap_or_default())))
+        }
+        (false, why) => {
+            if let Some(why) = why {
                 output::warn(format_args!("training on the CPU: {why}"));
-                Ok(Vec::new())
             }
-            (_, None) => Ok(Vec::new()),
-        };
+            Ok(offer.slots.into_iter().filter_map(|slot| slot.uuid).collect())
+        }
     }
-    if uuids.len() < ranks as usize {
-        return Err(wrong(format!(
-            "parallel.ranks = {ranks}, but there {} here: use at most as many ranks, or parallel.device = \"cpu\"",
-            if uuids.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", uuids.len()) }
-        )));
-    }
-    Ok(uuids)
 }
 
-/// The GPU of a rank that a launcher has started: by its number on this machine, unless it sees its own
+/// The device of a rank that a launcher has started: by its number on this machine, unless it sees its own
 /// alone.
-fn gpu_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
-    if spec.parallel.device == Device::Cpu {
-        return Ok(None);
-    }
-    let visible = gpus(spec, 1).and_then(|one| match one.len() {
-        0 => Ok(one),
-        _ => Ok(devices::usable(None).map_err(wrong)?.gpus.into_iter().map(|gpu| gpu.uuid).collect()),
-    })?;
+fn device_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
+    let visible = devices(spec)?;
     if visible.is_empty() {
         return Ok(None);
     }

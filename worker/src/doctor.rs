@@ -1,16 +1,13 @@
 //! What this machine has for training, with what to do about it, and whether ranks reach each other.
 
 pub(crate) mod gather;
+mod gpus;
 
 use crate::{
     agent::machine,
     comm::{CommError, Communicator, Reduction, rendezvous::RendezvousError},
-    gpu::{
-        devices::{self, Gpu, Link},
-        libraries::{self, Libraries, Which},
-        nvjpeg,
-    },
-    team::{Member, Met},
+    gpu::libraries::{self, Which},
+    local_group::{Member, Met},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -64,7 +61,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
 /// Looks at everything; `dir` is where data would lie.
 pub fn examine(dir: &Path) -> Vec<Finding> {
     let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
-    findings.extend(gpus());
+    findings.extend(gpus::findings());
     findings
 }
 
@@ -189,151 +186,6 @@ fn loopback() -> Finding {
     }
 }
 
-/// What there is of GPUs, and of what ranks on them need.
-fn gpus() -> Vec<Finding> {
-    let libraries = Libraries::find();
-    let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
-    if driver.is_none() && libraries.get(Which::Driver).is_none() {
-        let advice = "Jobs train on the CPU. For GPUs install NVIDIA's driver (nvidia-smi must work), and in a \
-                      container pass them in (docker run --gpus all).";
-        return vec![finding("GPUs", Grade::Note, "no NVIDIA driver found".into(), advice)];
-    }
-    let all = match devices::all(&libraries) {
-        Ok(all) if !all.is_empty() => all,
-        other => {
-            let found = other.err().unwrap_or_else(|| "NVIDIA's driver is there, but shows no GPU".into());
-            let advice = "Look whether nvidia-smi lists GPUs; in a container pass them in (docker run --gpus all). \
-                          Until then jobs train on the CPU.";
-            return vec![finding("GPUs", Grade::Note, found, advice)];
-        }
-    };
-    let mut findings = vec![driver_finding(driver.as_deref())];
-    findings.extend(all.iter().map(gpu));
-    findings.extend(visible(&libraries, all.len()));
-    if all.len() > 1 {
-        findings.extend(links(&libraries, &all));
-    }
-    let cuda = libraries.get(Which::Driver).and_then(|driver| driver.version().ok());
-    for which in Which::ALL.into_iter().filter(|which| *which != Which::Nvml) {
-        findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
-    }
-    if libraries.get(Which::Nvjpeg).is_some() {
-        findings.push(jpeg_decoder(nvjpeg::hardware()));
-    }
-    findings
-}
-
-/// Whether GPUs decode JPEG files; `found` is of one of them.
-fn jpeg_decoder(found: Result<String, String>) -> Finding {
-    match found {
-        Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
-        Err(why) => {
-            let advice = "JPEG files are decoded on cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
-                          driver's libnvcuvid.so.1, which a container gets with \
-                          NVIDIA_DRIVER_CAPABILITIES=compute,utility,video.";
-            finding("JPEG decoder", Grade::Note, why, advice)
-        }
-    }
-}
-
-fn driver_finding(version: Option<&str>) -> Finding {
-    let line = version.and_then(|text| text.lines().next()).unwrap_or("").trim_start_matches("NVRM version:");
-    let found = if line.trim().is_empty() { "version unknown".into() } else { line.trim().to_owned() };
-    finding("GPU driver", Grade::Ok, found, "")
-}
-
-fn gpu(gpu: &Gpu) -> Finding {
-    let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, divided } = gpu;
-    let what = format!("GPU {index}");
-    let used = gib(*memory_used_bytes);
-    let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
-    if *divided {
-        let advice =
-            "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root makes it whole.";
-        return finding(&what, Grade::Note, found, advice);
-    }
-    if *memory_used_bytes > memory_bytes / 10 {
-        let advice =
-            "Other programs hold its memory (nvidia-smi shows them): jobs may run out of it, and slow down.";
-        return finding(&what, Grade::Note, found, advice);
-    }
-    finding(&what, Grade::Ok, found, "")
-}
-
-fn visible(libraries: &Libraries, all: usize) -> Option<Finding> {
-    let value = std::env::var_os(devices::VISIBLE)?;
-    let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
-    Some(match devices::visible(libraries) {
-        Ok(gpus) if gpus.is_empty() => {
-            let advice = "Unset it, or jobs train on the CPU.";
-            finding("visible", Grade::Note, format!("{shown} hides all GPUs"), advice)
-        }
-        Ok(gpus) => {
-            let numbers: Vec<_> = gpus.iter().map(|gpu| gpu.index.to_string()).collect();
-            let found = format!("{} of {all}: {} ({shown})", gpus.len(), numbers.join(", "));
-            finding("visible", Grade::Ok, found, "")
-        }
-        Err(error) => finding("visible", Grade::Problem, error, "Correct it, or unset it to use all GPUs."),
-    })
-}
-
-fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
-    let links = match devices::links(libraries, gpus) {
-        Ok(links) => links,
-        Err(error) => {
-            let advice = "`nvidia-smi topo -m` may say more; training works, at a speed to be measured.";
-            return vec![finding("links", Grade::Note, error, advice)];
-        }
-    };
-    // All alike, as on most machines: one line.
-    let mut kinds: Vec<(&str, bool, Vec<String>)> = Vec::new();
-    for Link { between: (one, other), by, peer_access } in &links {
-        let pair = format!("{one}-{other}");
-        match kinds.iter_mut().find(|(b, p, _)| b == by && p == peer_access) {
-            Some((.., pairs)) => pairs.push(pair),
-            None => kinds.push((by, *peer_access, vec![pair])),
-        }
-    }
-    let all = kinds.len() == 1;
-    kinds
-        .into_iter()
-        .map(|(by, peer_access, pairs)| {
-            let pairs = if all { "every pair".to_owned() } else { format!("pairs {}", pairs.join(", ")) };
-            if peer_access {
-                return finding("links", Grade::Ok, format!("{pairs}: {by}, with peer access"), "");
-            }
-            let advice = "Data between them goes through the host's memory: slower. In a virtual machine the host \
-                          may block it (ACS); consumer GPUs do not offer it.";
-            finding("links", Grade::Note, format!("{pairs}: {by}, no peer access"), advice)
-        })
-        .collect()
-}
-
-/// A library; `cuda` is what the driver supports, such as `13.0`.
-fn library(libraries: &Libraries, which: Which, gpus: usize, cuda: Option<&str>) -> Finding {
-    let Some(library) = libraries.get(which) else {
-        // One GPU does without NCCL.
-        let needed = Which::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
-        let grade = if needed { Grade::Problem } else { Grade::Note };
-        return finding(which.name(), grade, "not found".into(), which.advice());
-    };
-    let place = library.path.display();
-    let version = match library.version() {
-        Ok(version) => version,
-        Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
-    };
-    let found = match which {
-        Which::Driver => format!("supports CUDA {version}: {place}"),
-        _ => format!("{version}: {place}"),
-    };
-    let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
-    if which == Which::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
-        let advice = "It is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
-        return finding(which.name(), Grade::Problem, found, advice);
-    }
-    finding(which.name(), Grade::Ok, found, "")
-}
-
 /// What the ranks found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gathered {
@@ -407,34 +259,6 @@ fn over_tcp(comm: &dyn Communicator) -> Result<Gathered, CommError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_machine_without_gpus_gets_one_note_about_them() {
-        let about: Vec<_> = gpus();
-        if about.len() == 1 {
-            assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
-            assert!(about[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{about:?}");
-        }
-    }
-
-    #[test]
-    fn a_library_that_is_missing_is_a_problem_with_a_way_to_get_it() {
-        let nothing = Libraries::default();
-        let cudnn = library(&nothing, Which::Cudnn, 1, Some("13.0"));
-        assert_eq!((cudnn.what.as_str(), cudnn.grade), ("cuDNN", Grade::Problem));
-        assert!(cudnn.advice.unwrap().contains("pip install nvidia-cudnn"));
-        assert_eq!(library(&nothing, Which::Nccl, 1, None).grade, Grade::Note);
-        assert_eq!(library(&nothing, Which::Nccl, 2, None).grade, Grade::Problem);
-    }
-
-    #[test]
-    fn nobody_needs_a_jpeg_decoder_and_without_one_the_doctor_says_what_decodes() {
-        assert_eq!(library(&Libraries::default(), Which::Nvjpeg, 1, None).grade, Grade::Note);
-        let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
-        assert_eq!(without.grade, Grade::Note);
-        assert!(without.advice.unwrap().contains("on cores"));
-        assert_eq!(jpeg_decoder(Ok("8 engines".into())).grade, Grade::Ok);
-    }
 
     #[test]
     fn whatever_is_not_in_order_says_what_to_do() {

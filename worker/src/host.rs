@@ -32,6 +32,27 @@ pub fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
+/// What the processor calls itself; the architecture where it does not say.
+pub(crate) fn cpu_name() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let value = |key: &str| {
+        let line = text.lines().find(|line| line.starts_with(key))?;
+        Some(line.split_once(':')?.1.trim().to_owned()).filter(|name| !name.is_empty())
+    };
+    value("model name").or_else(|| value("Model")).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// Cores that this process may use (its affinity and control group counted).
+pub fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX))
+}
+
+/// How many processes the kernel has ended so far because memory ran out.
+pub(crate) fn oom_kills() -> Option<u64> {
+    let text = fs::read_to_string("/proc/vmstat").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
+}
+
 /// Of the running kernel: the same in all containers of a machine, another one after each start. Empty where the system
 /// does not say.
 pub(crate) fn boot_id() -> String {

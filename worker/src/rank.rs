@@ -4,6 +4,8 @@
 //! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
 
 mod config;
+mod error;
+mod signals;
 #[cfg(test)]
 mod tests;
 
@@ -12,21 +14,19 @@ pub use config::RankConfig;
 use crate::{
     comm::{
         Alone, Communicator,
-        rendezvous::{Meeting, RendezvousError, Store},
+        rendezvous::{Meeting, Store},
         ring::Ring,
         shared::Host,
         watchdog::Watchdog,
     },
     data::Look,
-    engine::{EngineError, registry},
-    fence,
+    engine::registry,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
 };
-use lockstep_protocol::{
-    agent::{AttemptEvent, RankReport},
-    reason::ReasonCode,
-};
+use error::RankError;
+use lockstep_protocol::agent::{AttemptEvent, RankReport};
+use signals::listen_to_signals;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
@@ -48,76 +48,15 @@ pub const EXIT_STOPPED: i32 = 3;
 const MEET_WITHIN: Duration = Duration::from_secs(30);
 /// Added to the time after which a silent rank counts as dead: its agent, which sees more, names it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
-/// From SIGTERM or SIGINT to the end of waiting for the step, the other ranks and the checkpoint. Slurm and Kubernetes
-/// kill after 30 s. An agent kills sooner, and says what is lost itself.
-const STOP_WITHIN: Duration = Duration::from_secs(20);
-/// And from there to the end of the process.
+/// From the end of waiting, for the step or the lease, to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// For the system's own part of an orderly end: a GPU's memory is given back.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
 /// The same of a rank that failed and has said so: CUDA's own end waits for a GPU that waits for ranks that are gone. The
 /// driver takes back what a killed process had.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// How often the agent's lease is looked at; it must be over twice in a row, so that a machine that slept is no
-/// reason to end.
-const LEASE_EVERY: Duration = Duration::from_secs(1);
 /// A watchdog, which knows more, speaks up this long before the agent does, or a tenth of the time.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
-
-/// Why a rank could not go on.
-#[derive(Debug, thiserror::Error)]
-enum RankError {
-    #[error(transparent)]
-    Rendezvous(#[from] RendezvousError),
-    #[error(transparent)]
-    Train(#[from] TrainError),
-    #[error("{0}")]
-    System(#[from] std::io::Error),
-    /// Steps are no longer done.
-    #[error("{0}")]
-    Stalled(String),
-    /// Told to stop, and the step did not end, or its checkpoint was not written.
-    #[error("told to stop: {why}. {lost}")]
-    Interrupted { why: String, lost: String, secondary: bool },
-}
-
-impl RankError {
-    fn is_retriable(&self) -> bool {
-        match self {
-            RankError::Train(error) => error.is_retriable(),
-            RankError::Rendezvous(_)
-            | RankError::System(_)
-            | RankError::Stalled(_)
-            | RankError::Interrupted { .. } => true,
-        }
-    }
-
-    /// What kind of failure it is, where that is known.
-    fn code(&self) -> Option<ReasonCode> {
-        match self {
-            RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
-            RankError::Train(TrainError::Overflow { .. }) => Some(ReasonCode::PrecisionTooNarrow),
-            RankError::Train(TrainError::Engine(EngineError::Backend(error))) if error.is_out_of_memory() => {
-                Some(ReasonCode::OutOfMemory)
-            }
-            RankError::Train(TrainError::Memory(_)) => Some(ReasonCode::OutOfMemory),
-            RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
-            RankError::Stalled(_) => Some(ReasonCode::Stalled),
-            _ => None,
-        }
-    }
-
-    fn is_secondary(&self) -> bool {
-        match self {
-            RankError::Train(error) => error.is_secondary(),
-            RankError::Rendezvous(error) => {
-                matches!(error, RendezvousError::Lost(_) | RendezvousError::Stopped)
-            }
-            RankError::System(_) | RankError::Stalled(_) => false,
-            RankError::Interrupted { secondary, .. } => *secondary,
-        }
-    }
-}
 
 /// Runs the rank that the file at `config_path` describes, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
@@ -362,76 +301,6 @@ impl Life {
             (true, ..) => Some(format!("It knows of no checkpoint of step {step}")),
         }
     }
-}
-
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
-/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
-fn listen_to_signals(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> std::io::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (life, reporter) = (life.clone(), reporter.clone());
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut int, mut hangup, mut patient) = {
-        let _inside = runtime.enter();
-        (
-            signal(SignalKind::terminate())?,
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::hangup())?,
-            signal(SignalKind::user_defined1())?,
-        )
-    };
-    let config = config.clone();
-    let wait = async move {
-        let mut overdue = 0;
-        let mut until = None;
-        loop {
-            let late = async {
-                match until {
-                    Some(until) => tokio::time::sleep_until(until).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(told(&life))),
-                _ = int.recv() => until = until.or_else(|| Some(told(&life))),
-                _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
-                _ = hangup.recv() => {}
-                () = tokio::time::sleep(LEASE_EVERY) => {
-                    overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
-                    if overdue > 1 {
-                        let why = "its agent did not come back within the lease";
-                        life.abort(why);
-                        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
-                        let _ = reporter.flush();
-                        leave(EXIT_FAILED, LEAVE_WITHIN);
-                    }
-                }
-            }
-        }
-        let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
-        life.abort(&why);
-        tokio::time::sleep(LEAVE_WITHIN).await;
-        // Still here: it waits for something that cannot be told otherwise. One that has ended in order is on its way out.
-        let lost = life.lost(config.rank).filter(|_| !life.ended.load(Ordering::Relaxed));
-        if lost.is_none() && life.ended.load(Ordering::Relaxed) {
-            return;
-        }
-        let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
-        if let Some(lost) = lost {
-            let interrupted = RankError::Interrupted { why, lost, secondary: false };
-            last_words(&config, &life, &reporter, &interrupted);
-        }
-        let _ = reporter.flush();
-        leave(status, LEAVE_WITHIN);
-    };
-    std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
-    Ok(())
-}
-
-/// Has the rank stop; until when it may take.
-fn told(life: &Life) -> tokio::time::Instant {
-    life.stop.store(true, Ordering::Relaxed);
-    tokio::time::Instant::now() + STOP_WITHIN
 }
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);

@@ -1,5 +1,7 @@
 //! Tensors on the host under their names: what engines, checkpoints and initialisation hand each other.
 
+pub mod fit;
+
 use std::collections::BTreeMap;
 
 /// A tensor on the host: row-major, float32.

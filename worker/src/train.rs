@@ -4,6 +4,7 @@
 //! the picture's place in its split, the learning rate from the step. So a run that continues from a checkpoint gets the same
 //! weights as one that never stopped.
 
+mod decoder;
 mod error;
 mod evaluation;
 mod fallback;
@@ -116,7 +117,7 @@ fn train_with<'a>(
     let mut engine = build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;
     data.set_form(form);
-    setup::choose_decoder(training, engine.precision(), &mut data)?;
+    decoder::choose_decoder(training, engine.precision(), &mut data)?;
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);

@@ -4,6 +4,7 @@
 //! reads the row, lets the change happen, and writes row and events in one transaction.
 
 pub mod backup;
+mod backup_file;
 mod cells;
 pub(crate) mod error;
 mod location;

@@ -4,23 +4,23 @@ use super::{
     super::{block_on, output},
     show::Show,
 };
+use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::{
     engine::registry,
     host::own_program,
-    launch::{Exit, RankProcess, rank_file},
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
-    report::{Tail, events_path},
+    report::{Tail, TailError, events_path},
+    supervisor::{Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, supervise},
 };
-use rustix::process::Signal;
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
-use tokio::signal::unix::{SignalKind, signal};
+use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// When one rank has failed the others notice by themselves; who does not within this is told.
-const SETTLE: Duration = Duration::from_secs(2);
+const SETTLE: Settle = {
+    let within = Duration::from_secs(2);
+    Settle { certain: within, provisional: within, stopping: within }
+};
 /// From TERM to KILL, of ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
 /// From TERM to KILL, of ranks that are to keep a checkpoint: longer than they give themselves. Whoever does not want to
@@ -42,132 +42,111 @@ pub(super) enum Ended {
     Failed(String),
 }
 
-/// Cores that this process may use.
-pub(super) fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX))
-}
-
 /// Starts a process a rank and shows how they fare until all are gone.
 ///
 /// # Errors
-/// A process cannot be started.
+/// A process cannot be started, or what a rank records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
     block_on(async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut ranks = Ranks { processes: Vec::new(), told: None, patience: GRACE };
+        let mut command = Command {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            interrupted: false,
+            show: Show::new(),
+        };
+        // Whatever ends this command (a closed pipe, an error) ends them, too.
+        let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
-            ranks.processes.push(RankProcess::start(&program, config)?);
+            let process = RankProcess::start(&program, config)?;
+            ranks.ranks.push(Rank::of_attempt(process, &config.attempt_dir(), Vec::new()));
         }
-        let dir = configs[0].attempt_dir();
-        let mut tails: Vec<_> = configs.iter().map(|c| Tail::open(&events_path(&dir, c.rank), 0)).collect();
-        let mut show = Show::new();
-        let mut interrupted = false;
-        let mut trouble: Option<Instant> = None;
-        loop {
-            tokio::select! {
-                _ = interrupt.recv() => (interrupted, _) = (true, ranks.end(STOP)),
-                _ = terminate.recv() => (interrupted, _) = (true, ranks.end(STOP)),
-                () = tokio::time::sleep(LOOK_EVERY) => {}
-            }
-            let exits: Vec<_> = ranks.processes.iter_mut().map(RankProcess::poll).collect();
-            for tail in &mut tails {
-                loop {
-                    let events = tail.poll()?;
-                    if events.is_empty() {
-                        break;
-                    }
-                    show.see(events);
-                }
-            }
-            if exits.iter().all(Option::is_some) {
-                break;
-            }
-            let failed = |exit: &Option<Exit>| exit.is_some_and(|e| e != Exit::Status(EXIT_FINISHED));
-            if exits.iter().any(failed)
-                && trouble.get_or_insert_with(Instant::now).elapsed() > SETTLE
-                && ranks.told.is_none()
-            {
-                ranks.end(GRACE);
-            }
-            ranks.insist();
+        supervise(&mut command, &mut ranks).await?;
+        command.show.finish();
+        if let Some(left) = ranks.sweep().await {
+            output::warn(format_args!("{left} does not end, not even by SIGKILL"));
         }
-        show.finish();
-        let exits: Vec<_> = ranks.processes.iter_mut().filter_map(RankProcess::poll).collect();
-        Ok(verdict(configs, &exits, &show, interrupted))
+        Ok(ended(&ranks, &command.show, command.interrupted))
     })
 }
 
-/// The rank processes. Whatever ends this command (a closed pipe, an error) ends them, too.
-struct Ranks {
-    processes: Vec<RankProcess>,
-    /// When they were told to end, and whether they were killed.
-    told: Option<(Instant, bool)>,
-    /// How long they have from then.
-    patience: Duration,
+/// This command, while its ranks train.
+struct Command {
+    interrupt: Signal,
+    terminate: Signal,
+    interrupted: bool,
+    show: Show,
 }
 
-impl Ranks {
-    /// Tells all to end within `patience`; those who were told before are killed.
-    fn end(&mut self, patience: Duration) {
-        self.patience = patience;
-        let (signal, told) = match self.told {
-            None => (Signal::TERM, (Instant::now(), false)),
-            Some((since, _)) => (Signal::KILL, (since, true)),
-        };
-        self.told = Some(told);
-        self.processes.iter_mut().for_each(|process| process.signal(signal));
-    }
+/// Somebody pressed Ctrl-C, or sent SIGTERM.
+struct Interrupt;
 
-    fn insist(&mut self) {
-        if let Some((since, false)) = self.told
-            && since.elapsed() > self.patience
-        {
-            self.told = Some((since, true));
-            self.processes.iter_mut().for_each(|process| process.signal(Signal::KILL));
+impl Policy for Command {
+    type Notes = Vec<AttemptEvent>;
+    type Order = Interrupt;
+    type Error = TailError;
+
+    const POLL_EVERY: Duration = LOOK_EVERY;
+
+    async fn order(&mut self) -> Interrupt {
+        tokio::select! {
+            _ = self.interrupt.recv() => Interrupt,
+            _ = self.terminate.recv() => Interrupt,
         }
     }
-}
 
-impl Drop for Ranks {
-    fn drop(&mut self) {
-        self.processes.iter_mut().for_each(|process| process.signal(Signal::TERM));
+    /// The first has them keep a checkpoint; those who were told before are killed.
+    fn obey(&mut self, _order: Interrupt, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+        self.interrupted = true;
+        ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
+    }
+
+    fn observe(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) -> Result<(), TailError> {
+        for rank in &mut ranks.ranks {
+            let read = rank.read();
+            self.show.see(std::mem::take(&mut rank.notes));
+            read?;
+        }
+        Ok(())
+    }
+
+    fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+        if ranks.is_to_end(SETTLE) {
+            ranks.stop(Stop::Terminate);
+        }
+    }
+
+    fn grace(&self, _ranks: &RankGroup<Vec<AttemptEvent>>) -> Duration {
+        if self.interrupted { STOP } else { GRACE }
     }
 }
 
 /// The first cause of all that ranks said and how they ended.
-fn verdict(configs: &[RankConfig], exits: &[Exit], show: &Show, interrupted: bool) -> Ended {
-    if exits.iter().all(|exit| *exit == Exit::Status(EXIT_FINISHED)) {
+fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
+    if ranks.ends().all(RankEnd::is_success) {
         return Ended::Succeeded { accuracy: show.accuracy, step: show.step };
     }
-    let told = |secondary: bool| {
-        let failure = show.failures.iter().find(|f| f.secondary == secondary)?;
-        let (rank, step) = (failure.rank, failure.step);
-        Some(Ended::Failed(format!("rank {rank} failed at step {step}: {}", failure.reason)))
-    };
-    if let Some(ended) = told(false) {
-        return ended;
-    }
-    let in_order = |exit: &Exit| matches!(exit, Exit::Status(EXIT_FINISHED | EXIT_STOPPED));
-    if interrupted || exits.iter().all(in_order) {
+    // A rank that stopped in order explains nothing where another has something to say.
+    let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
+    let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
+    let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
+    let in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
+    if !has_own_reason && (interrupted || ranks.ends().all(in_order)) {
         return Ended::Stopped { step: show.step };
     }
-    // One that has said why it ends ends itself by force.
-    let has_said = |rank: u32| show.failures.iter().any(|failure| failure.rank == rank);
-    let killed = (0..).zip(exits).position(|(rank, exit)| matches!(exit, Exit::Signal(_)) && !has_said(rank));
-    if let Some(rank) = killed
-        && let Exit::Signal(signal) = exits[rank]
-    {
-        return Ended::Failed(format!("rank {rank} was killed by signal {signal} at step {}", show.step));
-    }
-    let silent = exits.iter().position(|exit| !in_order(exit));
-    told(true).unwrap_or_else(|| {
-        let rank = silent.unwrap_or(0);
-        let path = rank_file(&configs[rank].attempt_dir(), rank as u32, "stderr");
-        let said = fs::read_to_string(path).unwrap_or_default();
-        let last = said.lines().last().unwrap_or("it left no word");
-        Ended::Failed(format!("rank {rank} ended at step {}: {last}", show.step))
+    let silent = || ranks.ends().find(|end| !in_order(end));
+    let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(silent) else {
+        return Ended::Stopped { step: show.step };
+    };
+    Ended::Failed(match (failure, exit) {
+        (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
+        (None, Some(Exit::Signal(signal))) => {
+            format!("rank {rank} was killed by signal {signal} at step {step}")
+        }
+        (None, _) => {
+            let last = last_stderr_line.as_deref().unwrap_or("it left no word");
+            format!("rank {rank} ended at step {step}: {last}")
+        }
     })
 }
 
@@ -178,6 +157,7 @@ fn verdict(configs: &[RankConfig], exits: &[Exit], show: &Show, interrupted: boo
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let mut show = Show::new();
+    let mut reason = None;
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
     loop {
@@ -187,6 +167,11 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             let events = tail.poll()?;
             if events.is_empty() {
                 break;
+            }
+            for event in &events {
+                if let AttemptEvent::RankFailed { reason: said, .. } = event {
+                    reason = Some(said.clone());
+                }
             }
             show.see(events);
         }
@@ -208,7 +193,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             end_by_force_within(EXIT_WITHIN);
             // Exit handlers free what aborts use.
             let are_over = registry::wait_for_aborts(EXIT_WITHIN / 2);
-            let reason = show.failures.pop().map_or_else(|| "it left no word".into(), |f| f.reason);
+            let reason = reason.unwrap_or_else(|| "it left no word".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {
                 output::warn(&said);

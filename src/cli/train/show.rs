@@ -15,16 +15,6 @@ pub(super) struct Show {
     pub(super) accuracy: Option<f64>,
     /// Optimizer steps done, by the rank that is furthest.
     pub(super) step: u64,
-    /// Why ranks cannot go on.
-    pub(super) failures: Vec<Failure>,
-}
-
-/// A rank's last words.
-pub(super) struct Failure {
-    pub(super) rank: u32,
-    pub(super) step: u64,
-    pub(super) reason: String,
-    pub(super) secondary: bool,
 }
 
 impl Show {
@@ -42,7 +32,6 @@ impl Show {
             images_per_second: 0.0,
             accuracy: None,
             step: 0,
-            failures: Vec::new(),
         }
     }
 
@@ -87,9 +76,6 @@ impl Show {
                     }
                 }
                 AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
-                AttemptEvent::RankFailed { rank, step, reason, secondary, .. } => {
-                    self.failures.push(Failure { rank, step, reason, secondary });
-                }
                 _ => {}
             }
         }

@@ -1,9 +1,9 @@
-//! One attempt on this machine: its ranks started or taken over, watched, ended, and the verdict.
+//! One attempt on this machine: its ranks started or taken over, watched, ended, and how it ended.
 
-use super::{home::Held, lease::Lease, preflight::Refusal};
+use super::{lease::Lease, preflight::Refusal, state_dir::Held};
 use crate::report::Tail;
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, Ending},
+    agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},
     reason::Reason,
 };
 use std::{
@@ -14,11 +14,11 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
 };
-use supervisor::Supervisor;
 use tokio::sync::{Notify, mpsc, oneshot};
+use watch::Watch;
 
-mod supervisor;
-mod watched;
+mod conclusion;
+mod watch;
 
 /// What the agent tells an attempt to do.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(super) struct Attempt {
 }
 
 /// See [`Surroundings::check`].
-pub(super) type Check = fn(&Held, &Path, &AtomicBool) -> Result<(), Refusal>;
+pub(super) type Check = fn(&Held, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
 /// What attempts share.
 #[derive(Debug, Clone)]
@@ -63,8 +63,16 @@ pub(super) struct Surroundings {
     pub(super) check: Check,
     /// Rung when an attempt is over.
     pub(super) bell: Arc<Notify>,
-    /// The UUIDs of this machine's GPUs, by slot.
-    pub(super) gpus: Arc<BTreeMap<u32, String>>,
+    /// The devices that ranks are given, by slot; ranks on CPU cores are given none.
+    pub(super) devices: Arc<BTreeMap<u32, String>>,
+}
+
+impl Surroundings {
+    /// The devices of an attempt's ranks here, in rank order; none where they compute on CPU cores.
+    pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
+        let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
+        given.collect::<Option<_>>().unwrap_or_default()
+    }
 }
 
 impl Attempt {
@@ -88,7 +96,8 @@ impl Attempt {
             let held = held.clone();
             tokio::spawn(async move {
                 let beginning = checked(beginning, &held, &around, &mut received).await;
-                Supervisor::new(held, &around, beginning).run(received, &around).await;
+                let (watch, ranks) = Watch::begin(held, &around, received, beginning);
+                watch.run(ranks).await;
                 over.store(true, Ordering::Release);
                 around.bell.notify_one();
             });
@@ -133,9 +142,10 @@ async fn checked(
     let (tell, told) = oneshot::channel();
     let look = {
         let (held, cancelled) = (held.clone(), cancelled.clone());
-        let (check, program) = (around.check, around.program.clone());
+        let (check, program, devices) =
+            (around.check, around.program.clone(), around.devices_of(&held.start));
         // When nobody listens any more, nobody needs to know.
-        move || drop(tell.send(check(&held, &program, &cancelled)))
+        move || drop(tell.send(check(&held, &program, &devices, &cancelled)))
     };
     // Not one of the runtime's threads, for which it would wait at its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);

@@ -1,7 +1,8 @@
 //! How long ranks may go on without a word from the server.
 
+use crate::fence::Fence;
 use std::{
-    sync::Mutex,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -10,6 +11,9 @@ const UNTIL_TOLD: Duration = Duration::from_secs(20);
 
 /// Ranks look at their lease seldom, and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
+
+/// How often ranks are told that their agent is there.
+const FENCE_EVERY: Duration = Duration::from_millis(500);
 
 /// Renewed by every `Welcome` and `HeartbeatAck`; once over, the server may have given the work to
 /// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
@@ -49,6 +53,20 @@ impl Lease {
     fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {
         // Two plain values: whole, whoever panicked.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Tells ranks again and again until when they may go on, while there is word from the server.
+pub(super) async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
+    let mut complained = false;
+    loop {
+        if let Some(left) = lease.left()
+            && let Err(error) = fence.set(left)
+            && !std::mem::replace(&mut complained, true)
+        {
+            tracing::error!(%error, path = %fence.path().display(), "ranks cannot be told that their agent is there");
+        }
+        tokio::time::sleep(FENCE_EVERY).await;
     }
 }
 

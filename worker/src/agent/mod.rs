@@ -3,18 +3,18 @@
 //! next agent on the same folder takes them over.
 
 mod attempt;
-pub mod home;
 mod lease;
 pub mod machine;
 mod outbox;
 mod preflight;
 mod salvage;
 mod session;
-mod verdict;
+mod signals;
+mod slots;
+pub mod state_dir;
 
-use crate::{fence::Fence, gpu::devices, host, launch};
+use crate::{fence::Fence, host, supervisor::RankProcess};
 use attempt::{Attempt, Order, Surroundings};
-use home::{Held, Home, HomeError};
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, Slot, StartAttempt},
@@ -23,16 +23,16 @@ use lockstep_protocol::{
 };
 use preflight::Refusal;
 use session::{Outcome, Session};
+use signals::Signals;
+use slots::slots;
+use state_dir::{Held, StateDir, StateDirError};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::{
-    signal::unix::{Signal, SignalKind, signal},
-    sync::Notify,
-};
+use tokio::sync::Notify;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
@@ -40,8 +40,6 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 /// is gone; the rest is on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// How often ranks are told that their agent is there.
-const FENCE_EVERY: Duration = Duration::from_millis(500);
 /// How often the spool is measured.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
 
@@ -79,7 +77,7 @@ pub enum AgentError {
     Wrong(String),
     /// Its folder.
     #[error(transparent)]
-    Home(#[from] HomeError),
+    StateDir(#[from] StateDirError),
     /// The server does not want it.
     #[error("the server at {server} refused this agent: {reason}")]
     Refused {
@@ -99,7 +97,7 @@ pub enum AgentError {
 impl AgentError {
     /// Whether the request was wrong, rather than something failed while running.
     pub fn is_wrong_request(&self) -> bool {
-        matches!(self, AgentError::Wrong(_) | AgentError::Home(_))
+        matches!(self, AgentError::Wrong(_) | AgentError::StateDir(_))
     }
 }
 
@@ -113,8 +111,8 @@ impl AgentError {
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
-    let home = Home::open(&options.dir)?;
-    let fence = Fence::open(home.dir())?;
+    let state_dir = StateDir::open(&options.dir)?;
+    let fence = Fence::open(state_dir.dir())?;
     let lease = Arc::new(Lease::new());
     let around = Surroundings {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
@@ -122,16 +120,16 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         fence: fence.path().to_owned(),
         check: preflight::check,
         bell: Arc::new(Notify::new()),
-        gpus: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
+        devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Before ranks are adopted that look at it; ends with this process.
-    let fencing = tokio::spawn(keep_fence(fence, lease));
-    let adopted: Vec<_> = home.held();
+    let fencing = tokio::spawn(lease::keep_fence(fence, lease));
+    let adopted: Vec<_> = state_dir.held();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
         only_job: options.only_job.clone(),
-        home,
+        state_dir,
         around,
         attempts: BTreeMap::new(),
         leaving: None,
@@ -150,57 +148,12 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// Tells ranks again and again until when they may go on, while there is word from the server.
-async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
-    let mut complained = false;
-    loop {
-        if let Some(left) = lease.left()
-            && let Err(error) = fence.set(left)
-            && !std::mem::replace(&mut complained, true)
-        {
-            tracing::error!(%error, path = %fence.path().display(), "ranks cannot be told that their agent is there");
-        }
-        tokio::time::sleep(FENCE_EVERY).await;
-    }
-}
-
-/// Where ranks can run here.
-fn slots(options: &Options) -> Result<Vec<Slot>, String> {
-    if options.cpu_slots.is_none() {
-        let list = options.gpus.as_deref();
-        let devices::Usable { gpus, hindrance } = devices::usable(list).map_err(|why| match list {
-            Some(list) => format!("--gpus {list}: {why}"),
-            None => why,
-        })?;
-        match (gpus.is_empty(), list, hindrance) {
-            (false, ..) => {
-                let names: Vec<_> = gpus.iter().map(|gpu| format!("{} ({})", gpu.index, gpu.name)).collect();
-                tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
-                return Ok(machine::gpu_slots(&gpus));
-            }
-            (true, Some(list), why) => {
-                let why = why.unwrap_or_else(|| "there is no GPU that a rank can use".into());
-                return Err(format!("--gpus {list}: {why}"));
-            }
-            (true, None, Some(why)) => {
-                tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
-            }
-            (true, None, None) => {}
-        }
-    }
-    let count = options.cpu_slots.unwrap_or_else(machine::cores);
-    if !(1..=1024).contains(&count) {
-        return Err(format!("--cpu-slots {count}: from 1 to 1024"));
-    }
-    Ok(machine::cpu_slots(count))
-}
-
 /// What the agent is made of, whether connected or not.
 struct Agent {
     name: String,
     slots: Vec<Slot>,
     only_job: Option<JobId>,
-    home: Home,
+    state_dir: StateDir,
     around: Surroundings,
     /// By fencing token: the order of their starts.
     attempts: BTreeMap<(u64, AttemptKey), Attempt>,
@@ -229,32 +182,6 @@ enum Turn {
     GoOn,
     /// Return.
     End,
-}
-
-/// The signals an agent listens to.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    let_go: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            let_go: signal(SignalKind::user_defined1())?,
-        })
-    }
-
-    /// The next signal; true when it says to let go.
-    async fn next(&mut self) -> bool {
-        tokio::select! {
-            _ = self.terminate.recv() => false,
-            _ = self.interrupt.recv() => false,
-            _ = self.let_go.recv() => true,
-        }
-    }
 }
 
 impl Agent {
@@ -294,7 +221,7 @@ impl Agent {
                 Err(reason) => {
                     // A server that is gone cannot have given the work to others, and its next one grants a whole
                     // lease first. One that cannot be reached can: then the lease runs on.
-                    if self.home.server_is_gone() {
+                    if self.state_dir.server_is_gone() {
                         self.around.lease.renew(asked);
                     }
                     reason
@@ -353,8 +280,7 @@ impl Agent {
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 let held = attempt.held();
                 for (rank, _) in &held.start.ranks {
-                    launch::RankProcess::adopt(&held.attempt_dir(), *rank)
-                        .signal(rustix::process::Signal::KILL);
+                    RankProcess::adopt(&held.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
             return Turn::End;
@@ -435,7 +361,7 @@ impl Agent {
                 }
             }
         }
-        let own_dir = self.home.job_dir(&start.attempt);
+        let own_dir = self.state_dir.job_dir(&start.attempt);
         let job_dir = start.job_dir.as_ref().map_or_else(|| own_dir.clone(), PathBuf::from);
         let mut held = Held { start, job_dir };
         if let Err(error) = std::fs::create_dir_all(held.attempt_dir()) {
@@ -443,7 +369,7 @@ impl Agent {
             held.job_dir = own_dir;
         }
         // Ranks without a note of them on disk would be lost with this process.
-        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.home.hold(&held));
+        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.state_dir.hold(&held));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         let refusal = refusal.map(Refusal::other);
         tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
@@ -460,7 +386,7 @@ impl Agent {
                 self.only_job_failed = attempt.has_failed();
                 self.only_job_over = Some(Instant::now());
             }
-            self.home.forget(attempt.attempt());
+            self.state_dir.forget(attempt.attempt());
         }
     }
 }

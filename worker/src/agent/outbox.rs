@@ -1,6 +1,6 @@
 //! What an attempt has to say, read from its files and sent from the number that the server has.
 
-use super::{attempt::agent_events_path, home::Held};
+use super::{attempt::agent_events_path, state_dir::Held};
 use crate::report::{Tail, TailError, events_path};
 use lockstep_protocol::agent::{Acknowledged, AttemptEvent, FromAgent, Source};
 use std::{

@@ -1,10 +1,11 @@
 //! What must be so before an attempt's ranks are started: a reason on the job is better than a job that hangs or
 //! fails an hour later.
 
-use super::home::Held;
+use super::state_dir::Held;
 use crate::{
     data::fingerprint::{self, Fingerprint},
-    engine::slots,
+    engine::{SharedMemory, registry, slots},
+    gpu::RankGpu,
     host::write_whole,
     look, net,
 };
@@ -12,7 +13,7 @@ use lockstep_protocol::{
     agent::{Answer, Question},
     dataset::PicturesFingerprint,
     reason::ReasonCode,
-    spec::{Device, JobSpec},
+    spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -24,8 +25,6 @@ use std::{
 
 /// Room that everything but checkpoints needs: records and logs.
 const BESIDES: u64 = 16 << 20;
-/// Shared memory that NCCL takes for each rank on a machine.
-const SHARED_MEMORY: u64 = 32 << 20;
 
 /// Why ranks are not started.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,30 +41,34 @@ impl Refusal {
     }
 }
 
-/// Looks at the dataset (in a process of `program`), the disk and shared memory. Files that cannot be read are left to the ranks, which know
+/// Looks at the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Files that cannot be read are left to the ranks, which know
 /// whether the job can do without (`data.broken_files`).
 ///
 /// # Errors
 /// What is wrong, and what to change.
-pub(super) fn check(held: &Held, program: &Path, cancelled: &AtomicBool) -> Result<(), Refusal> {
+pub(super) fn check(
+    held: &Held,
+    program: &Path,
+    devices: &[String],
+    cancelled: &AtomicBool,
+) -> Result<(), Refusal> {
     let start = &held.start;
     let refusal = |code: ReasonCode| move |detail: String| Refusal { code, detail };
     dataset(held, program, Path::new(&start.dataset_path), cancelled)
         .map_err(refusal(ReasonCode::DatasetUnusable))?;
     disk(held, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
-    if start.spec.parallel.device == Device::Cuda && start.ranks.len() > 1 {
-        let needed = SHARED_MEMORY * start.ranks.len() as u64;
-        let free = free_bytes(Path::new("/dev/shm"));
-        if free.is_some_and(|free| free < needed) {
-            return Err(refusal(ReasonCode::SharedMemoryTooSmall)(format!(
-                "/dev/shm has {} free, and {} ranks of NCCL need {}; in a container raise --shm-size",
-                megabytes(free.unwrap_or(0)),
-                start.ranks.len(),
-                megabytes(needed)
-            )));
-        }
+    let given = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
+    let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
+    let ranks = start.ranks.len();
+    let SharedMemory { bytes, library } = backend.shared_memory(&start.spec, ranks);
+    match free_bytes(Path::new("/dev/shm")) {
+        Some(free) if free < bytes => Err(refusal(ReasonCode::SharedMemoryTooSmall)(format!(
+            "/dev/shm has {} free, and {ranks} ranks of {library} need {}; in a container raise --shm-size",
+            megabytes(free),
+            megabytes(bytes)
+        ))),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// What a job's dataset was when it began (`dataset.json`), however that was told then.
@@ -144,7 +147,7 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
 fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
     let side = spec.data.evaluation_size().unwrap_or(32) as usize;
     // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
-    let Ok(network) = net::resnet::build(&spec.model, side, 3, 1000) else { return Ok(()) };
+    let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
     // Weights, what the optimizer keeps, and perhaps an average, float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);

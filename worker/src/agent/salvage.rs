@@ -1,4 +1,4 @@
-//! Checkpoints that are whole on disk and that no rank has told of.
+//! Checkpoints that are whole on disk and that no rank has reported.
 //!
 //! Rank 0 writes them beside training and tells of each when it is there. When it is killed in between, or ends because
 //! another rank died while one was still being written, nobody does; the next attempt would begin before it. So
@@ -10,7 +10,7 @@ use std::{collections::BTreeSet, path::Path};
 
 /// What the ranks of an attempt have said of its checkpoints.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Told {
+pub(super) struct Reported {
     /// The step that the attempt began after; none until rank 0 has said that it runs.
     start_step: Option<u64>,
     /// Steps of checkpoints that were written, whether kept or not.
@@ -19,7 +19,7 @@ pub(super) struct Told {
     removed: BTreeSet<u64>,
 }
 
-impl Told {
+impl Reported {
     pub(super) fn note(&mut self, event: &AttemptEvent) {
         match event {
             AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
@@ -35,9 +35,9 @@ impl Told {
         }
     }
 
-    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never told of. What every
+    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never reported. What every
     /// rank did up to there is in its records, so that going on from it leaves no step out.
-    pub(super) fn untold(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
+    pub(super) fn unreported(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
         let Some(start) = self.start_step else { return Vec::new() };
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
         on_disk
@@ -50,11 +50,11 @@ impl Told {
             .collect()
     }
 
-    /// What is lost of an attempt that was stopped after step `step`, when `untold` are the checkpoints that it did not
+    /// What is lost of an attempt that was stopped after step `step`, when `unreported` are the checkpoints that it did not
     /// tell of.
-    pub(super) fn lost(&self, step: u64, untold: &[CheckpointInfo]) -> Option<String> {
+    pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
-        let newest = known.chain(untold.iter().map(|info| info.step)).max()?;
+        let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
         let none = if newest == 0 {
             "there is no checkpoint yet".into()
         } else {
@@ -81,29 +81,29 @@ mod tests {
         for step in [20, 40, 60, 80, 100] {
             write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
-        let mut told = Told::default();
-        assert_eq!(told.untold(&at, 1000), [], "it never ran");
+        let mut reported = Reported::default();
+        assert_eq!(reported.unreported(&at, 1000), [], "it never ran");
         let running = AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 20 };
-        told.note(&running);
-        told.note(&AttemptEvent::Checkpoint(checkpoint::info(&at.join(folder_name(1, 40))).unwrap()));
+        reported.note(&running);
+        reported.note(&AttemptEvent::Checkpoint(checkpoint::info(&at.join(folder_name(1, 40))).unwrap()));
         let model = at.join(folder_name(1, 60)).join(MODEL);
         let mut bytes = std::fs::read(&model).unwrap();
         bytes.pop();
         std::fs::write(&model, bytes).unwrap();
-        let found = told.untold(&at, 99);
+        let found = reported.unreported(&at, 99);
         assert_eq!(found.iter().map(|info| info.step).collect::<Vec<_>>(), [80]);
         assert_eq!((found[0].val_accuracy, found[0].best), (Some(0.5), false));
         assert!(found[0].size_bytes > 0);
-        assert_eq!(told.untold(&dir.path().join("nowhere"), 1000), []);
+        assert_eq!(reported.unreported(&dir.path().join("nowhere"), 1000), []);
     }
 
     #[test]
     fn what_a_stop_without_a_checkpoint_loses_is_counted() {
-        let mut told = Told::default();
-        assert_eq!(told.lost(7, &[]), None, "it never ran");
-        told.note(&AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 0 });
-        assert_eq!(told.lost(0, &[]), None);
-        let said = told.lost(7, &[]).unwrap();
+        let mut reported = Reported::default();
+        assert_eq!(reported.lost(7, &[]), None, "it never ran");
+        reported.note(&AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 0 });
+        assert_eq!(reported.lost(0, &[]), None);
+        let said = reported.lost(7, &[]).unwrap();
         assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
         let of_step = |step| CheckpointInfo {
             epoch: 1,
@@ -113,11 +113,11 @@ mod tests {
             best: false,
             size_bytes: 1,
         };
-        told.note(&AttemptEvent::Checkpoint(of_step(20)));
+        reported.note(&AttemptEvent::Checkpoint(of_step(20)));
         // One that was found damaged at the start.
-        told.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
-        let said = told.lost(57, &[]).unwrap();
+        reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
+        let said = reported.lost(57, &[]).unwrap();
         assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");
-        assert_eq!(told.lost(57, &[of_step(57)]), None, "the agent has found one");
+        assert_eq!(reported.lost(57, &[of_step(57)]), None, "the agent has found one");
     }
 }

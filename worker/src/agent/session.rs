@@ -115,9 +115,9 @@ impl Session {
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
-            agent_id: agent.home.agent_id().to_owned(),
+            agent_id: agent.state_dir.agent_id().to_owned(),
             name: agent.name.clone(),
-            machine: machine::look(agent.home.dir()),
+            machine: machine::look(agent.state_dir.dir()),
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),
@@ -133,7 +133,7 @@ impl Session {
         };
         match welcome {
             Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
-                agent.home.note_server(server_lock.as_deref().map(Path::new));
+                agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.around.lease.set_length(seconds(lease_secs));
                 agent.around.lease.renew(sent);
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");

@@ -9,7 +9,10 @@ use crate::{
     net::Network,
     report::Observer,
 };
-use lockstep_protocol::spec::{Device, JobSpec, LossScale, Precision};
+use lockstep_protocol::{
+    agent::Slot,
+    spec::{Device, JobSpec, LossScale, Precision},
+};
 use std::{
     any::Any,
     ffi::OsString,
@@ -23,6 +26,12 @@ use std::{
 pub trait Backend: Debug + Sync {
     /// `cpu`, `cuda`.
     fn name(&self) -> &'static str;
+    /// The places for ranks that this machine offers: one a device, with what a rank is given as `uuid`, or without one where
+    /// ranks share what there is. None where `selection` asks for others.
+    ///
+    /// # Errors
+    /// `selection` names what there is not; a sentence.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String>;
     /// The device of this backend that a rank computes on, as its process numbers them: of a rank that its launcher has
     /// given `given`, for a job that asks for `asked`. `None`: of another backend. The first in the registry that has one is
     /// the rank's.
@@ -44,6 +53,10 @@ pub trait Backend: Debug + Sync {
     /// What is missing on this machine, and what to do; no other attempt fares better.
     fn preflight(&self, _world_size: u32) -> Result<(), String> {
         Ok(())
+    }
+    /// What `local_ranks` ranks of a job need of this machine's `/dev/shm`.
+    fn shared_memory(&self, _spec: &JobSpec, _local_ranks: usize) -> SharedMemory {
+        SharedMemory::default()
     }
     /// Looks whether the engine does what a job asks for.
     ///
@@ -83,6 +96,40 @@ pub trait Backend: Debug + Sync {
     fn wait_for_aborts(&self, _limit: Duration) -> bool {
         true
     }
+}
+
+/// Which of this machine's devices are wanted.
+#[derive(Debug, Clone, Copy)]
+pub struct Selection<'a> {
+    /// The kind that a job asks for.
+    pub device: Device,
+    /// Of those that are visible, only these: numbers or names, separated by commas (`agent --gpus`).
+    pub list: Option<&'a str>,
+    /// So many places on the CPU, whatever else there is (`agent --cpu-slots`).
+    pub cpu_slots: Option<u32>,
+}
+
+impl Default for Selection<'_> {
+    /// Whatever there is.
+    fn default() -> Self {
+        Self { device: Device::Auto, list: None, cpu_slots: None }
+    }
+}
+
+/// What a backend offers on this machine.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Devices {
+    pub slots: Vec<Slot>,
+    /// Why there is nothing, where somebody might have expected it, and what to do; a sentence.
+    pub hindrance: Option<String>,
+}
+
+/// Room in `/dev/shm`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SharedMemory {
+    pub bytes: u64,
+    /// What takes it: `NCCL`.
+    pub library: &'static str,
 }
 
 /// What a rank arranges for the engine of its backend.

@@ -15,7 +15,7 @@ mod shape;
 pub(crate) mod toy;
 
 pub use crate::tensors::{HostTensor, NamedTensors};
-pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Needs};
+pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};
 pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};

@@ -3,7 +3,7 @@
 #[cfg(test)]
 use super::toy::Toy;
 use super::{
-    backend::{Backend, DeviceChoice},
+    backend::{Backend, DeviceChoice, Devices, Selection},
     cpu::Cpu,
     cuda::Cuda,
 };
@@ -25,6 +25,23 @@ pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
         backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend: *backend, ordinal })
     };
     BACKENDS.iter().find_map(theirs).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
+}
+
+/// What this machine offers: of the first backend that has what is selected. `hindrance` is why those before it have
+/// nothing, or, without any slot, why there is none.
+///
+/// # Errors
+/// What is selected is not there; a sentence.
+pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
+    let mut why = None;
+    for backend in BACKENDS {
+        let Devices { slots, hindrance } = backend.devices(selection)?;
+        why = why.or(hindrance);
+        if !slots.is_empty() {
+            return Ok(Devices { slots, hindrance: why });
+        }
+    }
+    Ok(Devices { slots: Vec::new(), hindrance: why })
 }
 
 /// Ends what is under way on this process's devices and waits for other ranks, from any thread.

@@ -2,11 +2,11 @@
 
 use super::{
     Engine, EngineError,
-    backend::{Backend, BuildArgs, Needs},
+    backend::{Backend, BuildArgs, Devices, Needs, Selection},
     build_cpu,
 };
 use crate::gpu::RankGpu;
-use lockstep_protocol::spec::Device;
+use lockstep_protocol::{agent::Slot, spec::Device};
 use std::{ffi::OsString, io, sync::Mutex};
 
 /// What its devices are called begins so.
@@ -28,6 +28,20 @@ pub(super) struct Toy;
 impl Backend for Toy {
     fn name(&self) -> &'static str {
         "toy"
+    }
+
+    /// Those that somebody names: every machine has them all.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
+        let named = selection.list.into_iter().flat_map(|list| list.split(','));
+        let slot = |(index, name): (u32, &str)| Slot {
+            index,
+            device: self.name().into(),
+            name: name.to_lowercase(),
+            memory_bytes: 0,
+            uuid: Some(name.into()),
+        };
+        let slots = (0..).zip(named.filter(|name| name.starts_with(DEVICE))).map(slot).collect();
+        Ok(Devices { slots, hindrance: None })
     }
 
     fn device_of(&self, given: Option<&RankGpu>, _asked: Device) -> Option<i32> {

@@ -1,14 +1,15 @@
 //! Whether weights can be begun from (`model.pretrained`), told when a job is submitted. Only the file's header is read: ranks
 //! look at the numbers too, and say the same of names and shapes (`train/pretrained.rs`).
 
-use crate::{checkpoint, net};
+use crate::{
+    checkpoint, net,
+    tensors::fit::{Shapes, compare, first_of},
+};
 use lockstep_protocol::look::FitWeights;
-use std::{collections::BTreeMap, path::Path};
+use std::path::Path;
 
 /// Tensors that are named; all are counted.
 const NAMED: usize = 3;
-
-type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// What keeps a network from beginning with these weights, in words.
 pub(super) fn mistake(question: &FitWeights) -> Option<String> {
@@ -21,58 +22,19 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
     let FitWeights { model, image_size, channels, classes, .. } = question;
     // A network that cannot be built is told of elsewhere.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
-    let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = problems(&given, &wanted, network.head());
+    let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+    let problems = compare(&given, &wanted, network.head()).problems;
     if problems.is_empty() {
         return None;
     }
-    let more = problems.len().saturating_sub(NAMED);
-    let named = problems[..problems.len() - more].join("; ");
-    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     Some(format!(
-        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {named}{more}",
+        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {}",
         file.display(),
         model.arch.name(),
         given.len(),
-        wanted.len()
+        wanted.len(),
+        first_of(&problems, NAMED)
     ))
-}
-
-/// Every tensor that does not fit, by name. `head`: the last layer, which has a row for each class and may have other ones.
-fn problems(given: &Shapes, wanted: &Shapes, head: &str) -> Vec<String> {
-    let head = ["weight", "bias"].map(|suffix| format!("{head}.{suffix}"));
-    let other_head = is_other_head(given, wanted, &head);
-    let mut problems = Vec::new();
-    for (name, own) in wanted {
-        match given.get(name) {
-            None => problems.push(format!("{name} is missing")),
-            Some(_) if other_head && head.contains(name) => {}
-            Some(shape) if shape == own => {}
-            Some(shape) => {
-                let hint = stem_hint(name, shape, own);
-                problems.push(format!("{name} is {shape:?}, wanted {own:?}{hint}"));
-            }
-        }
-    }
-    let unknown = given.keys().filter(|name| !wanted.contains_key(*name));
-    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
-    problems
-}
-
-/// Whether the given head is whole and differs in its number of classes alone: then it is made anew.
-fn is_other_head(given: &Shapes, wanted: &Shapes, head: &[String; 2]) -> bool {
-    let [weight, bias] = head.each_ref().map(|name| given.get(name).map(Vec::as_slice));
-    let (Some(&[classes, inputs]), Some(&[of_bias])) = (weight, bias) else { return false };
-    matches!(wanted.get(&head[0]).map(Vec::as_slice), Some(&[_, own]) if own == inputs && of_bias == classes)
-}
-
-/// What to change where the first convolution has the kernel of the other stem.
-fn stem_hint(name: &str, given: &[usize], wanted: &[usize]) -> &'static str {
-    match (name, given, wanted) {
-        ("conv1.weight", [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")",
-        ("conv1.weight", [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")",
-        _ => "",
-    }
 }
 
 #[cfg(test)]
@@ -81,7 +43,7 @@ mod tests {
     use crate::engine::HostTensor;
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
     use safetensors::{Dtype, tensor::TensorView};
-    use std::path::PathBuf;
+    use std::{collections::BTreeMap, path::PathBuf};
 
     fn model(arch: Arch, stem: Stem) -> ModelSpec {
         ModelSpec { arch, stem, ..ModelSpec::default() }

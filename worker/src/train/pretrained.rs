@@ -5,6 +5,7 @@ use super::{TrainError, Training};
 use crate::{
     checkpoint,
     engine::{NamedTensors, first_not_finite},
+    tensors::fit::{Fit, Shapes, compare, first_of},
 };
 use std::path::Path;
 
@@ -56,57 +57,24 @@ struct Taken {
 /// # Errors
 /// Every tensor that keeps them from fitting, by name.
 fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Result<Taken, Vec<String>> {
-    let head = ["weight", "bias"].map(|suffix| format!("{head}.{suffix}"));
-    let other_head = other_head(&given, &initial, &head);
-    let mut problems = Vec::new();
-    let mut weights = NamedTensors::new();
-    for (name, own) in initial {
-        match given.remove(&name) {
-            Some(_) if other_head.is_some() && head.contains(&name) => {
-                weights.insert(name, own);
-            }
-            Some(tensor) if tensor.shape == own.shape => {
-                weights.insert(name, tensor);
-            }
-            Some(tensor) => {
-                let hint = stem_hint(&name, &tensor.shape, &own.shape);
-                problems.push(format!("{name} is {:?}, wanted {:?}{hint}", tensor.shape, own.shape));
-            }
-            None => problems.push(format!("{name} is missing")),
-        }
+    let shapes = |all: &NamedTensors| -> Shapes {
+        all.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
+    };
+    let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), head);
+    if !problems.is_empty() {
+        return Err(problems);
     }
-    problems.extend(given.keys().map(|name| format!("{name} is not in this network")));
-    if problems.is_empty() { Ok(Taken { weights, other_head }) } else { Err(problems) }
+    // Only a head of other classes still has another shape.
+    let taken = initial.into_iter().map(|(name, own)| {
+        let tensor = given.remove(&name).filter(|tensor| tensor.shape == own.shape).unwrap_or(own);
+        (name, tensor)
+    });
+    Ok(Taken { weights: taken.collect(), other_head })
 }
 
 /// The first of them, and how many more there are.
 pub(super) fn some_of(problems: &[String]) -> String {
-    let more = problems.len().saturating_sub(NAMED);
-    let mut text = problems[..problems.len().min(NAMED)].join("; ");
-    if more > 0 {
-        text.push_str(&format!("; and {more} more"));
-    }
-    text
-}
-
-/// Shapes of both weights of `head`, where the given one is whole and differs in its number of classes alone.
-fn other_head(given: &NamedTensors, initial: &NamedTensors, head: &[String; 2]) -> Option<[Vec<usize>; 2]> {
-    let shapes = |tensors: &NamedTensors| -> Option<[Vec<usize>; 2]> {
-        let [weight, bias] = head.each_ref().map(|name| tensors.get(name).map(|t| t.shape.clone()));
-        Some([weight?, bias?])
-    };
-    let ([weight, bias], [own, _]) = (shapes(given)?, shapes(initial)?);
-    let (&[classes, inputs], &[own_classes, own_inputs]) = (&weight[..], &own[..]) else { return None };
-    (bias == [classes] && inputs == own_inputs && classes != own_classes).then_some([weight, own])
-}
-
-/// What to change where the first convolution has the kernel of the other stem.
-fn stem_hint(name: &str, given: &[usize], wanted: &[usize]) -> &'static str {
-    match (name, given, wanted) {
-        ("conv1.weight", [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")",
-        ("conv1.weight", [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")",
-        _ => "",
-    }
+    first_of(problems, NAMED)
 }
 
 #[cfg(test)]

@@ -7,15 +7,12 @@ use super::{
 use crate::{
     checkpoint,
     comm::Communicator,
-    data::{
-        device::Sharing,
-        loader::{DataSource, Mixing, Shape},
-    },
+    data::loader::{DataSource, Mixing, Shape},
     engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer},
     net,
 };
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
-use std::{collections::BTreeMap, ffi::OsStr, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 /// Broken files that are named in the log.
 const NAMED: usize = 20;
@@ -148,84 +145,6 @@ pub(super) fn data_threads(needs: Needs, threads: usize, prepared_each_step: boo
         false => threads.div_ceil(TRAINING_TO_DATA).max(1),
         true => threads.max(1),
     }
-}
-
-/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
-const DECODER: &str = "LOCKSTEP_DECODER";
-
-/// What a rank asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DecoderChoice {
-    /// The GPU what it can, if it can, and cores the rest.
-    Auto,
-    Cores,
-    /// As `Auto`; without a GPU that can, the job fails.
-    Gpu,
-    /// As `Auto`, with cores taking some of what the GPU can, too, while a step waits for its batch.
-    Shared,
-}
-
-impl DecoderChoice {
-    /// From the setting's value.
-    fn of(value: Option<&OsStr>) -> Result<Self, String> {
-        match value.map(|value| value.to_string_lossy()) {
-            None => Ok(Self::Auto),
-            Some(value) => match &*value {
-                "" | "auto" => Ok(Self::Auto),
-                "cpu" => Ok(Self::Cores),
-                "gpu" => Ok(Self::Gpu),
-                "shared" => Ok(Self::Shared),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu, gpu or shared")),
-            },
-        }
-    }
-
-    /// Whether the GPU's decoder is to be opened; if not, why not, unless that goes without saying.
-    fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
-        match self {
-            Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
-            _ if !on_gpu || !decodes_jpeg => Err(None),
-            Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
-            Self::Auto | Self::Shared if deterministic => {
-                Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
-            }
-            Self::Auto | Self::Gpu | Self::Shared => Ok(()),
-        }
-    }
-}
-
-/// Has JPEG files decoded by this rank's GPU where it can, and says who decodes.
-pub(super) fn choose_decoder(
-    training: &Training<'_>,
-    precision: Precision,
-    data: &mut DataSource,
-) -> Result<(), TrainError> {
-    let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
-    let DeviceChoice { backend, ordinal } = training.device;
-    let wanted =
-        choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
-    let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
-    let say = |line: &str| {
-        if training.comm.rank() == 0 {
-            training.observer.log(line);
-        }
-    };
-    match opened {
-        Ok(decoder) => {
-            let (sharing, who) = match choice {
-                DecoderChoice::Shared => (Sharing::WithCores, ", and by cores while a step waits for them"),
-                DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
-            };
-            say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
-            data.set_decoder(Some(decoder), sharing);
-        }
-        Err(Some(why)) if choice == DecoderChoice::Gpu => {
-            return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
-        }
-        Err(Some(why)) => say(&format!("JPEG files are decoded on cores: {why}")),
-        Err(None) => {}
-    }
-    Ok(())
 }
 
 /// Ranks that had other pictures, or the same in another order, would train on some twice and on others never.
@@ -421,31 +340,6 @@ mod tests {
     use super::*;
     use crate::{engine::registry, gpu::RankGpu};
     use lockstep_protocol::spec::Device;
-
-    #[test]
-    fn the_gpu_decodes_where_it_is_one_and_nobody_wants_otherwise() {
-        let of = |value: &str| DecoderChoice::of(Some(OsStr::new(value)));
-        assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
-        assert_eq!(of(""), Ok(DecoderChoice::Auto));
-        assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
-        // On a GPU, JPEG files, deterministic.
-        for (choice, job, expected) in [
-            (DecoderChoice::Auto, (true, true, false), Ok(())),
-            (DecoderChoice::Gpu, (true, true, true), Ok(())),
-            (DecoderChoice::Auto, (false, true, false), Err(None)),
-            (DecoderChoice::Gpu, (false, true, false), Err(Some("this rank has no GPU".into()))),
-            (DecoderChoice::Gpu, (true, false, false), Err(None)),
-        ] {
-            assert_eq!(choice.of_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");
-        }
-        for (choice, deterministic, word) in
-            [(DecoderChoice::Auto, true, "train.deterministic"), (DecoderChoice::Cores, false, DECODER)]
-        {
-            let why = choice.of_job(true, true, deterministic).unwrap_err().unwrap();
-            assert!(why.contains(word), "{why}");
-        }
-    }
 
     #[test]
     fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {

@@ -6,7 +6,7 @@ use super::{
     Connection, DbRow,
 };
 use crate::store::{
-    backup::Writer,
+    backup_file::{BackupError, Writer},
     cells::{Cell, Column, Kind, Table},
 };
 use futures_util::TryStreamExt;
@@ -29,10 +29,7 @@ pub(in crate::store) async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Ta
 }
 
 /// Writes every row of every table; the caller has begun a transaction that sees one moment.
-pub(in crate::store) async fn dump(
-    db: &mut Connection,
-    to: &mut Writer,
-) -> Result<(), crate::store::backup::BackupError> {
+pub(in crate::store) async fn dump(db: &mut Connection, to: &mut Writer) -> Result<(), BackupError> {
     for table in tables(db).await? {
         to.table(&table)?;
         let query = format!("SELECT {} FROM {}", names(&table), table.name);

@@ -1,14 +1,10 @@
-use super::{supervisor::GRACE, *};
+use super::{watch::GRACE, *};
 use crate::{
-    launch::{RankProcess, rank_file},
     report::Reporter,
+    supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::{LogLine, StartAttempt},
-    job::JobId,
-    metric::MetricColumn,
-    reason::ReasonCode,
-    spec::JobSpec,
+    agent::LogLine, job::JobId, metric::MetricColumn, reason::ReasonCode, spec::JobSpec,
 };
 use rustix::process::Signal;
 use std::{
@@ -47,9 +43,9 @@ fn place(ranks: u32, script: &str) -> Place {
         program,
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
-        check: |_, _, _| Ok(()),
+        check: |_, _, _, _| Ok(()),
         bell: Arc::new(Notify::new()),
-        gpus: Arc::default(),
+        devices: Arc::default(),
     };
     Place { dir, held, around }
 }
@@ -254,7 +250,7 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
         fs::create_dir_all(&data).unwrap();
         fs::write(data.join("a.png"), "no picture").unwrap();
         place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
-        let said = check(&place.held, &place.around.program, &std::sync::atomic::AtomicBool::new(false));
+        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
         (said, fs::read_to_string(place.held.job_dir.join("dataset.json")).ok())
     };
     let (said, note) = looked("kill -9 $$");
@@ -280,7 +276,7 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
     place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {
-        let said = check(&place.held, &place.around.program, &std::sync::atomic::AtomicBool::new(false));
+        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
         assert_eq!(said, Ok(()));
         let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
         fs::remove_file(place.dir.path().join("asked")).unwrap();
@@ -294,7 +290,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // As a look at a file on a dead server: it never comes back, cancelled or not.
-        place.around.check = |_, _, _| loop {
+        place.around.check = |_, _, _, _| loop {
             std::thread::park();
         };
         let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
@@ -307,7 +303,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.around.check = |held, _, cancelled| {
+    place.around.check = |held, _, _, cancelled| {
         let begun = held.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {
@@ -352,7 +348,9 @@ async fn ranks_are_fenced_when_the_server_stays_silent() {
 #[tokio::test]
 async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
-    let mut first = Supervisor::new(place.held.clone(), &place.around, Beginning::Launch { refusal: None });
+    let (_, orders) = mpsc::unbounded_channel();
+    let beginning = Beginning::Launch { refusal: None };
+    let (_, mut first) = Watch::begin(place.held.clone(), &place.around, orders, beginning);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.
     first.ranks[1].process.signal(Signal::KILL);
@@ -386,4 +384,24 @@ async fn a_program_that_does_not_start_is_named() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+/// What `a_rank_is_started_with_what_its_backend_wants` does not show: where its devices come from.
+#[tokio::test]
+async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
+    use crate::engine::{Selection, registry, toy};
+    let list = format!("{0}a,{0}b", toy::DEVICE);
+    let slots = registry::offer(Selection { list: Some(&list), ..Selection::default() }).unwrap().slots;
+    assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
+    let mut place = place(2, &format!("echo $R of ${}", toy::VISIBLE));
+    place.around.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
+    place.around.check = super::super::preflight::check;
+    let dataset = place.dir.path().join("data");
+    fs::create_dir_all(&dataset).unwrap();
+    fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
+    place.held.start.dataset_path = dataset.display().to_string();
+    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
+    let said = |rank| fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap();
+    assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
 }

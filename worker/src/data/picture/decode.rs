@@ -3,11 +3,7 @@
 //! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
 //! applied; of 16 bits the upper 8 are taken.
 
-use super::{
-    MAX_BYTES, PictureRef, format_of,
-    jpeg::{Stored, Subsampling},
-    no_picture, too_large, whole,
-};
+use super::{MAX_BYTES, PictureRef, format_of, no_picture, too_large, whole};
 use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use std::io::Cursor;
 use zune_jpeg::{
@@ -36,9 +32,9 @@ pub(in crate::data) struct Decoder {
 pub(super) struct Header<'a> {
     pub(super) format: ImageFormat,
     /// As they are stored, before `orientation`.
-    width: u32,
-    height: u32,
-    orientation: Orientation,
+    pub(super) width: u32,
+    pub(super) height: u32,
+    pub(super) orientation: Orientation,
     body: Body<'a>,
 }
 
@@ -60,12 +56,6 @@ impl<'a> Header<'a> {
             return Err(words);
         }
         Ok(header)
-    }
-
-    /// Before it is turned upright, with the subsampling that was read elsewhere.
-    pub(super) fn stored(&self, subsampling: Subsampling) -> Stored {
-        let orientation = self.orientation.to_exif();
-        Stored { width: self.width, height: self.height, orientation, subsampling }
     }
 
     /// Width and height of the upright picture.

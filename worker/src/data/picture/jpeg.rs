@@ -97,7 +97,8 @@ pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
     let Frame { width, height, subsampling, .. } = frame(bytes)?;
     // Also looks whether the file has its end.
     let header = Header::read(bytes).map_err(|_| ForCores::Damaged)?;
-    let stored = header.stored(subsampling);
+    let orientation = header.orientation.to_exif();
+    let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
     if (stored.width, stored.height) != (width, height) {
         return Err(ForCores::Damaged);
     }

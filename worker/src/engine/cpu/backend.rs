@@ -4,11 +4,18 @@ use super::build;
 use crate::{
     engine::{
         Engine, EngineError,
-        backend::{Backend, BuildArgs, Needs},
+        backend::{Backend, BuildArgs, Devices, Needs, Selection},
     },
     gpu::RankGpu,
+    host::{cores, cpu_name},
 };
-use lockstep_protocol::spec::{Device, JobSpec, Precision};
+use lockstep_protocol::{
+    agent::Slot,
+    spec::{Device, JobSpec, Precision},
+};
+
+/// Places for ranks that one machine offers at most.
+const MOST_SLOTS: u32 = 1024;
 
 /// The CPU's cores.
 #[derive(Debug)]
@@ -17,6 +24,33 @@ pub(in crate::engine) struct Cpu;
 impl Backend for Cpu {
     fn name(&self) -> &'static str {
         "cpu"
+    }
+
+    /// As many places as there are cores, or as are asked for. They share the cores: an attempt's ranks get as many threads
+    /// each as there are cores for one.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
+        if selection.device == Device::Cuda || selection.list.is_some() {
+            return Ok(Devices::default());
+        }
+        let cores = cores();
+        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_SLOTS));
+        if !(1..=MOST_SLOTS).contains(&count) {
+            return Err(format!("--cpu-slots {count}: from 1 to {MOST_SLOTS}"));
+        }
+        let share = match cores / count {
+            0 => format!("1/{} core", count.div_ceil(cores)),
+            1 => "1 core".to_owned(),
+            n => format!("{n} cores"),
+        };
+        let name = format!("{share} of {}", cpu_name());
+        let slot = |index| Slot {
+            index,
+            device: self.name().into(),
+            name: name.clone(),
+            memory_bytes: 0,
+            uuid: None,
+        };
+        Ok(Devices { slots: (0..count).map(slot).collect(), hindrance: None })
     }
 
     fn device_of(&self, _given: Option<&RankGpu>, _asked: Device) -> Option<i32> {
@@ -43,5 +77,27 @@ impl Backend for Cpu {
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
         build(args.network, args.initial, args.config, args.comm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offered(cpu_slots: u32) -> Result<Devices, String> {
+        Cpu.devices(Selection { cpu_slots: Some(cpu_slots), ..Selection::default() })
+    }
+
+    #[test]
+    fn as_many_places_as_are_asked_for_share_the_cores() {
+        let slots = offered(3).unwrap().slots;
+        assert_eq!(slots.iter().map(|s| s.index).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(slots.iter().all(|s| s.device == "cpu" && s.name.contains("core") && s.uuid.is_none()));
+        assert_eq!(offered(1024).unwrap().slots.len(), 1024);
+        for wrong in [0, 1025] {
+            assert!(offered(wrong).unwrap_err().contains("from 1 to 1024"));
+        }
+        let gpus = Selection { device: Device::Cuda, ..Selection::default() };
+        assert_eq!(Cpu.devices(gpus), Ok(Devices::default()));
     }
 }

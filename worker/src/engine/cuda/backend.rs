@@ -6,16 +6,20 @@ use crate::{
     data::device::DeviceDecoder,
     engine::{
         Engine, EngineError,
-        backend::{Backend, BuildArgs, DeviceError, Needs},
+        backend::{Backend, BuildArgs, DeviceError, Devices, Needs, Selection, SharedMemory},
     },
     gpu::{
         RankGpu,
+        devices::{self, Usable},
         libraries::{self, Which},
         metrics::Sampler,
     },
     report::Observer,
 };
-use lockstep_protocol::spec::{Device, Precision};
+use lockstep_protocol::{
+    agent::Slot,
+    spec::{Device, JobSpec, Precision},
+};
 use std::{
     any::Any,
     ffi::OsString,
@@ -24,6 +28,9 @@ use std::{
     time::Duration,
 };
 
+/// Shared memory that NCCL takes for each rank on a machine.
+const SHARED_MEMORY: u64 = 32 << 20;
+
 /// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(in crate::engine) struct Cuda;
@@ -31,6 +38,31 @@ pub(in crate::engine) struct Cuda;
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
         "cuda"
+    }
+
+    /// A place a GPU, numbered as `nvidia-smi` numbers them.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
+        if selection.device == Device::Cpu || selection.cpu_slots.is_some() {
+            return Ok(Devices::default());
+        }
+        let Usable { gpus, hindrance } = devices::usable(selection.list)?;
+        let expected = match (selection.list, selection.device) {
+            (Some(_), _) => Some("there is no GPU that a rank can use".into()),
+            (None, Device::Cuda) => Some(
+                "there is no GPU on this machine; lockstep doctor says more, and \"auto\" or \"cpu\" trains on the CPU"
+                    .into(),
+            ),
+            (None, _) => None,
+        };
+        let hindrance = if gpus.is_empty() { hindrance.or(expected) } else { None };
+        let slots = gpus.into_iter().map(|gpu| Slot {
+            index: gpu.index,
+            device: self.name().into(),
+            name: gpu.name,
+            memory_bytes: gpu.memory_bytes,
+            uuid: Some(gpu.uuid),
+        });
+        Ok(Devices { slots: slots.collect(), hindrance })
     }
 
     /// A job may ask for the CPU on a machine that has GPUs.
@@ -60,6 +92,11 @@ impl Backend for Cuda {
 
     fn preflight(&self, world_size: u32) -> Result<(), String> {
         libraries::ready(Which::needed(world_size))
+    }
+
+    fn shared_memory(&self, spec: &JobSpec, local_ranks: usize) -> SharedMemory {
+        let ranks = if spec.parallel.device == Device::Cuda && local_ranks > 1 { local_ranks } else { 0 };
+        SharedMemory { bytes: SHARED_MEMORY * ranks as u64, library: "NCCL" }
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {

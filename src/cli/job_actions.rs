@@ -1,4 +1,4 @@
-//! `lockstep pause`, `resume` and `retry`: a job's moves at a person's wish.
+//! `lockstep pause`, `resume` and `retry`: what a person has a job do.
 
 use super::{
     api::{Api, ServerArgs},

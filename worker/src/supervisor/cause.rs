@@ -1,9 +1,7 @@
-//! Why an attempt failed: of all that its ranks recorded and how they ended, the cause that comes first.
+//! Why ranks failed: of all that they recorded and how they ended, the cause that comes first.
 
-use crate::{
-    launch::Exit,
-    rank::{EXIT_FINISHED, EXIT_STOPPED},
-};
+use super::process::Exit;
+use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
 use lockstep_protocol::{
     agent::Ending,
     reason::{Facts, Reason, ReasonCode},
@@ -11,36 +9,36 @@ use lockstep_protocol::{
 
 /// What is known of one rank.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct RankEnd {
-    pub(super) rank: u32,
+pub struct RankEnd {
+    pub rank: u32,
     /// Absent while it runs.
-    pub(super) exit: Option<Exit>,
-    /// It was still running when its agent told it to end: how it ended then is no cause.
-    pub(super) told_to_end: bool,
+    pub exit: Option<Exit>,
+    /// It was still running when it was told to end: how it ended then is no cause.
+    pub told_to_end: bool,
     /// Optimizer steps done, as far as its records say.
-    pub(super) step: u64,
+    pub step: u64,
     /// It recorded that its training is done.
-    pub(super) finished: bool,
+    pub finished: bool,
     /// Its last words.
-    pub(super) failure: Option<Failure>,
+    pub failure: Option<Failure>,
     /// The last line it printed outside its log (a panic, the loader's complaint).
-    pub(super) last_stderr_line: Option<String>,
+    pub last_stderr_line: Option<String>,
     /// It printed that memory was refused.
-    pub(super) no_memory: bool,
+    pub no_memory: bool,
 }
 
 /// What a rank said of its own failure.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Failure {
-    pub(super) reason: String,
-    pub(super) code: Option<ReasonCode>,
-    pub(super) retriable: bool,
-    pub(super) secondary: bool,
+pub struct Failure {
+    pub reason: String,
+    pub code: Option<ReasonCode>,
+    pub retriable: bool,
+    pub secondary: bool,
 }
 
 impl RankEnd {
     /// Whether it ended as a rank should.
-    pub(super) fn is_success(&self) -> bool {
+    pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,
             Some(Exit::Unseen) => self.finished && self.failure.is_none(),
@@ -49,19 +47,24 @@ impl RankEnd {
     }
 
     /// Whether it runs, or has ended, as a rank does that was told to stop.
-    pub(super) fn is_stopping(&self) -> bool {
+    pub fn is_stopping(&self) -> bool {
         let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
     }
 
     /// Whether it was killed or died unseen, and did not end by itself.
-    pub(super) fn is_death(&self) -> bool {
+    pub fn is_death(&self) -> bool {
         let unexplained = !self.is_success() && self.failure.is_none();
         unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
+    /// Whether it said by itself why it failed, and did not only lose another rank.
+    pub fn has_own_reason(&self) -> bool {
+        self.failure.as_ref().is_some_and(|failure| !failure.secondary)
+    }
+
     /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.
-    pub(super) fn was_refused_memory(&self) -> bool {
+    pub fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
@@ -71,7 +74,7 @@ impl RankEnd {
             return None;
         }
         match (&self.failure, self.exit) {
-            (Some(failure), _) if !failure.secondary => Some(0),
+            _ if self.has_own_reason() => Some(0),
             (_, Some(_)) if self.told_to_end && self.failure.is_none() => None,
             (Some(_), _) => Some(5),
             (None, Some(Exit::Signal(_))) => Some(1),
@@ -82,7 +85,8 @@ impl RankEnd {
         }
     }
 
-    fn ending(&self) -> Ending {
+    /// How an attempt ends for which this is the cause.
+    pub fn ending(&self) -> Ending {
         let mut facts = Facts { rank: Some(self.rank), step: Some(self.step), ..Facts::default() };
         let (code, retriable) = match (&self.failure, self.exit) {
             (Some(failure), _) => {
@@ -105,12 +109,21 @@ impl RankEnd {
     }
 }
 
+/// The rank whose end explains the others'.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FailureCause<'a> {
+    pub rank: &'a RankEnd,
+    /// A better explanation may yet come.
+    pub provisional: bool,
+}
+
 /// The cause that explains the others, among ranks that ended or said why they cannot go on.
-pub(super) fn cause(ranks: &[RankEnd]) -> Option<(Ending, bool)> {
-    let (precedence, rank) =
-        ranks.iter().filter_map(|r| Some((r.precedence()?, r))).min_by_key(|(p, r)| (*p, r.step, r.rank))?;
-    // Whether a better explanation may yet come.
-    Some((rank.ending(), precedence >= 4))
+pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
+    let (precedence, rank) = ranks
+        .into_iter()
+        .filter_map(|rank| Some((rank.precedence()?, rank)))
+        .min_by_key(|(precedence, rank)| (*precedence, rank.step, rank.rank))?;
+    Some(FailureCause { rank, provisional: precedence >= 4 })
 }
 
 #[cfg(test)]
@@ -118,8 +131,8 @@ mod tests {
     use super::*;
 
     fn reason(ranks: &[RankEnd]) -> String {
-        match cause(ranks) {
-            Some((Ending::Failed { reason, .. }, _)) => reason.words().to_owned(),
+        match failure_cause(ranks).map(|cause| cause.rank.ending()) {
+            Some(Ending::Failed { reason, .. }) => reason.words().to_owned(),
             other => panic!("{other:?}"),
         }
     }
@@ -140,8 +153,8 @@ mod tests {
         let ranks = [lost_connection(0), killed];
         assert_eq!(reason(&ranks), "rank 1 was killed by signal 9 at step 41");
         // Before its death is seen, the secondary cause is known to be one.
-        assert!(cause(&ranks[..1]).unwrap().1);
-        assert!(!cause(&ranks).unwrap().1);
+        assert!(failure_cause(&ranks[..1]).unwrap().provisional);
+        assert!(!failure_cause(&ranks).unwrap().provisional);
     }
 
     #[test]
@@ -162,12 +175,12 @@ mod tests {
         let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 7, ..Default::default() };
         let ranks = [lost_connection(0), killed, said];
         assert_eq!(reason(&ranks), "rank 2 failed at step 7: the loss is NaN");
-        let Some((Ending::Failed { reason, .. }, _)) = cause(&ranks) else { panic!() };
+        let Ending::Failed { reason, .. } = failure_cause(&ranks).unwrap().rank.ending() else { panic!() };
         assert_eq!((reason.code(), reason.facts().rank), (&ReasonCode::Diverged, Some(2)));
     }
 
     #[test]
-    fn what_the_agent_did_itself_is_no_cause() {
+    fn what_ranks_were_told_to_do_is_no_cause() {
         let ended = RankEnd {
             rank: 0,
             exit: Some(Exit::Signal(15)),
@@ -182,7 +195,7 @@ mod tests {
             last_stderr_line: Some("index out of bounds".into()),
             ..Default::default()
         };
-        assert_eq!(cause(std::slice::from_ref(&ended)), None);
+        assert_eq!(failure_cause(std::slice::from_ref(&ended)), None);
         assert_eq!(
             reason(&[ended, panicked]),
             "rank 1 ended with exit status 101 at step 3: index out of bounds"
@@ -198,6 +211,6 @@ mod tests {
         );
         let finished = RankEnd { finished: true, ..unseen };
         assert!(finished.is_success());
-        assert_eq!(cause(&[finished]), None);
+        assert_eq!(failure_cause(&[finished]), None);
     }
 }

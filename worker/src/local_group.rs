@@ -9,22 +9,23 @@ use crate::{
     },
     gpu::{RankGpu, devices::Gpu},
     host::own_program,
+    supervisor::{Exit, Orphans, Policy, ProcessGroup, Rank, RankGroup, RankProcess, supervise},
 };
 use serde::{Deserialize, Serialize};
 use std::{
+    convert::Infallible,
     ffi::OsString,
     io::{self, Read},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     sync::Arc,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 /// Carries a member's part to its process; not an argument, because others can read those.
-const VARIABLE: &str = "LOCKSTEP_TEAM_MEMBER";
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
 
-/// One rank of a team.
+/// One rank of the group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     pub rank: u32,
@@ -39,12 +40,12 @@ pub struct Member {
 /// A member among the others.
 pub struct Met {
     pub comm: Arc<dyn Communicator>,
-    /// Absent in a team of one.
+    /// Absent in a group of one.
     pub store: Option<Arc<Store>>,
 }
 
 impl Member {
-    /// This process's part, when it is one of a team.
+    /// This process's part, when it is one of a group.
     ///
     /// # Errors
     /// The variable that says so holds something else.
@@ -75,7 +76,7 @@ impl Member {
     }
 }
 
-/// A team of `world_size`, on the first of `gpus` or, when there are none, on CPU cores.
+/// A group of `world_size`, on the first of `gpus` or, when there are none, on CPU cores.
 ///
 /// # Errors
 /// No port is free.
@@ -98,62 +99,75 @@ pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
 /// # Errors
 /// The first member that fails, in its own words; the others are ended. Or `limit` has passed.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
-    let mut team = Team { processes: Vec::new() };
+    // Whatever ends this, ends its processes.
+    let mut ranks = RankGroup::new(Orphans::Kill);
+    let mut measuring = Measuring { outputs: Vec::new(), began: Instant::now(), limit };
     for member in members {
         let rank = member.rank;
-        let process = start(arguments, member).map_err(|e| format!("rank {rank} cannot be started: {e}"))?;
-        team.processes.push(process);
+        let (process, output) =
+            start(arguments, member).map_err(|e| format!("rank {rank} cannot be started: {e}"))?;
+        ranks.ranks.push(Rank::without_records(process, ()));
+        measuring.outputs.push(output);
     }
-    let began = Instant::now();
-    loop {
-        let mut running = false;
-        for (rank, process) in team.processes.iter_mut().enumerate() {
-            match process.child.try_wait().map_err(|e| e.to_string())? {
-                None => running = true,
-                Some(status) if status.success() => {}
-                Some(status) => {
-                    let words = process.errors.take().map_or_else(Vec::new, joined);
-                    let words = String::from_utf8_lossy(&words).trim().to_owned();
-                    let words = if words.is_empty() { status.to_string() } else { words };
-                    return Err(format!("rank {rank}: {words}"));
-                }
-            }
-        }
-        if !running {
-            break;
-        }
-        if began.elapsed() > limit {
-            return Err(format!("not done after {:.0} s", limit.as_secs_f64()));
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
-    let first = team.processes.first_mut().and_then(|process| process.printed.take());
+    measuring.began = Instant::now();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    runtime.map_err(|e| e.to_string())?.block_on(supervise(&mut measuring, &mut ranks))?;
+    let first = measuring.outputs.first_mut().and_then(|output| output.printed.take());
     Ok(first.map_or_else(Vec::new, joined))
 }
 
-/// A member's process, and what it prints meanwhile.
-struct Process {
-    child: Child,
+/// Waits for members, and gives up with the first that fails.
+struct Measuring {
+    outputs: Vec<Output>,
+    began: Instant,
+    limit: Duration,
+}
+
+impl Policy for Measuring {
+    type Notes = ();
+    type Order = Infallible;
+    type Error = String;
+
+    const POLL_EVERY: Duration = Duration::from_millis(5);
+
+    async fn order(&mut self) -> Infallible {
+        std::future::pending().await
+    }
+
+    fn obey(&mut self, order: Infallible, _ranks: &mut RankGroup<()>) {
+        match order {}
+    }
+
+    fn observe(&mut self, ranks: &mut RankGroup<()>) -> Result<(), String> {
+        for (end, output) in ranks.ends().zip(&mut self.outputs) {
+            if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
+                let words = output.errors.take().map_or_else(Vec::new, joined);
+                let words = String::from_utf8_lossy(&words).trim().to_owned();
+                let words = if words.is_empty() { exit.to_string() } else { words };
+                return Err(format!("rank {}: {words}", end.rank));
+            }
+        }
+        if !ranks.has_ended() && self.began.elapsed() > self.limit {
+            return Err(format!("not done after {:.0} s", self.limit.as_secs_f64()));
+        }
+        Ok(())
+    }
+
+    /// A failure ends all of them at once: nothing of theirs is kept.
+    fn decide(&mut self, _ranks: &mut RankGroup<()>) {}
+
+    fn grace(&self, _ranks: &RankGroup<()>) -> Duration {
+        Duration::ZERO
+    }
+}
+
+/// What a member prints meanwhile.
+struct Output {
     printed: Option<JoinHandle<Vec<u8>>>,
     errors: Option<JoinHandle<Vec<u8>>>,
 }
 
-/// Whatever ends this, ends its processes.
-struct Team {
-    processes: Vec<Process>,
-}
-
-impl Drop for Team {
-    fn drop(&mut self) {
-        for process in &mut self.processes {
-            // Most have ended by themselves.
-            let _ = process.child.kill();
-            let _ = process.child.wait();
-        }
-    }
-}
-
-fn start(arguments: &[OsString], member: &Member) -> io::Result<Process> {
+fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Output)> {
     let mut command = Command::new(own_program()?);
     command
         .args(arguments)
@@ -164,10 +178,11 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<Process> {
     if let Some(gpu) = &member.gpu {
         command.envs(gpu.environment()?);
     }
-    let mut child = command.spawn()?;
-    let printed = child.stdout.take().map(read).transpose()?;
-    let errors = child.stderr.take().map(read).transpose()?;
-    Ok(Process { child, printed, errors })
+    // Ctrl-C ends them with who measures.
+    let mut process = RankProcess::spawn(member.rank, &mut command, ProcessGroup::Inherited)?;
+    let (printed, errors) = process.take_output();
+    let output = Output { printed: printed.map(read).transpose()?, errors: errors.map(read).transpose()? };
+    Ok((process, output))
 }
 
 fn read(mut from: impl Read + Send + 'static) -> io::Result<JoinHandle<Vec<u8>>> {

@@ -23,7 +23,7 @@ use std::{
 
 /// The folder, locked for this process.
 #[derive(Debug)]
-pub struct Home {
+pub struct StateDir {
     dir: PathBuf,
     agent_id: String,
     _lock: File,
@@ -47,7 +47,7 @@ impl Held {
 
 /// Why the folder cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum HomeError {
+pub enum StateDirError {
     /// It cannot be made, read or written.
     #[error("the agent's folder {}: {error}", path.display())]
     Io {
@@ -76,15 +76,15 @@ fn read_held(text: &[u8]) -> serde_json::Result<Held> {
     serde_json::from_value(held)
 }
 
-impl Home {
+impl StateDir {
     /// Makes or opens the folder and locks it; the lock ends with this process.
     ///
     /// # Errors
-    /// See [`HomeError`].
-    pub fn open(dir: &Path) -> Result<Self, HomeError> {
+    /// See [`StateDirError`].
+    pub fn open(dir: &Path) -> Result<Self, StateDirError> {
         let failed = |path: &Path| {
             let path = path.to_owned();
-            move |error| HomeError::Io { path, error }
+            move |error| StateDirError::Io { path, error }
         };
         fs::create_dir_all(dir.join("attempts")).map_err(failed(dir))?;
         let dir = dir.canonicalize().map_err(failed(dir))?;
@@ -104,7 +104,7 @@ impl Home {
             Err(TryLockError::WouldBlock) => {
                 let mut pid = String::new();
                 let pid = lock.read_to_string(&mut pid).ok().and_then(|_| pid.trim().parse().ok());
-                return Err(HomeError::Taken { path: dir, pid });
+                return Err(StateDirError::Taken { path: dir, pid });
             }
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn an_attempt_of_a_version_with_other_names_of_keys_is_held_on() {
         let dir = tempfile::tempdir().unwrap();
-        let home = Home::open(dir.path()).unwrap();
+        let state_dir = StateDir::open(dir.path()).unwrap();
         let mut spec = serde_json::to_value(lockstep_protocol::JobSpec::default()).unwrap();
         for (section, now, before) in [("train", "mixup", "mixup_alpha"), ("data", "augment", "auto_augment")]
         {
@@ -258,7 +258,7 @@ mod tests {
             "job_dir": "/none",
         });
         fs::write(dir.path().join("attempts/one.json"), note.to_string()).unwrap();
-        let held = home.held();
+        let held = state_dir.held();
         assert_eq!(held.len(), 1);
         assert_eq!(held[0].start.spec, lockstep_protocol::JobSpec::default());
     }
@@ -266,26 +266,29 @@ mod tests {
     #[test]
     fn an_agent_stays_the_same_and_is_alone_on_its_folder() {
         let dir = tempfile::tempdir().unwrap();
-        let home = Home::open(dir.path()).unwrap();
-        let id = home.agent_id().to_owned();
+        let state_dir = StateDir::open(dir.path()).unwrap();
+        let id = state_dir.agent_id().to_owned();
         assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
-        let error = Home::open(dir.path()).unwrap_err();
+        let error = StateDir::open(dir.path()).unwrap_err();
         assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
         // A server of this machine, then one of another, then none.
         let lock = dir.path().join("server.lock");
         let server = File::create(&lock).unwrap();
         server.lock().unwrap();
-        assert!(!home.server_is_gone(), "none was heard of");
-        home.note_server(Some(&lock));
-        assert!(!home.server_is_gone());
+        assert!(!state_dir.server_is_gone(), "none was heard of");
+        state_dir.note_server(Some(&lock));
+        assert!(!state_dir.server_is_gone());
         server.unlock().unwrap();
-        assert!(home.server_is_gone());
-        home.note_server(Some(&lock));
-        assert!(!home.server_is_gone(), "it was not locked while the server spoke: a file of the same name");
-        home.note_server(Some(Path::new("/nowhere/server.lock")));
-        assert!(!home.server_is_gone());
-        drop(home);
+        assert!(state_dir.server_is_gone());
+        state_dir.note_server(Some(&lock));
+        assert!(
+            !state_dir.server_is_gone(),
+            "it was not locked while the server spoke: a file of the same name"
+        );
+        state_dir.note_server(Some(Path::new("/nowhere/server.lock")));
+        assert!(!state_dir.server_is_gone());
+        drop(state_dir);
         assert_eq!(running_agent(dir.path()), None);
-        assert_eq!(Home::open(dir.path()).unwrap().agent_id(), id);
+        assert_eq!(StateDir::open(dir.path()).unwrap().agent_id(), id);
     }
 }

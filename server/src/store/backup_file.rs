@@ -1,0 +1,220 @@
+//! The file of a backup: written line by line, checked to its end, and read row by row. What is in it, `backup.rs` says.
+
+use super::{
+    cells::{Cell, Table, hexadecimal},
+    older,
+};
+use crate::{config::ServeError, regular};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, BufWriter, Write as _},
+    path::{Path, PathBuf},
+};
+
+const FORMAT: u32 = 1;
+
+/// Why a backup or a restore was not done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackupError {
+    /// The file.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// Of the backup.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Not a backup, or not a whole one.
+    #[error("{} is not a whole backup: {detail}", path.display())]
+    NotWhole {
+        /// Of the backup.
+        path: PathBuf,
+        /// What is wrong with it.
+        detail: String,
+    },
+    /// The database that is to be restored into has rows.
+    #[error(
+        "the database {0} is not empty; a backup is restored into a new one only, name it with --database or --data-dir"
+    )]
+    NotEmpty(String),
+    /// The database.
+    #[error(transparent)]
+    Open(#[from] ServeError),
+    /// The database, half way; nothing was changed.
+    #[error("the database: {0}")]
+    Database(#[from] sqlx::Error),
+    /// Writing the lines.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+/// What is in a backup.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    /// Rows by table, in the file's order.
+    pub tables: Vec<(String, u64)>,
+    /// Of the file.
+    pub size_bytes: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Heading {
+    lockstep_backup: u32,
+    /// The newest migration of the database it was made of.
+    pub(super) migration: i64,
+    at: jiff::Timestamp,
+}
+
+#[derive(Serialize, Deserialize)]
+struct End {
+    rows: u64,
+    sha256: String,
+}
+
+/// The lines of a backup on their way to the disk.
+pub(super) struct Writer {
+    to: BufWriter<File>,
+    hash: Sha256,
+    tables: Vec<(String, u64)>,
+    size_bytes: u64,
+}
+
+impl Writer {
+    /// Begins a file that is finished or removed by its caller.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    pub(super) fn create(path: &Path) -> io::Result<Self> {
+        let to = BufWriter::new(File::create(path)?);
+        Ok(Self { to, hash: Sha256::new(), tables: Vec::new(), size_bytes: 0 })
+    }
+
+    /// The first line, of a database whose newest migration is `migration`.
+    pub(super) fn heading(&mut self, migration: i64) -> io::Result<()> {
+        self.line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })
+    }
+
+    fn line(&mut self, value: &impl Serialize) -> io::Result<()> {
+        let mut line = serde_json::to_vec(value)?;
+        line.push(b'\n');
+        self.hash.update(&line);
+        self.size_bytes += line.len() as u64;
+        self.to.write_all(&line)
+    }
+
+    pub(super) fn table(&mut self, table: &Table) -> io::Result<()> {
+        self.tables.push((table.name.clone(), 0));
+        self.line(table)
+    }
+
+    pub(super) fn row(&mut self, cells: &[Cell]) -> io::Result<()> {
+        if let Some((_, rows)) = self.tables.last_mut() {
+            *rows += 1;
+        }
+        self.line(&cells.iter().map(Cell::json).collect::<Vec<_>>())
+    }
+
+    /// The last line; then all of it is on the disk.
+    pub(super) fn finish(mut self) -> io::Result<Summary> {
+        let rows = self.tables.iter().map(|(_, rows)| rows).sum();
+        let sha256 = hexadecimal(&self.hash.clone().finalize());
+        self.line(&End { rows, sha256 })?;
+        self.to.flush().and_then(|()| self.to.get_ref().sync_all())?;
+        Ok(Summary { tables: self.tables, size_bytes: self.size_bytes })
+    }
+}
+
+/// Reads a backup to its end and checks it.
+pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
+    let failed = |source| BackupError::File { path: path.to_owned(), source };
+    let not_whole = |detail: &str| BackupError::NotWhole { path: path.to_owned(), detail: detail.to_owned() };
+    let mut from = BufReader::new(regular::open(path).map_err(failed)?);
+    let mut hash = Sha256::new();
+    let (mut line, mut last) = (Vec::new(), Vec::new());
+    let (mut tables, mut size_bytes, mut heading) = (Vec::<(String, u64)>::new(), 0, None);
+    while from.read_until(b'\n', &mut line).map_err(failed)? > 0 {
+        hash.update(&last);
+        size_bytes += line.len() as u64;
+        match line.first() {
+            Some(b'[') => match tables.last_mut() {
+                Some((_, rows)) => *rows += 1,
+                None => return Err(not_whole("it has a row of no table")),
+            },
+            _ if heading.is_none() => {
+                let found: Heading =
+                    serde_json::from_slice(&line).map_err(|_| not_whole("it does not begin as one"))?;
+                if found.lockstep_backup != FORMAT {
+                    return Err(not_whole("it is of another version of the format"));
+                }
+                heading = Some(found);
+            }
+            _ => {
+                if let Ok(table) = serde_json::from_slice::<Table>(&line) {
+                    tables.push((table.name, 0));
+                }
+            }
+        }
+        last = std::mem::take(&mut line);
+    }
+    let heading = heading.ok_or_else(|| not_whole("it is empty"))?;
+    let end: End = serde_json::from_slice(&last).map_err(|_| not_whole("its end is missing"))?;
+    if end.sha256 != hexadecimal(&hash.finalize()) {
+        return Err(not_whole("its checksum does not match"));
+    }
+    Ok((heading, Summary { tables, size_bytes }))
+}
+
+/// The rows of a backup that was verified.
+pub(super) struct Rows {
+    path: PathBuf,
+    from: BufReader<File>,
+    table: Option<Table>,
+}
+
+impl Rows {
+    pub(super) fn open(path: &Path) -> Result<Self, BackupError> {
+        let failed = |source| BackupError::File { path: path.to_owned(), source };
+        Ok(Self {
+            path: path.to_owned(),
+            from: BufReader::new(regular::open(path).map_err(failed)?),
+            table: None,
+        })
+    }
+
+    pub(super) fn next(&mut self) -> Result<Option<(Table, Vec<Cell>)>, BackupError> {
+        let mut line = Vec::new();
+        let damaged = |path: &Path| BackupError::NotWhole {
+            path: path.to_owned(),
+            detail: "a row does not fit its table".into(),
+        };
+        while self.from.read_until(b'\n', &mut line)? > 0 {
+            if line.first() != Some(&b'[') {
+                if let Ok(table) = serde_json::from_slice::<Table>(&line) {
+                    let plain = |name: &str| {
+                        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+                    };
+                    // They become part of a statement.
+                    if !plain(&table.name) || !table.columns.iter().all(|c| plain(&c.name)) {
+                        return Err(damaged(&self.path));
+                    }
+                    self.table = Some(table);
+                }
+                line.clear();
+                continue;
+            }
+            let table = self.table.clone().ok_or_else(|| damaged(&self.path))?;
+            let values: Vec<Value> = serde_json::from_slice(&line).map_err(|_| damaged(&self.path))?;
+            if values.len() != table.columns.len() {
+                return Err(damaged(&self.path));
+            }
+            let cells = table.columns.iter().zip(values).map(|(c, v)| Cell::read(c.kind, v));
+            let cells = cells.collect::<Option<Vec<_>>>().ok_or_else(|| damaged(&self.path))?;
+            return Ok(Some(older::as_today(table, cells)));
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,148 @@
+//! The end of an attempt: proof that nothing is left of its ranks, and what is written down for the server.
+
+use super::{
+    agent_events_path,
+    watch::{Recorded, Watch},
+};
+use crate::{
+    host,
+    rank::EXIT_STOPPED,
+    report::Records,
+    supervisor::{Exit, RankEnd, RankGroup},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, LogLine},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::{fs, io, time::Duration};
+
+impl Watch {
+    /// Every rank is gone: writes what is left to say, how the attempt ended last.
+    pub(super) async fn conclude(self, mut ranks: RankGroup<Recorded>) {
+        for rank in &mut ranks.ranks {
+            // What is damaged is said below.
+            let _ = rank.read();
+        }
+        let left = ranks.sweep().await;
+        let unreported = self.unreported_checkpoints(&ranks).await;
+        let mut events = Vec::new();
+        for watched in &ranks.ranks {
+            let RankEnd { rank, ref exit, .. } = watched.end;
+            let mut texts = Vec::new();
+            if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(EXIT_STOPPED))) {
+                texts = watched.stderr_lines();
+            }
+            texts.extend(watched.damaged.clone());
+            if rank == 0 {
+                let found = |c: &CheckpointInfo| {
+                    format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
+                };
+                texts.extend(unreported.iter().map(found));
+            }
+            if rank == 0 && matches!(self.decided, Some(Ending::Stopped)) {
+                texts.extend(watched.notes.reported.lost(watched.end.step, &unreported));
+            }
+            if !texts.is_empty() {
+                let at = jiff::Timestamp::now();
+                let line = |(number, text)| LogLine { number, at, text };
+                let lines = (watched.notes.lines + 1..).zip(texts).map(line).collect();
+                events.push(AttemptEvent::Log { rank, lines });
+            }
+        }
+        events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
+        let ends: Vec<_> = ranks.ends().cloned().collect();
+        let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
+            Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
+        } else {
+            let unexplained = || Ending::Failed { reason: ReasonCode::Unexplained.into(), retriable: true };
+            let cause = || Some(ranks.failure_cause()?.rank.ending());
+            self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
+        };
+        let ending = self.labelled(ending, &ends, left);
+        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, "{ending}");
+        events.push(AttemptEvent::Ended(ending));
+        self.write(&events).await;
+    }
+
+    /// Whole checkpoints of this attempt that no rank lived to report.
+    async fn unreported_checkpoints(&self, ranks: &RankGroup<Recorded>) -> Vec<CheckpointInfo> {
+        let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
+        let reported = first.notes.reported.clone();
+        let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
+        let directory = self.held.job_dir.join("checkpoints");
+        // Large ones take a while to check.
+        tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
+            .await
+            .unwrap_or_default()
+    }
+
+    /// Adds to the reason what only the machine knows.
+    fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
+        // One that has said why it failed ends itself by a signal.
+        let killed =
+            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end && end.failure.is_none();
+        let by_kernel = self.oom_kills.zip(host::oom_kills()).is_some_and(|(before, now)| now > before);
+        let by_kernel = by_kernel && ends.iter().any(killed);
+        let refused = ends.iter().any(RankEnd::was_refused_memory);
+        match (ending, left) {
+            (ending, Some(left)) => {
+                let before = match ending {
+                    Ending::Failed { reason, .. } => format!("{reason}; "),
+                    _ => String::new(),
+                };
+                let facts = Facts {
+                    detail: Some(format!("{before}{left}")),
+                    agent: Some(host::hostname()),
+                    ..Facts::default()
+                };
+                Ending::Failed { reason: Reason::new(ReasonCode::Unkillable, facts), retriable: false }
+            }
+            (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
+                let how = if by_kernel {
+                    "the kernel ended it to free memory"
+                } else {
+                    "it may have no more (ulimit -v)"
+                };
+                let facts = Facts {
+                    // Of whichever rank the reason names; memory is refused by an abort.
+                    signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
+                    detail: Some(format!("{reason}; {how}")),
+                    ..reason.facts().clone()
+                };
+                Ending::Failed { reason: Reason::new(ReasonCode::OutOfMemory, facts), retriable: false }
+            }
+            (ending, None) => ending,
+        }
+    }
+
+    /// A full disk delays the end; it does not lose it.
+    async fn write(&self, events: &[AttemptEvent]) {
+        let path = agent_events_path(&self.dir);
+        let mut written = 0;
+        let mut records = None;
+        loop {
+            let mut attempt = || -> io::Result<()> {
+                let records = match &mut records {
+                    Some(records) => records,
+                    None => {
+                        fs::create_dir_all(&self.dir)?;
+                        records.insert(Records::append_to(&path)?)
+                    }
+                };
+                while written < events.len() {
+                    // What is not taken now is kept by `records` and written by the next call.
+                    written += 1;
+                    records.append(&events[written - 1])?;
+                }
+                records.sync()
+            };
+            match attempt() {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; trying again");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+            }
+        }
+    }
+}

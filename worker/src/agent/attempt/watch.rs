@@ -1,0 +1,223 @@
+//! Starts or takes over the ranks of an attempt, and decides when they end.
+
+use super::{
+    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::Held},
+    Beginning, Order, Surroundings,
+};
+use crate::{
+    checkpoint, host,
+    supervisor::{
+        Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, configs, supervise,
+    },
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Ending},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::{
+    convert::Infallible,
+    io,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::mpsc;
+
+/// How often the ranks' records are looked at.
+const READ_EVERY: Duration = Duration::from_millis(100);
+/// From TERM to KILL.
+pub(super) const GRACE: Duration = Duration::from_secs(5);
+/// The same when another rank was killed or died: what the others still do is in vain, unless rank 0 is writing a
+/// checkpoint. They end by themselves; what holds one up is its GPU.
+const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
+/// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
+const PAUSE: Duration = Duration::from_secs(120);
+const LEAVE: Duration = Duration::from_secs(20);
+/// A rank that only lost contact to another waits this long for the other's own reason. Ranks that stop in order, whoever
+/// told them, have time for their checkpoint.
+const SETTLE: Settle =
+    Settle { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
+
+/// What the agent keeps of a rank's records.
+#[derive(Default)]
+pub(super) struct Recorded {
+    /// Lines of its log so far.
+    pub(super) lines: u64,
+    pub(super) reported: Reported,
+}
+
+impl Notes for Recorded {
+    fn note(&mut self, event: AttemptEvent) {
+        self.reported.note(&event);
+        if let AttemptEvent::Log { lines, .. } = event {
+            self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
+        }
+    }
+}
+
+/// An attempt whose ranks are watched.
+pub(super) struct Watch {
+    pub(super) held: Held,
+    pub(super) dir: PathBuf,
+    lease: Arc<Lease>,
+    orders: mpsc::UnboundedReceiver<Order>,
+    read_at: Instant,
+    /// How the attempt ends, where that was decided before its ranks are gone.
+    pub(super) decided: Option<Ending>,
+    /// They end because another one was killed or died.
+    peer_died: bool,
+    /// Processes that the kernel's OOM killer had ended when this began.
+    pub(super) oom_kills: Option<u64>,
+}
+
+impl Watch {
+    /// Starts the ranks, or finds those that an earlier agent started.
+    pub(super) fn begin(
+        held: Held,
+        around: &Surroundings,
+        orders: mpsc::UnboundedReceiver<Order>,
+        beginning: Beginning,
+    ) -> (Self, RankGroup<Recorded>) {
+        let mut this = Self {
+            dir: held.attempt_dir(),
+            held,
+            lease: around.lease.clone(),
+            orders,
+            read_at: Instant::now(),
+            decided: None,
+            peer_died: false,
+            oom_kills: host::oom_kills(),
+        };
+        let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
+        let decided = match beginning {
+            Beginning::Launch { refusal: None } => {
+                let launched = this.launch(around, &mut ranks);
+                launched.err().map(|error| not_started(Refusal::other(error.to_string())))
+            }
+            Beginning::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
+            Beginning::Over(ending) => Some(ending),
+            Beginning::Adopt => {
+                let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
+                ranks.ranks = this.held.start.ranks.iter().map(adopt).collect();
+                None
+            }
+        };
+        if decided.is_some() {
+            this.decided = decided;
+            ranks.stop(Stop::Terminate);
+        }
+        (this, ranks)
+    }
+
+    fn launch(&self, around: &Surroundings, ranks: &mut RankGroup<Recorded>) -> io::Result<()> {
+        let start = &self.held.start;
+        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.held.job_dir) {
+            ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
+        }
+        Ok(())
+    }
+
+    fn watched(&self, process: RankProcess) -> Rank<Recorded> {
+        Rank::of_attempt(process, &self.dir, Recorded::default())
+    }
+
+    /// Watches the ranks to their end, and writes down how the attempt ended.
+    pub(super) async fn run(mut self, mut ranks: RankGroup<Recorded>) {
+        let Ok(()) = supervise(&mut self, &mut ranks).await;
+        self.conclude(ranks).await;
+    }
+
+    /// Whether rank 0 is there, and a checkpoint is begun.
+    fn is_writing(&self, ranks: &RankGroup<Recorded>) -> bool {
+        ranks.ends().any(|end| end.rank == 0 && end.exit.is_none())
+            && checkpoint::is_being_written(&self.held.job_dir.join("checkpoints"))
+    }
+
+    /// Which rank holds up the others, when one has had nothing to say for too long.
+    fn stall_reason(&self, ranks: &RankGroup<Recorded>) -> Option<Reason> {
+        let secs = self.held.start.spec.recovery.stall_timeout_secs;
+        let limit = Duration::from_secs(secs.into());
+        let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
+        running().find(|rank| rank.last_report.elapsed() > limit)?;
+        // Those that wait for it are as silent as it is.
+        let slowest = running().min_by_key(|rank| {
+            (!rank.process.is_suspended(), rank.end.step, rank.last_report, rank.end.rank)
+        })?;
+        let RankEnd { rank, step, .. } = slowest.end;
+        let suspended = slowest.process.is_suspended();
+        let facts = Facts {
+            rank: Some(rank),
+            step: Some(step),
+            secs: Some(secs.into()),
+            detail: suspended.then(|| "its process is suspended (SIGSTOP)".to_owned()),
+            ..Facts::default()
+        };
+        Some(Reason::new(ReasonCode::Stalled, facts))
+    }
+}
+
+impl Policy for Watch {
+    type Notes = Recorded;
+    type Order = Order;
+    type Error = Infallible;
+
+    const POLL_EVERY: Duration = Duration::from_millis(20);
+
+    async fn order(&mut self) -> Order {
+        match self.orders.recv().await {
+            Some(order) => order,
+            None => std::future::pending().await,
+        }
+    }
+
+    fn obey(&mut self, order: Order, ranks: &mut RankGroup<Recorded>) {
+        let how = match &order {
+            Order::Stop { patient: false } => Stop::Terminate,
+            Order::Stop { patient: true } => Stop::Save { within: PAUSE },
+            Order::Leave | Order::Full(_) => Stop::Save { within: LEAVE },
+        };
+        // What was decided first stays.
+        if !ranks.is_stopping() {
+            self.decided = Some(order.ending());
+        }
+        ranks.stop(how);
+    }
+
+    fn observe(&mut self, ranks: &mut RankGroup<Recorded>) -> Result<(), Infallible> {
+        if self.read_at.elapsed() >= READ_EVERY {
+            self.read_at = Instant::now();
+            for rank in &mut ranks.ranks {
+                // What is damaged is said at the end, and what cannot be read now may be the next time.
+                let _ = rank.read();
+            }
+        }
+        Ok(())
+    }
+
+    fn decide(&mut self, ranks: &mut RankGroup<Recorded>) {
+        let failed = |reason| Some(Ending::Failed { reason, retriable: true });
+        if let Some(silent) = self.lease.overdue() {
+            let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
+            self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
+        } else if ranks.failure_cause().is_some() {
+            if !ranks.is_to_end(SETTLE) {
+                return;
+            }
+            self.peer_died = ranks.ends().any(RankEnd::is_death);
+        } else if let Some(reason) = self.stall_reason(ranks) {
+            self.decided = failed(reason);
+        } else {
+            return;
+        }
+        ranks.stop(Stop::Terminate);
+    }
+
+    fn grace(&self, ranks: &RankGroup<Recorded>) -> Duration {
+        if self.peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
+    }
+}
+
+fn not_started(Refusal { code, detail }: Refusal) -> Ending {
+    let reason = Reason::new(code, Facts { detail: Some(detail), ..Facts::default() });
+    Ending::Failed { reason, retriable: false }
+}

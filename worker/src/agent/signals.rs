@@ -1,0 +1,29 @@
+//! The signals an agent listens to.
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// The signals an agent listens to.
+pub(super) struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    let_go: Signal,
+}
+
+impl Signals {
+    pub(super) fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            let_go: signal(SignalKind::user_defined1())?,
+        })
+    }
+
+    /// The next signal; true when it says to let go.
+    pub(super) async fn next(&mut self) -> bool {
+        tokio::select! {
+            _ = self.terminate.recv() => false,
+            _ = self.interrupt.recv() => false,
+            _ = self.let_go.recv() => true,
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Why a rank could not go on, and what follows from it.
+
+use crate::{comm::rendezvous::RendezvousError, engine::EngineError, train::TrainError};
+use lockstep_protocol::reason::ReasonCode;
+
+/// Why a rank could not go on.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RankError {
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    #[error("{0}")]
+    System(#[from] std::io::Error),
+    /// Steps are no longer done.
+    #[error("{0}")]
+    Stalled(String),
+    /// Told to stop, and the step did not end, or its checkpoint was not written.
+    #[error("told to stop: {why}. {lost}")]
+    Interrupted { why: String, lost: String, secondary: bool },
+}
+
+impl RankError {
+    pub(super) fn is_retriable(&self) -> bool {
+        match self {
+            RankError::Train(error) => error.is_retriable(),
+            RankError::Rendezvous(_)
+            | RankError::System(_)
+            | RankError::Stalled(_)
+            | RankError::Interrupted { .. } => true,
+        }
+    }
+
+    /// What kind of failure it is, where that is known.
+    pub(super) fn code(&self) -> Option<ReasonCode> {
+        match self {
+            RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
+            RankError::Train(TrainError::Overflow { .. }) => Some(ReasonCode::PrecisionTooNarrow),
+            RankError::Train(TrainError::Engine(EngineError::Backend(error))) if error.is_out_of_memory() => {
+                Some(ReasonCode::OutOfMemory)
+            }
+            RankError::Train(TrainError::Memory(_)) => Some(ReasonCode::OutOfMemory),
+            RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
+            RankError::Stalled(_) => Some(ReasonCode::Stalled),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_secondary(&self) -> bool {
+        match self {
+            RankError::Train(error) => error.is_secondary(),
+            RankError::Rendezvous(error) => {
+                matches!(error, RendezvousError::Lost(_) | RendezvousError::Stopped)
+            }
+            RankError::System(_) | RankError::Stalled(_) => false,
+            RankError::Interrupted { secondary, .. } => *secondary,
+        }
+    }
+}

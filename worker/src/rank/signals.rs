@@ -1,0 +1,89 @@
+//! The signals a rank listens to, and its agent's lease.
+
+use super::{EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, Life, RankConfig, error::RankError, last_words, leave};
+use crate::{fence, report::Reporter};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+/// From SIGTERM or SIGINT to the end of waiting for the step, the other ranks and the checkpoint. Slurm and Kubernetes
+/// kill after 30 s. An agent kills sooner, and says what is lost itself.
+const STOP_WITHIN: Duration = Duration::from_secs(20);
+/// How often the agent's lease is looked at; it must be over twice in a row, so that a machine that slept is no
+/// reason to end.
+const LEASE_EVERY: Duration = Duration::from_secs(1);
+
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
+/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+pub(super) fn listen_to_signals(
+    config: &RankConfig,
+    life: &Arc<Life>,
+    reporter: &Arc<Reporter>,
+) -> std::io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (life, reporter) = (life.clone(), reporter.clone());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (mut term, mut int, mut hangup, mut patient) = {
+        let _inside = runtime.enter();
+        (
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::hangup())?,
+            signal(SignalKind::user_defined1())?,
+        )
+    };
+    let config = config.clone();
+    let wait = async move {
+        let mut overdue = 0;
+        let mut until = None;
+        loop {
+            let late = async {
+                match until {
+                    Some(until) => tokio::time::sleep_until(until).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = late => break,
+                _ = term.recv() => until = until.or_else(|| Some(told(&life))),
+                _ = int.recv() => until = until.or_else(|| Some(told(&life))),
+                _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
+                _ = hangup.recv() => {}
+                () = tokio::time::sleep(LEASE_EVERY) => {
+                    overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
+                    if overdue > 1 {
+                        let why = "its agent did not come back within the lease";
+                        life.abort(why);
+                        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
+                        let _ = reporter.flush();
+                        leave(EXIT_FAILED, LEAVE_WITHIN);
+                    }
+                }
+            }
+        }
+        let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
+        life.abort(&why);
+        tokio::time::sleep(LEAVE_WITHIN).await;
+        // Still here: it waits for something that cannot be told otherwise. One that has ended in order is on its way out.
+        let lost = life.lost(config.rank).filter(|_| !life.ended.load(Ordering::Relaxed));
+        if lost.is_none() && life.ended.load(Ordering::Relaxed) {
+            return;
+        }
+        let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
+        if let Some(lost) = lost {
+            let interrupted = RankError::Interrupted { why, lost, secondary: false };
+            last_words(&config, &life, &reporter, &interrupted);
+        }
+        let _ = reporter.flush();
+        leave(status, LEAVE_WITHIN);
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
+    Ok(())
+}
+
+/// Has the rank stop; until when it may take.
+fn told(life: &Life) -> tokio::time::Instant {
+    life.stop.store(true, Ordering::Relaxed);
+    tokio::time::Instant::now() + STOP_WITHIN
+}

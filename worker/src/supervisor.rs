@@ -1,0 +1,77 @@
+//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Who
+//! has ranks - the agent, `lockstep train`, what `doctor` and `bench` measure - gives what differs as a [`Policy`].
+//!
+//! - [`RankProcess`]: one process, started or adopted, which is signalled with what it has started
+//! - [`Rank`]: that, and what it records in its attempt's folder
+//! - [`RankGroup`]: all of them; the ways of [`Stop`], one more urgent than the other
+//! - [`failure_cause`]: which rank's end explains the others'
+
+mod cause;
+mod group;
+mod launch;
+mod proc_fs;
+mod process;
+mod rank;
+
+pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
+pub use group::{Orphans, RankGroup, Settle, Stop};
+pub use launch::{configs, rank_file};
+pub use process::{Exit, ProcessGroup, RankProcess};
+pub use rank::{Notes, Rank};
+
+use std::{future::Future, time::Duration};
+
+/// What a caller of [`supervise`] decides about its ranks.
+pub trait Policy {
+    /// What it keeps of each rank's records.
+    type Notes: Notes;
+    /// What it may be told meanwhile: a signal, a message.
+    type Order;
+    /// Why it gives up watching.
+    type Error;
+
+    /// How often processes are looked at.
+    const POLL_EVERY: Duration;
+
+    /// The next order; pending for ever where none can come. It may be dropped and asked for again.
+    fn order(&mut self) -> impl Future<Output = Self::Order> + Send;
+
+    /// Does what an order says.
+    fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Notes>);
+
+    /// Takes in what is new of the ranks; after each look at their processes, also the last.
+    ///
+    /// # Errors
+    /// They cannot be watched any further. What becomes of them is [`Orphans`].
+    fn observe(&mut self, ranks: &mut RankGroup<Self::Notes>) -> Result<(), Self::Error>;
+
+    /// Tells the ranks to end where there is a reason to; asked until they are told.
+    fn decide(&mut self, ranks: &mut RankGroup<Self::Notes>);
+
+    /// From SIGTERM to SIGKILL; asked again and again, as it may depend on what ranks still do.
+    fn grace(&self, ranks: &RankGroup<Self::Notes>) -> Duration;
+}
+
+/// Watches ranks until all have ended, or will not end whatever is done ([`RankGroup::is_unkillable`]).
+///
+/// # Errors
+/// What [`Policy::observe`] says.
+pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Notes>) -> Result<(), P::Error> {
+    loop {
+        tokio::select! {
+            order = policy.order() => policy.obey(order, ranks),
+            () = tokio::time::sleep(P::POLL_EVERY) => {}
+        }
+        ranks.poll();
+        policy.observe(ranks)?;
+        if ranks.has_ended() || ranks.is_unkillable() {
+            return Ok(());
+        }
+        if ranks.is_stopping() {
+            let grace = policy.grace(ranks);
+            ranks.escalate(grace);
+        } else {
+            policy.decide(ranks);
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The ranks of one attempt or measurement on this machine: watched together, and ended together.
+
+use super::{
+    cause::{FailureCause, RankEnd, failure_cause},
+    process::Exit,
+    rank::{Notes, Rank},
+};
+use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+/// From one SIGKILL to the next.
+const KILL_EVERY: Duration = Duration::from_secs(1);
+/// How often it is looked whether what ranks have left behind is gone.
+const SWEEP_EVERY: Duration = Duration::from_millis(20);
+/// Ranks that are still there this long after the first SIGKILL are named and given up.
+const UNKILLABLE: Duration = Duration::from_secs(30);
+
+/// How ranks are told to end. Each way is more urgent than the one before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// SIGUSR1: finish the step and keep a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
+    Save { within: Duration },
+    /// SIGTERM, and [`Stop::Kill`] after the caller's grace.
+    Terminate,
+    /// SIGKILL, once a second.
+    Kill,
+}
+
+impl Stop {
+    fn signal(self) -> Signal {
+        match self {
+            Stop::Save { .. } => Signal::USR1,
+            Stop::Terminate => Signal::TERM,
+            Stop::Kill => Signal::KILL,
+        }
+    }
+
+    fn is_more_urgent_than(self, other: Self) -> bool {
+        let urgency = |stop| match stop {
+            Stop::Save { .. } => 0,
+            Stop::Terminate => 1,
+            Stop::Kill => 2,
+        };
+        urgency(self) > urgency(other)
+    }
+}
+
+/// What becomes of ranks whose supervisor goes away before they have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Orphans {
+    /// They go on; who comes next adopts them.
+    Stay,
+    /// They get SIGTERM.
+    Terminate,
+    /// They are killed and waited for.
+    Kill,
+}
+
+/// For how long ranks are left to end by themselves after one of them has failed. What they say meanwhile may be a better
+/// reason than what is known.
+#[derive(Debug, Clone, Copy)]
+pub struct Settle {
+    /// The cause is known.
+    pub certain: Duration,
+    /// Another rank's end may explain it.
+    pub provisional: Duration,
+    /// All of them stop in order, without having been told here: rank 0 may still be writing their checkpoint.
+    pub stopping: Duration,
+}
+
+/// A stop that is under way.
+#[derive(Debug, Clone, Copy)]
+struct Stopping {
+    how: Stop,
+    since: Instant,
+    /// How often SIGKILL was sent.
+    kills: u32,
+}
+
+/// The ranks, in their order.
+pub struct RankGroup<N: Notes> {
+    pub ranks: Vec<Rank<N>>,
+    stopping: Option<Stopping>,
+    /// Since when a rank's failure is known.
+    trouble_since: Option<Instant>,
+    /// One that is suspended hears nothing of SIGTERM, and the others wait for it: it gets SIGKILL instead.
+    kill_suspended: bool,
+    orphans: Orphans,
+}
+
+impl<N: Notes> RankGroup<N> {
+    /// An empty group.
+    pub fn new(orphans: Orphans) -> Self {
+        Self { ranks: Vec::new(), stopping: None, trouble_since: None, kill_suspended: false, orphans }
+    }
+
+    /// Sends SIGKILL instead of SIGTERM to ranks that are suspended.
+    #[must_use]
+    pub fn killing_suspended(mut self) -> Self {
+        self.kill_suspended = true;
+        self
+    }
+
+    /// Looks which ranks have ended since.
+    pub fn poll(&mut self) {
+        self.ranks.iter_mut().for_each(Rank::poll);
+    }
+
+    /// Whether all have ended, as far as [`RankGroup::poll`] has seen.
+    pub fn has_ended(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.end.exit.is_some())
+    }
+
+    /// How each has ended, or fares.
+    pub fn ends(&self) -> impl Iterator<Item = &RankEnd> {
+        self.ranks.iter().map(|rank| &rank.end)
+    }
+
+    /// Why they fail, if one does.
+    pub fn failure_cause(&self) -> Option<FailureCause<'_>> {
+        failure_cause(self.ends())
+    }
+
+    /// Whether a rank has failed so long ago that the others are to be told.
+    pub fn is_to_end(&mut self, settle: Settle) -> bool {
+        let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
+        let limit = match cause.provisional {
+            false => settle.certain,
+            true if self.ends().all(RankEnd::is_stopping) => settle.stopping,
+            true => settle.provisional,
+        };
+        self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
+    }
+
+    /// Whether they were told to end.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.is_some()
+    }
+
+    /// Tells all to end. When they were told before, only what is more urgent counts.
+    pub fn stop(&mut self, how: Stop) {
+        match self.stopping {
+            None => {
+                for rank in &mut self.ranks {
+                    rank.poll();
+                    rank.end.told_to_end = rank.end.exit.is_none();
+                }
+            }
+            Some(before) if !how.is_more_urgent_than(before.how) => return,
+            Some(_) => {}
+        }
+        self.stopping = Some(Stopping { how, since: Instant::now(), kills: u32::from(how == Stop::Kill) });
+        self.signal(how.signal());
+    }
+
+    /// Sees to it that those who were told to end do: `grace` is the time from SIGTERM to SIGKILL.
+    pub(super) fn escalate(&mut self, grace: Duration) {
+        let Some(Stopping { how, since, kills }) = self.stopping else { return };
+        match how {
+            Stop::Save { within } => {
+                let in_order = |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_FINISHED));
+                let broken = self.ends().any(|end| end.exit.is_some_and(|exit| !in_order(exit)));
+                if broken || since.elapsed() >= within {
+                    self.stop(Stop::Terminate);
+                }
+            }
+            Stop::Terminate if since.elapsed() >= grace => self.stop(Stop::Kill),
+            Stop::Kill if since.elapsed() >= KILL_EVERY * kills => {
+                self.stopping = Some(Stopping { how, since, kills: kills + 1 });
+                self.signal(Signal::KILL);
+            }
+            Stop::Terminate | Stop::Kill => {}
+        }
+    }
+
+    /// Whether they were killed again and again and are still there.
+    pub fn is_unkillable(&self) -> bool {
+        self.stopping
+            .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE)
+    }
+
+    /// Proof that nothing of the ranks is left, also of what they started; names what cannot be killed.
+    pub async fn sweep(&mut self) -> Option<String> {
+        let until = Instant::now() + UNKILLABLE;
+        loop {
+            // Every one of them is swept, whatever is left of the others.
+            let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
+            if left == 0 {
+                return None;
+            }
+            if self.is_unkillable() || Instant::now() > until {
+                break;
+            }
+            tokio::time::sleep(SWEEP_EVERY).await;
+        }
+        let named = self.ranks.iter().flat_map(|rank| {
+            let of = rank.end.rank;
+            rank.process.remains().into_iter().map(move |(pid, state)| {
+                let why = if state == 'D' { ", blocked in the kernel" } else { "" };
+                format!("rank {of} (process {pid}, state {state}{why})")
+            })
+        });
+        let named: Vec<_> = named.collect();
+        (!named.is_empty()).then(|| named.join(", "))
+    }
+
+    fn signal(&mut self, signal: Signal) {
+        for rank in &mut self.ranks {
+            let deaf = self.kill_suspended && signal == Signal::TERM && rank.process.is_suspended();
+            rank.process.signal(if deaf { Signal::KILL } else { signal });
+        }
+    }
+}
+
+impl<N: Notes> Drop for RankGroup<N> {
+    fn drop(&mut self) {
+        match self.orphans {
+            Orphans::Stay => {}
+            Orphans::Terminate => self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::TERM)),
+            // All of them first: they may be waiting for each other.
+            Orphans::Kill => {
+                self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::KILL));
+                self.ranks.iter_mut().for_each(|rank| rank.process.kill_and_wait());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{
+            proc_fs::stat,
+            process::{ProcessGroup, RankProcess},
+        },
+        *,
+    };
+    use rustix::process::{Pid, kill_process};
+    use std::process::Command;
+
+    /// A group of one that sleeps, and its process.
+    fn asleep(orphans: Orphans) -> (RankGroup<()>, i32) {
+        let mut command = Command::new("sleep");
+        let process = RankProcess::spawn(0, command.arg("1000"), ProcessGroup::Own).unwrap();
+        let pid = process.identity.pid;
+        let mut ranks = RankGroup::new(orphans);
+        ranks.ranks.push(Rank::without_records(process, ()));
+        (ranks, pid)
+    }
+
+    fn runs(pid: i32) -> bool {
+        stat(pid).is_some_and(|stat| !stat.has_ended())
+    }
+
+    #[test]
+    fn who_goes_away_leaves_ranks_as_they_were_to_be_left() {
+        let (ranks, pid) = asleep(Orphans::Kill);
+        drop(ranks);
+        assert!(!runs(pid), "it is waited for");
+        let (ranks, pid) = asleep(Orphans::Terminate);
+        drop(ranks);
+        let until = Instant::now() + Duration::from_secs(20);
+        while runs(pid) {
+            assert!(Instant::now() < until, "it was not told to end");
+            std::thread::yield_now();
+        }
+        let (ranks, pid) = asleep(Orphans::Stay);
+        drop(ranks);
+        assert!(runs(pid));
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
+        let (mut ranks, pid) = asleep(Orphans::Kill);
+        ranks.stop(Stop::Kill);
+        // Not a step back: it would wait for a checkpoint of one that was killed.
+        ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
+        let until = Instant::now() + Duration::from_secs(20);
+        while !ranks.has_ended() {
+            assert!(Instant::now() < until, "process {pid} is still there");
+            ranks.poll();
+        }
+        assert_eq!(ranks.ends().map(|end| end.exit).collect::<Vec<_>>(), [Some(Exit::Signal(9))]);
+        assert_eq!(ranks.failure_cause(), None);
+        assert!(ranks.is_stopping() && !ranks.is_unkillable());
+    }
+}

@@ -1,0 +1,141 @@
+//! One rank as its supervisor sees it: its process and what it records.
+
+use super::{
+    cause::{Failure, RankEnd},
+    launch::rank_file,
+    process::RankProcess,
+};
+use crate::report::{Tail, TailError, events_path};
+use lockstep_protocol::agent::AttemptEvent;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+/// What is shown of what a dead rank printed outside its log.
+const STDERR_LINES: usize = 20;
+const STDERR_BYTES: usize = 64 << 10;
+
+/// What a supervisor's caller keeps of what a rank records, beside [`RankEnd`].
+pub trait Notes {
+    /// Takes down one of its records; in their order.
+    fn note(&mut self, event: AttemptEvent);
+}
+
+/// Nothing.
+impl Notes for () {
+    fn note(&mut self, _event: AttemptEvent) {}
+}
+
+/// All of it, until somebody takes it.
+impl Notes for Vec<AttemptEvent> {
+    fn note(&mut self, event: AttemptEvent) {
+        self.push(event);
+    }
+}
+
+/// A rank.
+pub struct Rank<N> {
+    pub process: RankProcess,
+    /// Its attempt's folder, and its records there; absent of one that keeps none.
+    records: Option<(PathBuf, Tail)>,
+    pub end: RankEnd,
+    /// When it last recorded anything.
+    pub last_report: Instant,
+    pub notes: N,
+    /// Why its records cannot be read any further.
+    pub damaged: Option<String>,
+}
+
+impl<N: Notes> Rank<N> {
+    /// A rank of the attempt in `attempt_dir`.
+    pub fn of_attempt(process: RankProcess, attempt_dir: &Path, notes: N) -> Self {
+        let tail = Tail::open(&events_path(attempt_dir, process.rank()), 0);
+        Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, notes) }
+    }
+
+    /// A rank that records nothing.
+    pub fn without_records(process: RankProcess, notes: N) -> Self {
+        let end = RankEnd { rank: process.rank(), ..RankEnd::default() };
+        Self { process, records: None, end, last_report: Instant::now(), notes, damaged: None }
+    }
+
+    /// Reads what it has recorded since.
+    ///
+    /// # Errors
+    /// The records cannot be read; where they are damaged, every further call says so.
+    pub fn read(&mut self) -> Result<(), TailError> {
+        while let Some((_, tail)) = &mut self.records {
+            match tail.poll() {
+                Ok(events) if events.is_empty() => break,
+                Ok(events) => {
+                    self.last_report = Instant::now();
+                    for event in events {
+                        self.end.note(&event);
+                        self.notes.note(event);
+                    }
+                }
+                Err(error) => {
+                    if matches!(error, TailError::Damaged { .. }) {
+                        self.damaged = Some(error.to_string());
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks whether the process has ended; its last words are read before that is believed.
+    pub fn poll(&mut self) {
+        if self.end.exit.is_none()
+            && let Some(exit) = self.process.poll()
+        {
+            // What cannot be read now, the next call says.
+            let _ = self.read();
+            self.end.exit = Some(exit);
+            self.end.last_stderr_line = self.stderr_lines().pop();
+            self.end.no_memory = self.stderr_text().contains("memory allocation of");
+        }
+    }
+
+    /// The last lines of what it printed outside its log.
+    pub fn stderr_lines(&self) -> Vec<String> {
+        let text = self.stderr_text();
+        let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+        let cut = |line: &&str| line[..line.floor_char_boundary(4096)].to_owned();
+        lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()
+    }
+
+    /// The end of what it printed outside its log.
+    fn stderr_text(&self) -> String {
+        let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
+        let bytes = path.and_then(|path| fs::read(path).ok()).unwrap_or_default();
+        String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES)..]).into_owned()
+    }
+}
+
+impl RankEnd {
+    /// Takes down what a record says of how far the rank is and why it fails.
+    fn note(&mut self, event: &AttemptEvent) {
+        let step = &mut self.step;
+        match event {
+            AttemptEvent::Running { start_step, .. } => *step = (*step).max(*start_step),
+            AttemptEvent::Metrics { columns, .. } => {
+                *step = columns.iter().filter_map(|c| c.steps.last().copied()).fold(*step, u64::max);
+            }
+            AttemptEvent::Rank { report, .. } => {
+                *step = (*step).max(report.step);
+                self.finished |= report.status == "finished";
+            }
+            AttemptEvent::RankFailed { step: at, reason, code, retriable, secondary, .. } => {
+                *step = (*step).max(*at);
+                let (reason, code) = (reason.clone(), code.clone());
+                let (retriable, secondary) = (*retriable, *secondary);
+                self.failure.get_or_insert(Failure { reason, code, retriable, secondary });
+            }
+            _ => {}
+        }
+    }
+}

@@ -388,7 +388,7 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
 }
 
 fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
-    let mut values = vec![0.0; comm.size() as usize];
+    let mut values = vec![0.0f32; comm.size() as usize];
     comm.all_gather((&[comm.rank() as f32]).into(), (&mut values).into())?;
     let best_secs = |length: usize, rounds: u32| -> Result<f64, CommError> {
         let mut vector = vec![1.0; length];

@@ -231,7 +231,8 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
-        let comm: Arc<dyn ProcessGroup> = if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
+        let comm: Arc<dyn ProcessGroup> =
+            if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
         let store = Arc::new(store);
         // The store ends with rank 0's process; others may still be asking.

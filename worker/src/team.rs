@@ -3,7 +3,7 @@
 
 use crate::{
     comm::{
-        SingleRank, ProcessGroup,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, RendezvousError, Store, free_port},
         ring::Ring,
     },

@@ -1,8 +1,8 @@
 //! Writing a checkpoint's folder.
 
 use super::{
-    AVERAGE, Best, CheckpointError, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE, Snapshot, State,
-    TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
+    AVERAGE, Best, CheckpointError, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE, Snapshot,
+    State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
 };
 use lockstep_protocol::fault;
 use serde::Serialize;
@@ -110,7 +110,7 @@ fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resul
     Ok(total)
 }
 
-fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {
     let mut text = serde_json::to_vec_pretty(value)?;
     text.push(b'\n');
     tensors::write_bytes(path, &text)

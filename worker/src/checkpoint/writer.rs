@@ -153,7 +153,12 @@ struct Retention {
 
 impl Retention {
     /// Writes a snapshot and reports what became of it and of older ones; gives it back when it could not be written.
-    fn try_to_write(&mut self, snapshot: Snapshot, again: bool, events: &Sender<CheckpointEvent>) -> Option<Snapshot> {
+    fn try_to_write(
+        &mut self,
+        snapshot: Snapshot,
+        again: bool,
+        events: &Sender<CheckpointEvent>,
+    ) -> Option<Snapshot> {
         let mut news = Vec::new();
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
         let before = self.best.clone();
@@ -170,13 +175,18 @@ impl Retention {
             }
             Err(error) => {
                 self.best = before;
-                let _ = events.send(CheckpointEvent::Failed { epoch, step, reason: error.to_string(), again });
+                let _ =
+                    events.send(CheckpointEvent::Failed { epoch, step, reason: error.to_string(), again });
                 Some(snapshot)
             }
         }
     }
 
-    fn write(&mut self, snapshot: &Snapshot, events: &mut Vec<CheckpointEvent>) -> Result<(), CheckpointError> {
+    fn write(
+        &mut self,
+        snapshot: &Snapshot,
+        events: &mut Vec<CheckpointEvent>,
+    ) -> Result<(), CheckpointError> {
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
         let measured = match self.metric.as_str() {
             "val_accuracy" => snapshot.state.val_accuracy,
@@ -224,7 +234,11 @@ impl Retention {
 mod tests {
     use super::{super::tests::snapshot, *};
 
-    fn keep_all(directory: &Path, spec: &CheckpointSpec, accuracies: &[(u64, Option<f64>)]) -> Vec<CheckpointEvent> {
+    fn keep_all(
+        directory: &Path,
+        spec: &CheckpointSpec,
+        accuracies: &[(u64, Option<f64>)],
+    ) -> Vec<CheckpointEvent> {
         let writer = CheckpointWriter::start(directory, spec, None).unwrap();
         for (step, accuracy) in accuracies {
             writer.save(snapshot(1, *step, *accuracy)).unwrap();

@@ -137,10 +137,10 @@ pub trait ProcessGroup: Send + Sync {
     /// [`CommError::Invalid`] on every rank where one gives more.
     fn all_gather_bytes(&self, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let size = self.size() as usize;
-        let mut lengths = vec![0; 8 * size];
+        let mut lengths = vec![0u8; 8 * size];
         self.all_gather((&(value.len() as u64).to_le_bytes()).into(), (&mut lengths).into())?;
         let lengths: Vec<u64> =
-            lengths.as_chunks().0.iter().map(|length: &[u8; 8]| u64::from_le_bytes(*length)).collect();
+            lengths.as_chunks::<8>().0.iter().map(|length| u64::from_le_bytes(*length)).collect();
         let longest = lengths.iter().copied().max().unwrap_or(0);
         if longest > LONGEST_MESSAGE as u64 {
             let rank = lengths.iter().position(|length| *length == longest).unwrap_or(0);
@@ -153,9 +153,13 @@ pub trait ProcessGroup: Send + Sync {
         }
         let mut padded = value.to_vec();
         padded.resize(longest, 0);
-        let mut all = vec![0; longest * size];
+        let mut all = vec![0u8; longest * size];
         self.all_gather((&padded).into(), (&mut all).into())?;
-        Ok(all.chunks(longest).zip(lengths).map(|(value, length)| value[..length as usize].to_vec()).collect())
+        Ok(all
+            .chunks(longest)
+            .zip(lengths)
+            .map(|(value, length)| value[..length as usize].to_vec())
+            .collect())
     }
 }
 

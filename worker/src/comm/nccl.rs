@@ -222,11 +222,7 @@ impl Drop for Nccl {
 }
 
 /// Rank 0 makes the group's id, the others get it from there.
-fn exchange_id(
-    operation: &'static str,
-    place: Exchange<'_>,
-    name: &str,
-) -> Result<ncclUniqueId, CommError> {
+fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Result<ncclUniqueId, CommError> {
     let mut id = ncclUniqueId { internal: [0; 128] };
     let mut own = Vec::new();
     if place.rank() == 0 {

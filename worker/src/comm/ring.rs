@@ -29,10 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub(in crate::comm) use split::Part;
 use std::{
     net::{IpAddr, TcpStream},
-    sync::{
-        Arc, Mutex, OnceLock, PoisonError,
-        atomic::AtomicU64,
-    },
+    sync::{Arc, Mutex, OnceLock, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 

@@ -14,8 +14,8 @@ mod tests;
 mod wait_queue;
 
 use super::CommError;
-pub use mapping::SharedSlice;
 use mapping::Mapping;
+pub use mapping::SharedSlice;
 pub use process_group::ShmProcessGroup;
 use std::{sync::Arc, time::Duration};
 

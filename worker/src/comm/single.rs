@@ -9,11 +9,7 @@ use std::{sync::Arc, time::Duration};
 pub struct SingleRank;
 
 /// The part of this rank is all there is.
-fn copy(
-    operation: &'static str,
-    input: Values<'_>,
-    mut output: ValuesMut<'_>,
-) -> Result<(), CommError> {
+fn copy(operation: &'static str, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
     check::parts(operation, (&input, 1), (&output, 1))?;
     output.bytes_mut().copy_from_slice(input.bytes());
     Ok(())

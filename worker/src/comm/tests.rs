@@ -65,9 +65,8 @@ fn each_rank_gets_the_sum_of_its_part() {
         on_ranks(kind, size, TIMEOUT, |group| {
             let n = size as usize;
             for part in [0, 1, 1023, 40_001] {
-                let exact = |i: usize| -> f64 {
-                    (0..size).map(|rank| f64::from(values(rank, n * part)[i])).sum()
-                };
+                let exact =
+                    |i: usize| -> f64 { (0..size).map(|rank| f64::from(values(rank, n * part)[i])).sum() };
                 let first = group.rank() as usize * part;
                 let looked_at = |i: usize| part < 100 || i.is_multiple_of(997);
                 for (reduction, scale) in [(Reduction::Sum, 1.0), (Reduction::Mean, f64::from(size))] {
@@ -79,7 +78,10 @@ fn each_rank_gets_the_sum_of_its_part() {
                     group.reduce_scatter((&double).into(), (&mut of_double).into(), reduction).unwrap();
                     for i in (0..part).filter(|i| looked_at(*i)) {
                         let wanted = exact(first + i) / scale;
-                        assert!((f64::from(of_single[i]) - wanted).abs() < 1e-5, "{kind:?} {size} {part} {i}");
+                        assert!(
+                            (f64::from(of_single[i]) - wanted).abs() < 1e-5,
+                            "{kind:?} {size} {part} {i}"
+                        );
                         assert!((of_double[i] - wanted).abs() < 1e-12, "{kind:?} {size} {part} {i}");
                     }
                 }
@@ -104,7 +106,8 @@ fn parts_go_to_their_ranks_and_come_from_them_whatever_their_type() {
 
                 let mut got = vec![0u8; n * part];
                 group.all_gather((&own[..part]).into(), (&mut got).into()).unwrap();
-                let wanted: Vec<u8> = (0..size).flat_map(|from| bytes(from, n * part)[..part].to_vec()).collect();
+                let wanted: Vec<u8> =
+                    (0..size).flat_map(|from| bytes(from, n * part)[..part].to_vec()).collect();
                 assert_eq!(got, wanted, "all_gather, {kind:?}, {size} ranks, {part} bytes");
 
                 let halves: Vec<u16> = (0..part).map(|i| i as u16 ^ (rank as u16) << 8).collect();
@@ -145,7 +148,9 @@ fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
             }
             if length == 100 {
                 let in_order = |i: usize| {
-                    let add = |sum: f16, rank| f16::from_f32(sum.to_f32() + f16::from_f32(values(rank, length)[i]).to_f32());
+                    let add = |sum: f16, rank| {
+                        f16::from_f32(sum.to_f32() + f16::from_f32(values(rank, length)[i]).to_f32())
+                    };
                     (1..3).fold(f16::from_f32(values(0, length)[i]), add).to_bits()
                 };
                 assert_eq!(*half, (0..length).map(in_order).collect::<Vec<_>>());
@@ -167,7 +172,9 @@ fn the_largest_of_all_ranks_and_no_nan_is_lost() {
             group.all_reduce((&mut long).into(), Reduction::Max).unwrap();
             assert!(long.iter().all(|v| *v == 2.0));
             let mut own = [0.0f32];
-            group.reduce_scatter((&[rank, 2.0 * rank, -rank]).into(), (&mut own).into(), Reduction::Max).unwrap();
+            group
+                .reduce_scatter((&[rank, 2.0 * rank, -rank]).into(), (&mut own).into(), Reduction::Max)
+                .unwrap();
             assert_eq!(own, [[2.0], [4.0], [0.0]][group.rank() as usize]);
         });
     }
@@ -198,7 +205,7 @@ fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
             // Longer than what is on its way: even ranks send first.
             let long = values(rank, 2_000_000);
             let (to, from) = ((rank + 2) % size, (rank + size - 2) % size);
-            let mut got = vec![0.0; long.len()];
+            let mut got = vec![0.0f32; long.len()];
             if rank < 2 {
                 group.send((&long).into(), to).unwrap();
                 group.recv((&mut got).into(), from).unwrap();
@@ -218,7 +225,8 @@ fn what_ranks_say_may_be_of_any_length_up_to_the_limit() {
             let said = |lengths: [usize; 3]| {
                 let all = group.all_gather_bytes(&bytes(group.rank(), lengths[group.rank() as usize]));
                 all.map(|all| {
-                    let wanted: Vec<_> = (0..3).zip(lengths).map(|(rank, length)| bytes(rank, length)).collect();
+                    let wanted: Vec<_> =
+                        (0..3).zip(lengths).map(|(rank, length)| bytes(rank, length)).collect();
                     assert_eq!(all, wanted);
                 })
             };

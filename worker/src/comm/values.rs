@@ -204,7 +204,9 @@ pub(super) mod check {
     /// Bytes are moved, not added.
     pub(crate) fn reducible(operation: &'static str, of: DataType) -> Result<(), CommError> {
         match of {
-            DataType::U8 => invalid(operation, "bytes have no sum; give float16, bfloat16, float32 or float64".into()),
+            DataType::U8 => {
+                invalid(operation, "bytes have no sum; give float16, bfloat16, float32 or float64".into())
+            }
             _ => Ok(()),
         }
     }
@@ -217,10 +219,14 @@ pub(super) mod check {
     ) -> Result<(), CommError> {
         if input.data_type() != output.data_type() {
             let (from, to) = (input.data_type().name(), output.data_type().name());
-            return invalid(operation, format!("the input is {from} and the output {to}; they must be alike"));
+            return invalid(
+                operation,
+                format!("the input is {from} and the output {to}; they must be alike"),
+            );
         }
         let (has, room) = (input.len() as u128, output.len() as u128);
-        if has * u128::from(of_output) != room * u128::from(of_input) || !has.is_multiple_of(of_input.into()) {
+        if has * u128::from(of_output) != room * u128::from(of_input) || !has.is_multiple_of(of_input.into())
+        {
             return invalid(
                 operation,
                 format!(

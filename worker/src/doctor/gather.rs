@@ -2,12 +2,7 @@
 //! whether they share memory.
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
-use crate::comm::{
-    CommError, DataType, Exchange, Reduction,
-    nccl::Nccl,
-    peers::Peers,
-    rendezvous::Store,
-};
+use crate::comm::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
 use cudarc::driver::{
     CudaContext, DriverError, result,
     result::stream::StreamKind,

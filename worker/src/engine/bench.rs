@@ -3,7 +3,7 @@
 use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
     comm::{
-        SingleRank, ProcessGroup,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, Store, free_port},
         ring::Ring,
         shm::ShmProcessGroup,

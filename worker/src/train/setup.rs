@@ -239,7 +239,7 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
     // In pieces that float32 holds exactly.
     let piece = |bits: u64| (bits & 0xffff) as f32;
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
-    let mut all = vec![0.0; own.len() * group.size() as usize];
+    let mut all = vec![0.0f32; own.len() * group.size() as usize];
     group.all_gather((&own).into(), (&mut all).into())?;
     let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
     other.map_or(Ok(()), |rank| {

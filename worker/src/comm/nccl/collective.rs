@@ -52,7 +52,15 @@ impl Nccl {
             unsafe {
                 if let [(ptr, count)] = ranges {
                     let at = *ptr as *mut _;
-                    return sys::ncclAllReduce(at, at, *count, nccl_type(dtype), operation, comm, stream.cast());
+                    return sys::ncclAllReduce(
+                        at,
+                        at,
+                        *count,
+                        nccl_type(dtype),
+                        operation,
+                        comm,
+                        stream.cast(),
+                    );
                 }
                 grouped(ranges, |(ptr, count)| {
                     let at = *ptr as *mut _;
@@ -104,7 +112,14 @@ impl Nccl {
         self.call("all_gather", |comm| {
             // SAFETY: as in `all_reduce_many`.
             unsafe {
-                sys::ncclAllGather(from as *const _, to as *mut _, count, nccl_type(dtype), comm, stream.cast())
+                sys::ncclAllGather(
+                    from as *const _,
+                    to as *mut _,
+                    count,
+                    nccl_type(dtype),
+                    comm,
+                    stream.cast(),
+                )
             }
         })
     }

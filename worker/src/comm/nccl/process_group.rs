@@ -68,18 +68,25 @@ impl NcclProcessGroup {
         output: &mut [u8],
         launch: impl FnOnce(u64, u64, CUstream) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        let done = (|| {
-            let (from, to) = staging.copy_in(input, output.len()).map_err(|e| device(operation, e))?;
-            launch(from, to, staging.stream)?;
-            self.wait(operation, staging.stream)?;
-            staging.copy_out(output).map_err(|e| device(operation, e))
-        })();
-        done.map_err(|error| {
+        self.run_staged(operation, input, output, launch).map_err(|error| {
             let error = self.ring.failed(error);
             self.nccl.abort(&error.to_string());
             error
         })
+    }
+
+    fn run_staged(
+        &self,
+        operation: &'static str,
+        input: &[u8],
+        output: &mut [u8],
+        launch: impl FnOnce(u64, u64, CUstream) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let (from, to) = staging.copy_in(input, output.len()).map_err(|e| device(operation, e))?;
+        launch(from, to, staging.stream)?;
+        self.wait(operation, staging.stream)?;
+        staging.copy_out(output).map_err(|e| device(operation, e))
     }
 
     /// Waits until the GPU has done what it was given.
@@ -128,7 +135,8 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         self.run("all_reduce", &input, values.bytes_mut(), |from, to, stream| {
             // SAFETY: both have room for the values, and `run` waits until the stream has passed.
             unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream).map_err(|e| device("all_reduce", e))?;
+                result::memcpy_dtod_async(to, from, input.len(), stream)
+                    .map_err(|e| device("all_reduce", e))?;
                 self.nccl.all_reduce(to, count, dtype, reduction, stream)
             }
         })
@@ -190,7 +198,8 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         self.run("broadcast", &input, values.bytes_mut(), |from, to, stream| {
             // SAFETY: as in `all_reduce`.
             unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream).map_err(|e| device("broadcast", e))?;
+                result::memcpy_dtod_async(to, from, input.len(), stream)
+                    .map_err(|e| device("broadcast", e))?;
                 self.nccl.broadcast(to, count, dtype, root, stream)
             }
         })

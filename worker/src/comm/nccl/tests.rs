@@ -44,10 +44,7 @@ fn gpu_an_abort_while_other_threads_ask_for_errors() {
             nccl.abort("enough");
             for thread in asking {
                 let error = thread.join().unwrap();
-                assert!(
-                    matches!(&error, CommError::Aborted { reason, .. } if reason == "enough"),
-                    "{error}"
-                );
+                assert!(matches!(&error, CommError::Aborted { reason, .. } if reason == "enough"), "{error}");
             }
         });
         assert!(wait_for_aborts(Duration::from_secs(10)), "round {round}");
@@ -60,7 +57,8 @@ fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
         return;
     }
     let store = Store::join(meeting(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
-    let error = Nccl::connect(Exchange::Store(&store), "none", 0, Duration::from_secs(5)).unwrap_err().to_string();
+    let error =
+        Nccl::connect(Exchange::Store(&store), "none", 0, Duration::from_secs(5)).unwrap_err().to_string();
     assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
 }
 

@@ -21,17 +21,16 @@ impl Wire<'_> {
 
     /// Sends `out` to the next rank while receiving what `sink` wants from the one before.
     fn exchange(&mut self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
-        let Self { ring, lane, operation } = self;
         let link = Link {
-            next: &lane.next,
-            next_rank: ring.next_rank(),
-            previous: &lane.previous,
-            previous_rank: ring.previous_rank(),
-            timeout: ring.timeout,
-            operation,
+            next: &self.lane.next,
+            next_rank: self.ring.next_rank(),
+            previous: &self.lane.previous,
+            previous_rank: self.ring.previous_rank(),
+            timeout: self.ring.timeout,
+            operation: self.operation,
         };
         link.exchange(out, sink)?;
-        lane.sent_bytes += out.len() as u64;
+        self.lane.sent_bytes += out.len() as u64;
         Ok(())
     }
 

@@ -57,7 +57,7 @@ pub(super) struct Joining<'a> {
     /// Of the group's calls.
     pub(super) timeout: Duration,
     /// Whether this rank should give up connecting.
-    pub(super) gives_up: &'a dyn Fn() -> bool,
+    pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Ring {
@@ -107,13 +107,13 @@ impl Joining<'_> {
 
     fn connect_all(self, listeners: Listeners, end: &Arc<End>) -> Result<Arc<Ring>, RendezvousError> {
         let Listeners { main, concurrent, mesh } = listeners;
-        let Identity { name, secret, .. } = &self.identity;
         let places = self.addresses.iter().map(|a| a.mesh).collect();
-        let mesh = Mesh::start((name, secret), self.rank, mesh, places, self.timeout, end.clone());
+        let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
         // Statistics, and gradients.
         let lane = self.lane("concurrent", &concurrent, |a| a.concurrent, end)?;
-        let identity = Identity { name: format!("{name}/concurrent"), ..self.identity.clone() };
+        let identity =
+            Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
         let concurrent = self.ring(identity, lane, mesh.clone(), end, None);
         let lane = self.lane("main", &main, |a| a.main, end)?;
         Ok(Arc::new(self.ring(self.identity.clone(), lane, mesh, end, Some(Arc::new(concurrent)))))

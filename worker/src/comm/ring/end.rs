@@ -50,7 +50,9 @@ impl End {
         split.push(Arc::downgrade(group));
         drop(split);
         if self.aborted.load(Ordering::SeqCst) {
-            group.abort(self.reason.get().map_or("the group that it was split from was aborted", String::as_str));
+            group.abort(
+                self.reason.get().map_or("the group that it was split from was aborted", String::as_str),
+            );
         }
     }
 

@@ -3,13 +3,17 @@
 //! Every rank listens as long as its group lives; a thread takes what comes and looks whether it is one of the group.
 
 use super::{
+    Identity,
     end::End,
     header::{self, Call, HEADER, Operation},
     link::Link,
     sink::Fill,
 };
-use crate::comm::{CommError, handshake::Terms};
-use crate::comm::values::{Values, ValuesMut};
+use crate::comm::{
+    CommError,
+    handshake::Terms,
+    values::{Values, ValuesMut},
+};
 use std::{
     collections::BTreeMap,
     io,
@@ -67,14 +71,14 @@ struct Incoming {
 impl Mesh {
     /// Takes connections at `listener` from now on, until `end`.
     pub(super) fn start(
-        (name, secret): (&str, &[u8]),
+        identity: &Identity,
         rank: u32,
         listener: TcpListener,
         addresses: Vec<SocketAddr>,
         timeout: Duration,
         end: Arc<End>,
     ) -> io::Result<Self> {
-        let terms = OwnTerms { secret: secret.into(), purpose: format!("{name}/mesh") };
+        let terms = OwnTerms { secret: identity.secret.clone(), purpose: format!("{}/mesh", identity.name) };
         let incoming = Arc::new(Incoming::default());
         let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
         end.add_listener(&listener)?;
@@ -95,21 +99,23 @@ impl Mesh {
         const OPERATION: &str = "send";
         self.end.not_ended(OPERATION)?;
         let mut place = self.outgoing[to as usize].lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = match place.as_mut() {
+        let path = match place.take() {
             Some(path) => Ok(path),
-            None => self.connect(to).map(|path| place.insert(path)).map_err(|error| {
-                CommError::Disconnected { operation: OPERATION, peer: to, detail: error.to_string() }
+            None => self.connect(to).map_err(|error| {
+                let detail = error.to_string();
+                CommError::Disconnected { operation: OPERATION, peer: to, detail }
             }),
-        }
-        .and_then(|path| {
+        };
+        let sent = path.and_then(|mut path| {
             path.messages += 1;
-            let call = Call::of(Operation::Message, &values);
-            let header = header::encode(call, path.messages);
+            let header = header::encode(Call::of(Operation::Message, &values), path.messages);
             let link = self.link(&path.stream, to, OPERATION);
             link.exchange(&header, &mut Fill::new(&mut []))?;
-            link.exchange(values.bytes(), &mut Fill::new(&mut []))
+            link.exchange(values.bytes(), &mut Fill::new(&mut []))?;
+            Ok(path)
         });
-        sent.map_err(|error| self.end.failed(error))
+        *place = Some(sent.map_err(|error| self.end.failed(error))?);
+        Ok(())
     }
 
     /// `from` is another rank of the group; `check` says whether the group still stands.
@@ -191,7 +197,9 @@ impl Accepting {
         while !self.end.has_come() {
             match self.listener.accept() {
                 // One at a time: a stranger who says nothing holds up the others for as long as the handshake allows.
-                Ok((stream, _)) => drop(self.take(stream)),
+                Ok((stream, _)) => {
+                    let _ = self.take(stream);
+                }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 // The group has ended; or there are no file descriptors at the moment.
                 Err(_) if self.end.has_come() => return,

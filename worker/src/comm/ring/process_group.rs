@@ -2,8 +2,7 @@
 
 use super::{Call, Operation, Part, Ring};
 use crate::comm::{
-    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
-    values::check,
+    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check,
 };
 use half::{bf16, f16};
 use std::{sync::Arc, time::Duration};

@@ -82,7 +82,13 @@ impl Ring {
     }
 
     /// Connects the ranks of `color`.
-    fn join(&self, tickets: &[Ticket], color: u32, number: u64, listeners: Listeners) -> Result<Part, CommError> {
+    fn join(
+        &self,
+        tickets: &[Ticket],
+        color: u32,
+        number: u64,
+        listeners: Listeners,
+    ) -> Result<Part, CommError> {
         let mut members: Vec<(i32, u32, Addresses)> = (0..)
             .zip(tickets)
             .filter(|(_, ticket)| ticket.color == Some(color))

@@ -1,7 +1,7 @@
 //! Rings of threads on loopback.
 
-use super::*;
 use super::header::HEADER;
+use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
     rendezvous::{Meeting, Store, free_port, tests::meeting},
@@ -130,7 +130,8 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
                 bytes() - before
             };
             let double = of(&|| ring.all_reduce((&mut vec![1.0f64; length]).into(), Reduction::Sum).unwrap());
-            let single = of(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
+            let single =
+                of(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
             (double, single)
         });
         let n = u64::from(world);
@@ -155,7 +156,7 @@ fn broadcast_gather_f64_and_barrier() {
                     assert_eq!(got, values(root, length));
                 }
                 let all: Vec<f32> = (0..world).flat_map(|rank| values(rank, length)).collect();
-                let mut gathered = vec![0.0; all.len()];
+                let mut gathered = vec![0.0f32; all.len()];
                 ring.all_gather((&values(ring.rank(), length)).into(), (&mut gathered).into()).unwrap();
                 assert_eq!(gathered, all);
             }
@@ -198,9 +199,9 @@ fn ranks_that_disagree_are_told() {
             ring.broadcast((&mut [0.0f32; 12]).into(), 0).unwrap_err().to_string()
         }
     });
-    let told =
-        results.iter().any(|e| e.contains("broadcast of 12 float32 values")
-            && e.contains("all_reduce of 10 float32 values"));
+    let told = results.iter().any(|e| {
+        e.contains("broadcast of 12 float32 values") && e.contains("all_reduce of 10 float32 values")
+    });
     assert!(told, "{results:?}");
 }
 
@@ -265,7 +266,8 @@ fn abort_ends_a_call_from_another_thread() {
             return ring.barrier().unwrap_err();
         }
         let error = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
+            let waiting =
+                scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
             ring.abort("told to stop");
             waiting.join().unwrap()
         });

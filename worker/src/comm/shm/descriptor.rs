@@ -3,7 +3,7 @@
 use super::{
     VARIABLE,
     layout::{Head, beginning},
-    mapping::{Anonymous, SharedSlice, Mapping},
+    mapping::{Anonymous, Mapping, SharedSlice},
 };
 use crate::host::boot_id;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,8 @@ pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     };
     let (file, memory) = made().map_err(|e| format!("no memory to share: {e}"))?;
     let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
-    let descriptor = ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
+    let descriptor =
+        ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
     for (place, value) in head(&memory)[0].token.iter().zip(descriptor.token) {
         place.store(value, Ordering::Release);
     }

@@ -13,7 +13,11 @@ use std::{
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(
+    world: u32,
+    timeout: Duration,
+    body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
+) -> Vec<T> {
     let port = free_port("127.0.0.1").unwrap();
     std::thread::scope(|scope| {
         let body = &body;
@@ -21,7 +25,11 @@ fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<ShmProcess
             scope.spawn(move || {
                 let store = Store::join(meeting(port, rank, world)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
-                body(ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value)).unwrap().unwrap())
+                body(
+                    ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value))
+                        .unwrap()
+                        .unwrap(),
+                )
             })
         };
         let ranks: Vec<_> = (0..world).map(rank).collect();
@@ -63,7 +71,7 @@ fn what_goes_over_the_ring_keeps_its_place_among_the_calls() {
             group.all_reduce((&mut count).into(), Reduction::Sum).unwrap();
             assert_eq!(count, [3.0]);
             group.broadcast((&mut values).into(), 2).unwrap();
-            let mut all = [0.0; 3];
+            let mut all = [0.0f32; 3];
             group.all_gather((&[group.rank() as f32]).into(), (&mut all).into()).unwrap();
             assert_eq!(all, [0.0, 1.0, 2.0]);
             group.barrier().unwrap();
@@ -112,9 +120,9 @@ fn ranks_that_disagree_are_told() {
             group.all_reduce((&mut [0.0f64; 12]).into(), Reduction::Sum).unwrap_err().to_string()
         }
     });
-    let told =
-        |e: &String| e.contains("all_reduce of 12 float64 values")
-            && e.contains("all_reduce of 10 float32 values");
+    let told = |e: &String| {
+        e.contains("all_reduce of 12 float64 values") && e.contains("all_reduce of 10 float32 values")
+    };
     assert!(errors.iter().any(told), "{errors:?}");
 }
 

@@ -152,10 +152,7 @@ fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
                     _ => Ok(()),
                 };
                 let error = ring.split_with(Some(rank % 2), 0, build).unwrap_err();
-                assert_eq!(
-                    error.to_string(),
-                    "split: rank 1 could not join its group: NCCL start: no GPU 9"
-                );
+                assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
                 assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
                 store.barrier("done").unwrap();
             });

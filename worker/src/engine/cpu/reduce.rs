@@ -151,8 +151,12 @@ impl Thread {
                     }
                     Request::Bucket(mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::Single(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
-                            Bucket::Exact(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::Single(values) => {
+                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
+                            }
+                            Bucket::Exact(values) => {
+                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
+                            }
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }

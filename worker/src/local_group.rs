@@ -3,13 +3,13 @@
 
 use crate::{
     comm::{
-        Alone, Communicator,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, RendezvousError, Store, free_port},
         ring::Ring,
     },
     gpu::{RankGpu, devices::Gpu},
     host::own_program,
-    supervisor::{Exit, Orphans, Policy, ProcessGroup, Rank, RankGroup, RankProcess, supervise},
+    supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -39,7 +39,7 @@ pub struct Member {
 
 /// A member among the others.
 pub struct Met {
-    pub comm: Arc<dyn Communicator>,
+    pub comm: Arc<dyn ProcessGroup>,
     /// Absent in a group of one.
     pub store: Option<Arc<Store>>,
 }
@@ -60,7 +60,7 @@ impl Member {
     /// They do not come within `patience`.
     pub fn meet(&self, patience: Duration) -> Result<Met, RendezvousError> {
         if self.world_size == 1 {
-            return Ok(Met { comm: Arc::new(Alone), store: None });
+            return Ok(Met { comm: Arc::new(SingleRank), store: None });
         }
         let store = Store::join(Meeting {
             addr: "127.0.0.1".into(),
@@ -179,7 +179,7 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
         command.envs(gpu.environment()?);
     }
     // Ctrl-C ends them with who measures.
-    let mut process = RankProcess::spawn(member.rank, &mut command, ProcessGroup::Inherited)?;
+    let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
     let (printed, errors) = process.take_output();
     let output = Output { printed: printed.map(read).transpose()?, errors: errors.map(read).transpose()? };
     Ok((process, output))

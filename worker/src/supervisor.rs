@@ -16,7 +16,7 @@ mod rank;
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
 pub use group::{Orphans, RankGroup, Settle, Stop};
 pub use launch::{configs, rank_file};
-pub use process::{Exit, ProcessGroup, RankProcess};
+pub use process::{Exit, RankProcess, UnixProcessGroup};
 pub use rank::{Notes, Rank};
 
 use std::{future::Future, time::Duration};

@@ -232,7 +232,7 @@ mod tests {
     use super::{
         super::{
             proc_fs::stat,
-            process::{ProcessGroup, RankProcess},
+            process::{RankProcess, UnixProcessGroup},
         },
         *,
     };
@@ -242,7 +242,7 @@ mod tests {
     /// A group of one that sleeps, and its process.
     fn asleep(orphans: Orphans) -> (RankGroup<()>, i32) {
         let mut command = Command::new("sleep");
-        let process = RankProcess::spawn(0, command.arg("1000"), ProcessGroup::Own).unwrap();
+        let process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).unwrap();
         let pid = process.identity.pid;
         let mut ranks = RankGroup::new(orphans);
         ranks.ranks.push(Rank::without_records(process, ()));

@@ -5,7 +5,7 @@
 
 use super::{
     proc_fs::find_rank,
-    process::{Identity, ProcessGroup, RankProcess},
+    process::{Identity, RankProcess, UnixProcessGroup},
 };
 use crate::{
     gpu::RankGpu,
@@ -78,7 +78,7 @@ impl RankProcess {
             .stdout(stdout)
             .stderr(stderr);
         let mut process =
-            Self::spawn(config.rank, &mut command, ProcessGroup::Own).map_err(|e| named(program, e))?;
+            Self::spawn(config.rank, &mut command, UnixProcessGroup::Own).map_err(|e| named(program, e))?;
         let identity_path = rank_file(&dir, config.rank, "pid");
         if let Err(error) = write_whole(&identity_path, &serde_json::to_vec(&process.identity)?) {
             process.signal(Signal::KILL);

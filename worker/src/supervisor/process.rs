@@ -35,7 +35,7 @@ impl fmt::Display for Exit {
 
 /// Which process group a rank's process is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ProcessGroup {
+pub enum UnixProcessGroup {
     /// Its own: a Ctrl-C meant for who started it is not meant for it, and what it starts ends with it.
     Own,
     /// That of who starts it: a Ctrl-C ends both.
@@ -62,7 +62,7 @@ impl Identity {
 #[derive(Debug)]
 pub struct RankProcess {
     rank: u32,
-    group: ProcessGroup,
+    group: UnixProcessGroup,
     pub(super) identity: Identity,
     /// Absent when an earlier process started it.
     child: Option<Child>,
@@ -74,8 +74,8 @@ impl RankProcess {
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn spawn(rank: u32, command: &mut Command, group: ProcessGroup) -> io::Result<Self> {
-        if group == ProcessGroup::Own {
+    pub fn spawn(rank: u32, command: &mut Command, group: UnixProcessGroup) -> io::Result<Self> {
+        if group == UnixProcessGroup::Own {
             command.process_group(0);
         }
         let child = command.spawn()?;
@@ -87,7 +87,7 @@ impl RankProcess {
     pub(super) fn adopted(rank: u32, identity: Option<Identity>) -> Self {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
-        Self { rank, group: ProcessGroup::Own, identity, child: None, exit }
+        Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
     }
 
     /// Its rank.
@@ -143,8 +143,8 @@ impl RankProcess {
             .filter(|(pid, s)| match self.group {
                 // A later process may have its number: that one would be younger than its own group's leader.
                 _ if *pid == own => s.start_time == start_time,
-                ProcessGroup::Own => s.group == own,
-                ProcessGroup::Inherited => false,
+                UnixProcessGroup::Own => s.group == own,
+                UnixProcessGroup::Inherited => false,
             })
             .filter(|(_, s)| !s.has_ended())
             .map(|(pid, s)| (pid, s.state))
@@ -174,8 +174,8 @@ impl RankProcess {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {
             let _ = match self.group {
-                ProcessGroup::Own => kill_process_group(pid, signal),
-                ProcessGroup::Inherited => kill_process(pid, signal),
+                UnixProcessGroup::Own => kill_process_group(pid, signal),
+                UnixProcessGroup::Inherited => kill_process(pid, signal),
             };
         }
     }
@@ -195,7 +195,7 @@ mod tests {
     fn killing_one_that_shares_our_process_group_spares_this_process() {
         let mut command = Command::new("sleep");
         let mut process =
-            RankProcess::spawn(0, command.arg("1000"), ProcessGroup::Inherited).expect("sleep is there");
+            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited).expect("sleep is there");
         assert_eq!((process.poll(), process.remains().len()), (None, 1));
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));

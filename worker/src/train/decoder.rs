@@ -64,7 +64,7 @@ pub(super) fn choose_decoder(
         choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
     let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     let say = |line: &str| {
-        if training.comm.rank() == 0 {
+        if training.group.rank() == 0 {
             training.observer.log(line);
         }
     };

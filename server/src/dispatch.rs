@@ -52,7 +52,7 @@ async fn round(app: &App) -> Result<()> {
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
-        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.is_resting(&row) {
+        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
             let placed = place(app, &row, &mut reserved).await;
             if let Err(error) = &placed
                 && !error.may_pass()
@@ -108,7 +108,7 @@ async fn expire(app: &App, held: Held) -> Result<()> {
 
 /// An agent that was stopped in order has closed its connection: what it did not finish goes back to the queue.
 pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> {
-    app.inbox.drained().await;
+    app.inbox.flush().await;
     for attempt in app.leases.of_agent(&agent.row.id) {
         let why = leaving_reason(&agent.row.name, reason);
         end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;

@@ -23,7 +23,7 @@ pub(crate) enum Work {
         room: Room,
     },
     /// Answered when everything before it is stored.
-    Barrier(oneshot::Sender<()>),
+    Flush(oneshot::Sender<()>),
 }
 
 /// Where connections put their reports.
@@ -62,10 +62,10 @@ impl Inbox {
         let _ = self.to.send(work);
     }
 
-    /// Returns when all that was put before is stored.
-    pub(crate) async fn drained(&self) {
+    /// Returns when everything that was put before this call is stored.
+    pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
-        if self.to.send(Work::Barrier(to)).is_ok() {
+        if self.to.send(Work::Flush(to)).is_ok() {
             let _ = done.await;
         }
     }

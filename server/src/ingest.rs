@@ -44,7 +44,7 @@ async fn store(app: &App, batch: Vec<Work>) {
                 rooms.push(room);
                 reports.push(*report);
             }
-            Work::Barrier(done) => barriers.push(done),
+            Work::Flush(done) => barriers.push(done),
         }
     }
     let answers = if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(app, reports).await };

@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Body, Path, Query},
-    looks::{self, LookProgress, Seen, WaitFor},
+    inspections::{self, Inspected, InspectionProgress, WaitFor},
 };
 use crate::{
     app::App,
@@ -50,7 +50,7 @@ pub(crate) struct NewDataset {
 /// An agent looks at the files; their format is found, not declared. The first look at many pictures takes minutes: 202
 /// then says how far it is; send the same request again until it is done.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 202, body = LookProgress, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to look at the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
@@ -74,7 +74,7 @@ pub(crate) async fn create(
 pub(crate) enum Registered {
     Done(Box<Dataset>),
     /// To be asked again.
-    UnderWay(LookProgress),
+    UnderWay(InspectionProgress),
 }
 
 /// Checks, has an agent look, stores. Waits for the look as long as `patience`.
@@ -111,9 +111,9 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
             None,
         ));
     }
-    let (path, info) = match looks::look(app, new.path, patience).await? {
-        Seen::Done { path, info } => (path, checked(*info)?),
-        Seen::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
+    let (path, info) = match inspections::inspect(app, new.path, patience).await? {
+        Inspected::Done { path, info } => (path, checked(*info)?),
+        Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
     let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
     app.store.add_dataset(&dataset).await?;
@@ -150,7 +150,7 @@ pub(crate) struct Folder {
 
 /// What looking at a folder found.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Looked {
+pub(crate) struct InspectedFolder {
     /// Without links.
     path: String,
     info: DatasetInfo,
@@ -158,7 +158,7 @@ pub(crate) struct Looked {
 
 /// Look at a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitFor), request_body = Folder,
-    responses((status = 200, body = Looked), (status = 202, body = LookProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
     Query(wait): Query<WaitFor>,
@@ -168,9 +168,11 @@ pub(crate) async fn inspect(
     if let Some(detail) = mistake {
         return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
     }
-    match looks::look(&app, folder.path, wait.patience()?).await? {
-        Seen::Done { path, info } => Ok(Json(Looked { path, info: checked(*info)? }).into_response()),
-        Seen::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    match inspections::inspect(&app, folder.path, wait.patience()?).await? {
+        Inspected::Done { path, info } => {
+            Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
+        }
+        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
     }
 }
 

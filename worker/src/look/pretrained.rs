@@ -2,7 +2,7 @@
 //! look at the numbers too, and say the same of names and shapes (`train/pretrained.rs`).
 
 use crate::{checkpoint, net};
-use lockstep_protocol::look::FitWeights;
+use lockstep_protocol::inspect::FitWeights;
 use std::{collections::BTreeMap, path::Path};
 
 /// Tensors that are named; all are counted.

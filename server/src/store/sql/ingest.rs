@@ -26,15 +26,15 @@ fn source(number: i64) -> Source {
     u32::try_from(number).map_or(Source::Agent, Source::Rank)
 }
 
-/// The token that the server itself gave out with this attempt, however long ago.
-async fn token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
-    let token: Option<i64> =
-        sqlx::query_scalar("SELECT token FROM attempts WHERE job_id = $1 AND attempt = $2")
+/// The fencing token that the server itself gave out with this attempt, however long ago.
+async fn fencing_token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
+    let found: Option<i64> =
+        sqlx::query_scalar("SELECT fencing_token FROM attempts WHERE job_id = $1 AND attempt = $2")
             .bind(job.as_str())
             .bind(i64::from(attempt))
             .fetch_optional(db)
             .await?;
-    Ok(token.map(uint))
+    Ok(found.map(uint))
 }
 
 /// How many records of each source of an attempt are stored.
@@ -58,7 +58,7 @@ struct Loaded {
 }
 
 struct Attempt {
-    token: Option<u64>,
+    fencing_token: Option<u64>,
     records: HashMap<Source, u64>,
     /// Sources whose number has grown.
     grown: BTreeSet<Source>,
@@ -152,7 +152,7 @@ impl SqlStore {
 
     pub(super) async fn read_acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        if token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.token) {
+        if fencing_token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.fencing_token) {
             return Ok(Vec::new());
         }
         let known = records(&mut db, &attempt.job, attempt.attempt).await?;
@@ -178,7 +178,7 @@ async fn store_report(
             grown: BTreeSet::new(),
         }),
     };
-    if known.token != Some(attempt.token) {
+    if known.fencing_token != Some(attempt.fencing_token) {
         return Ok((Ingested::Stale, false));
     }
     let have = known.records.get(&source).copied().unwrap_or(0);
@@ -196,7 +196,7 @@ async fn store_report(
     }
     let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
     for event in lifecycle::together(&events[known_already..]) {
-        if row.token.is_none() {
+        if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
         // Only these move a job, and only a move can be refused half way.

@@ -1,63 +1,67 @@
 //! Who is asked about models and data: an agent that has the files, and of those the one with the least to do.
 
 use crate::{
-    agents::{AskError, Online, Waiting},
+    agents::{Online, PendingReply, RequestError},
     app::App,
 };
 use futures_util::future::join_all;
-use lockstep_protocol::agent::{Answer, Question};
+use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
 
 /// For looking whether files are there. An agent whose disk hangs is asked last.
-const LOOK: Duration = Duration::from_secs(3);
+const FILES_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Asks an agent and waits for the answer.
 ///
 /// # Errors
 /// Nobody is online or has the files, or the agent did not answer or refused.
-pub(crate) async fn ask(app: &App, question: Question, patience: Duration) -> Result<Answer, AskError> {
-    let waiting = begin(app, question).await?;
-    app.agents.answer(waiting, patience).await
+pub(crate) async fn call(
+    app: &App,
+    request: AgentRequest,
+    patience: Duration,
+) -> Result<AgentReply, RequestError> {
+    let waiting = send(app, request).await?;
+    app.agents.reply(waiting, patience).await
 }
 
-/// Sends a question to the agent that is best to answer it.
+/// Sends a request to the agent that is best to answer it.
 ///
 /// # Errors
 /// Nobody is online, or nobody has the files.
-pub(crate) async fn begin(app: &App, question: Question) -> Result<Waiting, AskError> {
-    let agent = choose(app, &question).await?;
-    Ok(app.agents.ask(&agent, question))
+pub(crate) async fn send(app: &App, request: AgentRequest) -> Result<PendingReply, RequestError> {
+    let agent = choose_agent(app, &request).await?;
+    Ok(app.agents.send_request(&agent, request))
 }
 
-/// The agent that is best to answer a question.
+/// The agent that is best to answer a request.
 ///
 /// # Errors
 /// Nobody is online, or nobody has the files.
-pub(crate) async fn choose(app: &App, question: &Question) -> Result<Online, AskError> {
+pub(crate) async fn choose_agent(app: &App, request: &AgentRequest) -> Result<Online, RequestError> {
     let mut online = app.agents.online();
     online.retain(|agent| agent.leaving.is_none());
     if online.len() > 1 {
-        online = with_files(app, online, question.paths()).await?;
+        online = with_files(app, online, request.paths()).await?;
     }
     let load = |agent: &Online| {
         (
             // One that is there for a single job, or is to take no work, helps when nobody else can.
             agent.only_job.is_some() || app.agents.is_draining(&agent.row.id),
-            app.agents.unanswered(agent.connection, question.is_long()),
+            app.agents.pending_requests(agent.connection, request.is_long()),
             app.leases.slots_in_use(&agent.row.id).len(),
         )
     };
-    online.into_iter().min_by_key(load).ok_or(AskError::NobodyOnline)
+    online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
 /// Those that have all of these files; those that do not say, when none has.
-async fn with_files(app: &App, online: Vec<Online>, paths: Vec<String>) -> Result<Vec<Online>, AskError> {
-    let looks = online.into_iter().map(|agent| {
-        let question = Question::HasFiles { paths: paths.clone() };
+async fn with_files(app: &App, online: Vec<Online>, paths: Vec<String>) -> Result<Vec<Online>, RequestError> {
+    let checks = online.into_iter().map(|agent| {
+        let request = AgentRequest::HasFiles { paths: paths.clone() };
         async {
-            let waiting = app.agents.ask(&agent, question);
-            let there = match app.agents.answer(waiting, LOOK).await {
-                Ok(Answer::Files { there }) => Some(there),
+            let waiting = app.agents.send_request(&agent, request);
+            let there = match app.agents.reply(waiting, FILES_TIMEOUT).await {
+                Ok(AgentReply::Files { there }) => Some(there),
                 // Silent, gone, or of an older version.
                 _ => None,
             };
@@ -66,7 +70,7 @@ async fn with_files(app: &App, online: Vec<Online>, paths: Vec<String>) -> Resul
     });
     let (mut having, mut silent, mut asked) = (Vec::new(), Vec::new(), Vec::new());
     let mut missing = None;
-    for (agent, there) in join_all(looks).await {
+    for (agent, there) in join_all(checks).await {
         match there {
             Some(there) => match there.iter().position(|there| !there) {
                 None => having.push(agent),
@@ -81,7 +85,7 @@ async fn with_files(app: &App, online: Vec<Online>, paths: Vec<String>) -> Resul
     match (having.is_empty(), silent.is_empty(), missing) {
         (false, ..) => Ok(having),
         (true, true, Some(first)) => {
-            Err(AskError::NobodyHasFiles { path: paths.get(first).cloned().unwrap_or_default(), asked })
+            Err(RequestError::NobodyHasFiles { path: paths.get(first).cloned().unwrap_or_default(), asked })
         }
         _ => Ok(silent),
     }

@@ -2,16 +2,16 @@
 //! wait for an answer. Who asks again joins the look that was begun.
 
 use crate::{
-    agents::{AskError, Online},
+    agent_requests,
+    agents::{Online, RequestError},
     app::App,
     error::{Error, Result},
-    looks::Look,
-    questions,
+    inspections::Inspection,
 };
 use lockstep_protocol::{
-    agent::{Answer, Question},
+    agent::{AgentReply, AgentRequest},
     dataset::DatasetInfo,
-    look::AT_ONCE,
+    inspect::CONCURRENT_REQUESTS,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -34,7 +34,7 @@ const PROGRESS: Duration = Duration::from_secs(2);
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct WaitFor {
-    /// Answer 202 when the look has not ended after so many seconds: 0 to 120, 120 when absent.
+    /// AgentReply 202 when the look has not ended after so many seconds: 0 to 120, 120 when absent.
     wait_secs: Option<u64>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS)
 
 /// How far a look at a dataset is.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct LookProgress {
+pub(crate) struct InspectionProgress {
     /// For people.
     pub(crate) detail: String,
     /// Pictures (or shards) that were looked at, where that is known.
@@ -65,28 +65,28 @@ pub(crate) struct LookProgress {
 
 /// What came of a look.
 #[derive(Debug)]
-pub(crate) enum Seen {
+pub(crate) enum Inspected {
     Done {
         /// Without links.
         path: String,
         info: Box<DatasetInfo>,
     },
-    UnderWay(LookProgress),
+    UnderWay(InspectionProgress),
 }
 
 /// Has an agent look at the files under `path`, or joins whoever does, and waits for it as long as `patience`.
 ///
 /// # Errors
 /// Nobody is online or has the files, or what is wrong with them.
-pub(crate) async fn look(app: &App, path: String, patience: Duration) -> Result<Seen> {
-    let Look { agent, mut outcome, .. } = begin(app, &path);
+pub(crate) async fn inspect(app: &App, path: String, patience: Duration) -> Result<Inspected> {
+    let Inspection { agent, mut outcome, .. } = begin(app, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
-        Err(_) => Ok(Seen::UnderWay(under_way(app, agent.get(), path).await)),
+        Err(_) => Ok(Inspected::UnderWay(under_way(app, agent.get(), path).await)),
         Ok(found) => {
-            app.looks.forget(&path);
+            app.inspections.forget(&path);
             match found.ok().flatten() {
-                Some(Ok((path, info))) => Ok(Seen::Done { path, info: Box::new(info) }),
+                Some(Ok((path, info))) => Ok(Inspected::Done { path, info: Box::new(info) }),
                 Some(Err(error)) => Err(error.into()),
                 None => Err(Error::Unavailable("the server is stopping; ask again".into())),
             }
@@ -94,65 +94,69 @@ pub(crate) async fn look(app: &App, path: String, patience: Duration) -> Result<
     }
 }
 
-fn begin(app: &App, path: &str) -> Look {
-    let mut all = app.looks.lock();
-    if let Some(known) = all.looks.get(path) {
+fn begin(app: &App, path: &str) -> Inspection {
+    let mut all = app.inspections.lock();
+    if let Some(known) = all.inspections.get(path) {
         return known.clone();
     }
     all.begun += 1;
     let (tell, outcome) = watch::channel(None);
     let agent = Arc::new(OnceLock::new());
-    let look = Look { number: all.begun, agent: agent.clone(), outcome };
-    all.looks.insert(path.to_owned(), look.clone());
+    let inspection = Inspection { number: all.begun, agent: agent.clone(), outcome };
+    all.inspections.insert(path.to_owned(), inspection.clone());
     let (app, path) = (app.clone(), path.to_owned());
     let tasks = app.tasks.clone();
     // Nothing of it outlives the server.
     tasks.spawn(async move {
         let work = async {
-            let question = Question::InspectDataset { path: path.clone() };
-            let chosen = questions::choose(&app, &question).await?;
-            let waiting = app.agents.ask(&chosen, question);
+            let request = AgentRequest::InspectDataset { path: path.clone() };
+            let chosen = agent_requests::choose_agent(&app, &request).await?;
+            let waiting = app.agents.send_request(&chosen, request);
             // Set once: nobody else has this one.
             let _ = agent.set(chosen);
-            match app.agents.answer(waiting, PATIENCE).await? {
-                Answer::Dataset { path, info } => Ok((path, info)),
-                _ => Err(AskError::Refused("an agent answered something else than a dataset".into())),
+            match app.agents.reply(waiting, PATIENCE).await? {
+                AgentReply::Dataset { path, info } => Ok((path, info)),
+                _ => Err(RequestError::Refused("an agent answered something else than a dataset".into())),
             }
         };
         let whole = async {
             let _ = tell.send(Some(work.await));
             tokio::time::sleep(KEPT).await;
-            app.looks.forget(&path);
+            app.inspections.forget(&path);
         };
         tokio::select! {
             () = whole => {}
             () = app.stopping.cancelled() => {}
         }
     });
-    look
+    inspection
 }
 
-async fn under_way(app: &App, agent: Option<&Online>, path: String) -> LookProgress {
+async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
         let detail = format!("a machine that has {path} is looked for; ask again");
-        return LookProgress { detail, looked: None, total: None };
+        return InspectionProgress { detail, looked: None, total: None };
     };
-    let waiting = app.agents.ask(agent, Question::InspectProgress { path: path.clone() });
-    let looked = match app.agents.answer(waiting, PROGRESS).await {
-        Ok(Answer::Progress { looked }) => looked,
+    let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
+    let looked = match app.agents.reply(waiting, PROGRESS).await {
+        Ok(AgentReply::Progress { looked }) => looked,
         _ => None,
     };
     let name = &agent.row.name;
-    let ahead = app.looks.ahead(&path, agent);
+    let ahead = app.inspections.ahead(&path, agent);
     let detail = match looked {
         Some((looked, total)) => {
             format!("{name} is looking at {path}: {looked} of {total} so far; ask again")
         }
         // An agent looks at so many at a time.
-        None if ahead >= AT_ONCE => {
+        None if ahead >= CONCURRENT_REQUESTS => {
             format!("the look at {path} waits on {name}, behind {ahead} others; ask again")
         }
         None => format!("{name} is looking at {path}; ask again"),
     };
-    LookProgress { detail, looked: looked.map(|(looked, _)| looked), total: looked.map(|(_, total)| total) }
+    InspectionProgress {
+        detail,
+        looked: looked.map(|(looked, _)| looked),
+        total: looked.map(|(_, total)| total),
+    }
 }

@@ -3,7 +3,7 @@
 use super::chunk::{self, Bucket, LEVELS, capacity, width};
 use crate::{
     app::App,
-    sealer::enough,
+    compaction_queue::batch_cost,
     store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
@@ -19,16 +19,18 @@ const BETWEEN: Duration = Duration::from_millis(20);
 pub(crate) async fn run(app: App) {
     // What was stored before the last stop is counted anew.
     match app.store.unfinished().await {
-        Ok(jobs) => jobs.iter().for_each(|job| app.sealer.count(&job.id, job.ranks, enough(job.ranks))),
+        Ok(jobs) => {
+            jobs.iter().for_each(|job| app.compaction_queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
+        }
         Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
     }
     loop {
-        let Some((job, cost)) = app.sealer.take() else {
-            app.sealer.wake.notified().await;
+        let Some((job, cost)) = app.compaction_queue.take() else {
+            app.compaction_queue.wake.notified().await;
             continue;
         };
         loop {
-            match seal(app.store.as_ref(), &job, cost, false).await {
+            match compact(app.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
                 // A job may be deleted meanwhile; and what failed is tried again when more has come.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
@@ -43,14 +45,14 @@ pub(crate) async fn run(app: App) {
 
 /// Makes the next rows of a job that cost so much into chunks, or with `rest` as many as there are. False when there are
 /// not so many.
-pub(super) async fn seal(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
-    let (sealed, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: sealed, limit_cost: Some(cost), ..MetricFilter::default() };
+pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
+    let (watermark, newest) = store.newest_metric_chunks(job).await?;
+    let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
-    if !page.full && (!rest || page.last <= sealed) {
+    if !page.full && (!rest || page.last <= watermark) {
         return Ok(false);
     }
-    store.put_metric_chunks(job, sealed, page.last, &grow(newest, page.columns)).await
+    store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns)).await
 }
 
 type Key = (String, u32, u32);

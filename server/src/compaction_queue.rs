@@ -16,7 +16,7 @@ const LEAST_COST: u64 = 64 << 10;
 
 /// Jobs with events that wait to become chunks.
 #[derive(Debug, Default)]
-pub(crate) struct Sealer {
+pub(crate) struct CompactionQueue {
     waiting: Mutex<HashMap<JobId, Waiting>>,
     pub(crate) wake: Notify,
 }
@@ -25,15 +25,15 @@ pub(crate) struct Sealer {
 struct Waiting {
     cost: u64,
     /// What is worth the work.
-    enough: u64,
+    batch_cost: u64,
 }
 
 /// The cost of the rows of a job of so many ranks that are made into chunks at a time.
-pub(crate) fn enough(ranks: u32) -> u64 {
+pub(crate) fn batch_cost(ranks: u32) -> u64 {
     (u64::from(ranks) * COST_A_RANK).max(LEAST_COST)
 }
 
-impl Sealer {
+impl CompactionQueue {
     fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -50,19 +50,19 @@ impl Sealer {
             return;
         }
         let mut all = self.lock();
-        let enough = enough(ranks);
-        let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, enough });
+        let batch_cost = batch_cost(ranks);
+        let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, batch_cost });
         waiting.cost = waiting.cost.saturating_add(cost);
-        if waiting.cost >= waiting.enough {
+        if waiting.cost >= waiting.batch_cost {
             self.wake.notify_one();
         }
     }
 
     pub(crate) fn take(&self) -> Option<(JobId, u64)> {
         let mut all = self.lock();
-        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.enough)?;
-        let (job, enough) = (job.clone(), waiting.enough);
+        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
+        let (job, batch_cost) = (job.clone(), waiting.batch_cost);
         all.remove(&job);
-        Some((job, enough))
+        Some((job, batch_cost))
     }
 }

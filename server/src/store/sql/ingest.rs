@@ -173,7 +173,7 @@ async fn store_report(
     let known = match attempts.entry(attempt.attempt) {
         Entry::Occupied(known) => known.into_mut(),
         Entry::Vacant(unknown) => unknown.insert(Attempt {
-            token: token(db, &attempt.job, attempt.attempt).await?,
+            fencing_token: fencing_token(db, &attempt.job, attempt.attempt).await?,
             records: records(db, &attempt.job, attempt.attempt).await?,
             grown: BTreeSet::new(),
         }),

@@ -20,9 +20,9 @@ use std::{
 /// Which weights of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Those that training goes on from
+    /// The weights that training continues from
     Model,
-    /// Their running average, of a job with train.ema_decay
+    /// Their exponential moving average, of a job with train.ema_decay
     Ema,
 }
 

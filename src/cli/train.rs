@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// Where logs and checkpoints go [default: runs/<name of the TOML file>]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Go on from the newest complete checkpoint of DIR, or from this one
+    /// Continue from the newest complete checkpoint of DIR (latest), or from this one
     #[arg(long, value_name = "latest|PATH")]
     resume: Option<String>,
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated)

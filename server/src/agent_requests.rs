@@ -1,4 +1,5 @@
-//! Who is asked about models and data: an agent that has the files, and of those the one with the least to do.
+//! Requests to agents about models and data: chooses an agent that has the files, the one with the least work, and waits for
+//! its reply.
 
 use crate::{
     agents::{Online, PendingReply, RequestError},
@@ -8,13 +9,14 @@ use futures_util::future::join_all;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
 
-/// For looking whether files are there. An agent whose disk hangs is asked last.
+/// For the check whether files exist. An agent that does not reply in time, because its disk hangs, is used only when no
+/// other agent has them.
 const FILES_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Asks an agent and waits for the answer.
+/// Sends a request and waits for the reply.
 ///
 /// # Errors
-/// Nobody is online or has the files, or the agent did not answer or refused.
+/// No agent is online or has the files, or the agent did not reply within `patience` or refused.
 pub(crate) async fn call(
     app: &App,
     request: AgentRequest,
@@ -24,7 +26,7 @@ pub(crate) async fn call(
     app.agents.reply(waiting, patience).await
 }
 
-/// Sends a request to the agent that is best to answer it.
+/// Sends a request to the agent that suits it best; its reply is awaited with `Agents::reply`.
 ///
 /// # Errors
 /// Nobody is online, or nobody has the files.
@@ -33,7 +35,7 @@ pub(crate) async fn send(app: &App, request: AgentRequest) -> Result<PendingRepl
     Ok(app.agents.send_request(&agent, request))
 }
 
-/// The agent that is best to answer a request.
+/// The agent for a request: one that has its files, with the fewest pending requests of its kind, then the fewest busy slots.
 ///
 /// # Errors
 /// Nobody is online, or nobody has the files.
@@ -54,7 +56,7 @@ pub(crate) async fn choose_agent(app: &App, request: &AgentRequest) -> Result<On
     online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
-/// Those that have all of these files; those that do not say, when none has.
+/// The agents that have all of these files; when none has, those that did not say.
 async fn with_files(app: &App, online: Vec<Online>, paths: Vec<String>) -> Result<Vec<Online>, RequestError> {
     let checks = online.into_iter().map(|agent| {
         let request = AgentRequest::HasFiles { paths: paths.clone() };

@@ -1,4 +1,4 @@
-//! Which jobs have so many points in rows of events that making chunks of them is worth the work.
+//! The jobs whose points wait for compaction: those with enough rows of events to be worth turning into chunks.
 
 use crate::store::{Changed, EventRow, Stored};
 use lockstep_protocol::job::JobId;
@@ -8,13 +8,14 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Rows that are made into chunks at a time, as their cost for each rank; fewer stay as they are, and a chart reads all of
-/// them. Some 15 to 40 reports: each time the newest chunk of every series is written anew.
+/// Cost ([`EventRow::cost`], bytes) per rank of the rows that one compaction takes: some 15 to 40 reports of a rank. Every
+/// compaction rewrites the newest chunk of each series, so smaller batches would write more; rows that wait are read by
+/// every query, so larger ones would read more.
 const COST_A_RANK: u64 = 12 << 10;
-/// The same of the smallest jobs.
+/// The smallest batch, for jobs of few ranks.
 const LEAST_COST: u64 = 64 << 10;
 
-/// Jobs with events that wait to become chunks.
+/// Jobs with rows after their watermark.
 #[derive(Debug, Default)]
 pub(crate) struct CompactionQueue {
     waiting: Mutex<HashMap<JobId, Waiting>>,
@@ -24,11 +25,11 @@ pub(crate) struct CompactionQueue {
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
     cost: u64,
-    /// What is worth the work.
+    /// The cost at which the job is compacted.
     batch_cost: u64,
 }
 
-/// The cost of the rows of a job of so many ranks that are made into chunks at a time.
+/// The cost of the rows that one compaction of a job with `ranks` ranks takes.
 pub(crate) fn batch_cost(ranks: u32) -> u64 {
     (u64::from(ranks) * COST_A_RANK).max(LEAST_COST)
 }
@@ -38,13 +39,13 @@ impl CompactionQueue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what was stored.
+    /// Counts the points of a change that was stored.
     pub(crate) fn note(&self, changed: &Changed) {
         let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
         self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 
-    /// Notes that rows of a job wait which cost so much.
+    /// Adds `cost` to what waits of a job, and wakes the compaction task when that is a batch.
     pub(crate) fn count(&self, job: &JobId, ranks: u32, cost: u64) {
         if cost == 0 {
             return;

@@ -1,6 +1,6 @@
-//! Who is watching which job, and the newest events of watched jobs, so that a live reader need not ask the
-//! store for each. The store stays the truth: a reader whose next event is not here reads it there, so it
-//! can fall behind as far as it likes and misses nothing.
+//! Publish/subscribe for live streams. For each watched job the hub keeps the newest events in memory, so that a live reader
+//! does not query the store for each. The store stays authoritative: a reader whose next event is not in memory reads it from
+//! the store, so a slow reader misses nothing.
 
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
@@ -54,8 +54,8 @@ impl Hub {
         }
     }
 
-    /// Tells subscribers what is stored. Two changes of a job may be told in the wrong order, as they are
-    /// told after their transactions; readers then take the earlier one from the store.
+    /// Notifies subscribers of events that are stored. Two changes of a job may be published in the wrong order, because each is
+    /// published after its transaction. Readers then read the earlier one from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -87,7 +87,8 @@ impl Hub {
         }
     }
 
-    /// Events up to the job's newest are stored, whether they were told of or not: readers go to the store.
+    /// Notifies subscribers that events up to `job.last_seq` are stored, although not all of them were published. Readers read
+    /// them from the store.
     pub(crate) fn catch_up(&self, job: &Job) {
         if let Some(watched) = lock(&self.jobs).get_mut(&job.id) {
             let newest = watched.recent.back().map(|e| e.seq);
@@ -110,7 +111,7 @@ impl Hub {
         self.wake.notify_one();
     }
 
-    /// To be done before the store is asked, so that nothing falls between.
+    /// Subscribes to a job. Call it before reading the store: an event that is stored between the two is then not missed.
     pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
         let mut jobs = lock(&self.jobs);
         let watched = jobs.entry(id.clone()).or_insert_with(|| Watched {

@@ -1,4 +1,4 @@
-//! Inspections of datasets that are under way, by path; who asks again joins one.
+//! Inspections of datasets that are running, by path. A second request for the same path joins the first.
 
 use crate::agents::{Online, RequestError};
 use lockstep_protocol::dataset::DatasetInfo;
@@ -12,7 +12,7 @@ use tokio::sync::watch;
 #[derive(Debug, Default)]
 pub(crate) struct Inspections(Mutex<Known>);
 
-/// The inspections that are known, and how many there were.
+/// The inspections that are known, and how many were started.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) inspections: HashMap<String, Inspection>,
@@ -20,10 +20,10 @@ pub(crate) struct Known {
     pub(crate) begun: u64,
 }
 
-/// Path and description, or why there is none.
+/// The dataset's path without links and its description, or the error.
 pub(crate) type Outcome = std::result::Result<(String, DatasetInfo), RequestError>;
 
-/// One that is under way or has just ended.
+/// An inspection that is running or has just ended.
 #[derive(Debug, Clone)]
 pub(crate) struct Inspection {
     /// Smaller of one that was begun before.

@@ -16,7 +16,8 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Between a job's second failure and its start; then twice as long each time, up to the longest.
+/// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
+/// [`MAX_BACKOFF`].
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -25,7 +26,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 pub(crate) struct Leases {
     pub(crate) lease: Duration,
     held: Mutex<HashMap<JobId, Held>>,
-    /// When a job that is being restarted may start, and after which attempt it was.
+    /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
     pub(crate) wake: Notify,
 }
@@ -53,7 +54,7 @@ impl Leases {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Look at the queue now.
+    /// Wakes dispatch, which then goes through the queue.
     pub(crate) fn poke(&self) {
         self.wake.notify_one();
     }
@@ -110,8 +111,7 @@ impl Leases {
         self.held().get(job).map(|h| h.places.clone()).unwrap_or_default()
     }
 
-    /// Whether a job that is being restarted is to wait a little longer: the first restart comes at once, each
-    /// further one after twice the time of the one before.
+    /// Whether a restarting job still waits for its backoff. The clock starts at the first call after its attempt failed.
     pub(crate) fn in_backoff(&self, row: &JobRow) -> bool {
         let mut restart_after = self.restart_after.lock().unwrap_or_else(PoisonError::into_inner);
         if row.job.state != JobState::Restarting {

@@ -1,4 +1,4 @@
-//! What reports, requests and time do to a job. Pure: every function edits a [`JobRow`] and returns the events
+//! The rules by which reports, requests and time change a job. Pure: every function edits a [`JobRow`] and returns the events
 //! to store, so that a store can run it inside its transaction, and one rule serves every database. The moves between states
 //! are here, what reports do in [`reports`].
 
@@ -130,8 +130,8 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// A person wants it stopped. With `reachable` false nobody can be asked to stop its ranks: it ends at once,
-/// and its agent learns of it when it comes back.
+/// A user cancels the job. With `reachable` false no agent can be told to stop its ranks: the job ends at once, and its agent
+/// is told when it is back.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
@@ -149,8 +149,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// A person wants it to stand still and free its slots, with nothing lost. With `reachable` false its ranks are
-/// told when their agent comes back, or are lost with its lease.
+/// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, they are told when it is
+/// back, or are lost with its lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     match state {
@@ -163,7 +163,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     }
 }
 
-/// A person wants a paused job to go on.
+/// A user resumes a paused job.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state != JobState::Paused {
@@ -178,7 +178,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
     Ok(vec![queue(row, ReasonCode::ResumedByUser.into(), at)?])
 }
 
-/// Its ranks are gone as asked, or it has none.
+/// Its ranks have ended as asked, or it had none.
 fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let facts = Facts { detail: why.map(|why| why.words().to_owned()), ..Facts::default() };
     let reason = Reason::new(ReasonCode::PausedByUser, facts);
@@ -186,13 +186,13 @@ fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<Event
     go(row, JobState::Paused, Some(reason), Some(next), at)
 }
 
-/// It waits for slots, to go on from its newest checkpoint.
+/// Queues the job, to continue from its newest checkpoint.
 fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     let next = Next::Continue { from_step: row.progress.checkpoint };
     go(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// A person wants a job that failed or was cancelled to go on from its newest checkpoint.
+/// A user retries a failed or cancelled job from its newest checkpoint.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
@@ -218,7 +218,7 @@ pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBo
     Ok(events)
 }
 
-/// Its agent went away in order: back to the queue, not counted as a restart.
+/// Its agent was stopped in an orderly way: back to the queue, not counted as a restart.
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
@@ -228,7 +228,7 @@ pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<Even
     Ok(vec![event])
 }
 
-/// What it needs is gone before it could start.
+/// Something that it needs is gone before it could start.
 pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }

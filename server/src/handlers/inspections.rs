@@ -1,5 +1,5 @@
-//! Looks at datasets that are under way: the first at a million pictures takes minutes, longer than browsers and proxies
-//! wait for an answer. Who asks again joins the look that was begun.
+//! Inspections of datasets. The first inspection of a million pictures takes minutes, longer than browsers and proxies wait
+//! for a response. A request that does not want to wait is answered 202, and the same request again joins the inspection.
 
 use crate::{
     agent_requests,
@@ -25,9 +25,9 @@ use utoipa::{IntoParams, ToSchema};
 const PATIENCE: Duration = Duration::from_secs(12 * 3600);
 /// A request waits so long unless it says how long, and no longer: less than any handler may take.
 const LONGEST_WAIT_SECS: u64 = 120;
-/// What was found waits so long for whoever asks again.
+/// How long a result is kept for requests that come again.
 const KEPT: Duration = Duration::from_secs(10);
-/// For an agent to say how far it is. One of an older version does not.
+/// For an agent's reply to `InspectProgress`. Older agents do not reply.
 const PROGRESS: Duration = Duration::from_secs(2);
 
 /// How long to wait.
@@ -52,18 +52,18 @@ impl WaitFor {
 /// The longest wait of a request that does not say.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
 
-/// How far a look at a dataset is.
+/// The progress of an inspection.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct InspectionProgress {
     /// For people.
     pub(crate) detail: String,
-    /// Pictures (or shards) that were looked at, where that is known.
+    /// Pictures (or shards) inspected so far, where that is known.
     looked: Option<u64>,
     /// Pictures (or shards) in all, where that is known.
     total: Option<u64>,
 }
 
-/// What came of a look.
+/// The outcome of an inspection within the time that a request waits.
 #[derive(Debug)]
 pub(crate) enum Inspected {
     Done {
@@ -74,7 +74,7 @@ pub(crate) enum Inspected {
     UnderWay(InspectionProgress),
 }
 
-/// Has an agent look at the files under `path`, or joins whoever does, and waits for it as long as `patience`.
+/// Has an agent inspect the files under `path`, or joins an inspection of them, and waits for at most `patience`.
 ///
 /// # Errors
 /// Nobody is online or has the files, or what is wrong with them.
@@ -148,7 +148,7 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> Inspectio
         Some((looked, total)) => {
             format!("{name} is looking at {path}: {looked} of {total} so far; ask again")
         }
-        // An agent looks at so many at a time.
+        // An agent runs so many inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
             format!("the look at {path} waits on {name}, behind {ahead} others; ask again")
         }

@@ -1,4 +1,4 @@
-//! What the records of ranks and their agent do to a job.
+//! How the records of ranks and their agent change a job.
 
 use super::{JobRow, Refused, checkpoint_id, go, paused, requeue, restart_or_fail, state_event};
 use jiff::Timestamp;
@@ -26,8 +26,8 @@ fn shorten(text: &mut String, bytes: usize) {
     }
 }
 
-/// What a record of a rank or its agent does to a job and which events it becomes. Records that no honest rank
-/// writes (an unknown metric, a rank that the job does not have) become none.
+/// Applies a record of a rank or its agent to a job, and returns the events to store. Records that no correct rank writes (an
+/// unknown metric, a rank that the job does not have) give none.
 pub fn report(
     row: &mut JobRow,
     event: AttemptEvent,
@@ -131,8 +131,8 @@ fn is_column(column: &MetricColumn) -> bool {
         && !column.steps.is_empty()
 }
 
-/// The records of a report, with the points that came between two others as one: a rank that is quick writes many records a
-/// report. Log lines and ranks' own reports stay between points that are about the same time as they are.
+/// The records of a report with consecutive points of a rank merged into one record, because a fast rank writes many per
+/// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
 pub fn together(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
     // Whose points are gathered, to come at this place.
@@ -173,7 +173,7 @@ fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
     u32::try_from(epoch).unwrap_or(u32::MAX)
 }
 
-/// Takes what the job itself shows from a column.
+/// Updates what the job shows (newest values, step, sparkline, speed) from a column.
 fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
     let value = Some(f64::from(*value)).filter(|v| v.is_finite());

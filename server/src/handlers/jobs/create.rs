@@ -60,8 +60,8 @@ pub(crate) async fn submit(
     Ok((status, job))
 }
 
-/// The job that this very request made before. Asked first: what has changed since, such as a file that is gone, is no reason
-/// to refuse what was accepted.
+/// The job that the same request (by its `Idempotency-Key`) made before. This is checked before anything else: what has changed
+/// since, such as a file that is gone, is no reason to refuse what was accepted.
 pub(in crate::handlers) async fn made_before(
     app: &App,
     key: Option<&(String, String)>,

@@ -133,7 +133,7 @@ impl Agents {
         Ok(connection)
     }
 
-    /// Forgets a connection, unless a newer one has taken its place. Questions to it stay pending_requests.
+    /// Forgets a connection, unless a newer one has taken its place. Requests to it get no reply.
     pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);

@@ -38,7 +38,7 @@ impl Inspections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets a inspection that has ended, be it without an outcome.
+    /// Forgets an inspection that has ended, with or without an outcome.
     pub(crate) fn forget(&self, path: &str) {
         let mut all = self.lock();
         if all.inspections.get(path).is_some_and(Inspection::has_ended) {

@@ -223,7 +223,7 @@ fn merge(document: &mut Value, path: &str, value: Value, given: &mut BTreeMap<St
     if let Some(before) = given.insert(today.clone(), path.to_owned())
         && before != path
     {
-        let old = if before == today { path } else { &before };
+        let old = if before == today { path } else { before.as_str() };
         return Err(mistake(format!("{old} is the old name of {today}: give {today} alone, not both")));
     }
     // One way to read paths: the command line's.

@@ -34,7 +34,7 @@ const PROGRESS: Duration = Duration::from_secs(2);
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct WaitFor {
-    /// AgentReply 202 when the look has not ended after so many seconds: 0 to 120, 120 when absent.
+    /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
     wait_secs: Option<u64>,
 }
 
@@ -146,13 +146,13 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> Inspectio
     let ahead = app.inspections.ahead(&path, agent);
     let detail = match looked {
         Some((looked, total)) => {
-            format!("{name} is looking at {path}: {looked} of {total} so far; ask again")
+            format!("{name} is inspecting {path}: {looked} of {total} so far; ask again")
         }
         // An agent runs so many inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
-            format!("the look at {path} waits on {name}, behind {ahead} others; ask again")
+            format!("the inspection of {path} waits on {name}, behind {ahead} others; ask again")
         }
-        None => format!("{name} is looking at {path}; ask again"),
+        None => format!("{name} is inspecting {path}; ask again"),
     };
     InspectionProgress {
         detail,

@@ -17,7 +17,7 @@ pub struct JobRow {
     pub stop: Option<Reason>,
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
-    /// fencing token of the attempt that may write.
+    /// Fencing token of the attempt that may write.
     pub fencing_token: Option<u64>,
     /// What its newest values and its sparkline come from.
     pub progress: Progress,

@@ -195,7 +195,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         (202, &json!(300_000), &json!(1_300_000)),
         "{body}"
     );
-    assert_eq!(body["detail"], "a is looking at /large: 300000 of 1300000 so far; ask again");
+    assert_eq!(body["detail"], "a is inspecting /large: 300000 of 1300000 so far; ask again");
     // An agent looks at two at a time; the third waits.
     for path in ["/second", "/third"] {
         let new = json!({"name": &path[1..], "path": path});
@@ -214,7 +214,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         answer = server.post("/datasets?wait_secs=0", &third) => answer,
         () = only_progress(&mut agent, None) => unreachable!(),
     };
-    assert_eq!(body["detail"], "the look at /third waits on a, behind 2 others; ask again");
+    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 others; ask again");
     // It ends while somebody waits, and for one who comes a moment later.
     let done = Ok(AgentReply::Dataset { path: "/large".into(), info: info() });
     let answered = agent.send(FromAgent::Reply { id, reply: done });

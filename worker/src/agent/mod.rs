@@ -333,8 +333,8 @@ impl Agent {
     }
 
     fn take(&mut self, attempt: Attempt) {
-        let AttemptRef { job, attempt: number, token } = attempt.attempt().clone();
-        self.attempts.insert((token, (job, number)), attempt);
+        let AttemptRef { job, attempt: number, fencing_token } = attempt.attempt().clone();
+        self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
     /// Every attempt that the server has not heard the end of.

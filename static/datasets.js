@@ -26,7 +26,7 @@ function found({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
-/** Asks until the look at the files is done, and says how far it is: the first at a million pictures takes minutes. */
+/** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
 async function looked(path, body, signal) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });

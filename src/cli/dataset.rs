@@ -164,7 +164,7 @@ fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Asks until the look at the files is done, which takes minutes when they are many.
+/// Polls until the inspection of the files is done, which takes minutes when there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     let bar = looking_bar();
     loop {

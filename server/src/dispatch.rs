@@ -48,7 +48,7 @@ pub(crate) async fn run(app: App) {
 async fn round(app: &App) -> Result<()> {
     for held in app.leases.expired() {
         let job = held.attempt.job.clone();
-        apart(&job, expire(app, held).await)?;
+        skip_permanent_error(&job, expire(app, held).await)?;
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
@@ -57,16 +57,19 @@ async fn round(app: &App) -> Result<()> {
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                apart(&row.job.id, tell_why_it_waits(app, &row, error.to_string().into()).await)?;
+                skip_permanent_error(
+                    &row.job.id,
+                    tell_why_it_waits(app, &row, error.to_string().into()).await,
+                )?;
             }
-            apart(&row.job.id, placed)?;
+            skip_permanent_error(&row.job.id, placed)?;
         }
     }
     Ok(())
 }
 
 /// Logs a permanent error of one job, so that the others are still dispatched. Transient errors end the round.
-fn apart(job: &JobId, done: Result<()>) -> Result<()> {
+fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
         Err(error) if !error.may_pass() => {
             quarantine::tell(&format!("job {job} cannot be dispatched: {error}"));

@@ -28,7 +28,7 @@ pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Arc<str>>,
     /// Jobs whose newest state the list has not been told; `None` for a deleted one.
-    untold: Mutex<HashMap<JobId, Option<Job>>>,
+    unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
 }
 
@@ -49,7 +49,7 @@ impl Hub {
         Self {
             jobs: Mutex::default(),
             list: broadcast::channel(LIST_BACKLOG).0,
-            untold: Mutex::default(),
+            unpublished: Mutex::default(),
             wake: Notify::new(),
         }
     }
@@ -75,14 +75,14 @@ impl Hub {
                 watched.last_seq.send_replace(last.seq);
             }
         }
-        let mut untold = lock(&self.untold);
-        let newer = match untold.get(&changed.job.id) {
+        let mut unpublished = lock(&self.unpublished);
+        let newer = match unpublished.get(&changed.job.id) {
             Some(Some(told)) => told.last_seq <= changed.job.last_seq,
             Some(None) => false,
             None => true,
         };
         if newer {
-            untold.insert(changed.job.id.clone(), Some(changed.job.clone()));
+            unpublished.insert(changed.job.id.clone(), Some(changed.job.clone()));
             self.wake.notify_one();
         }
     }
@@ -107,7 +107,7 @@ impl Hub {
     /// Tells the list that a job is no more, and ends the job's streams.
     pub(crate) fn deleted(&self, id: &JobId) {
         lock(&self.jobs).remove(id);
-        lock(&self.untold).insert(id.clone(), None);
+        lock(&self.unpublished).insert(id.clone(), None);
         self.wake.notify_one();
     }
 
@@ -134,10 +134,10 @@ impl Hub {
     }
 
     /// Tells the list's readers what changed, each job at most once in [`LIST_EVERY`]. Runs until dropped.
-    pub(crate) async fn tell_list(&self) {
+    pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
-            for (id, job) in std::mem::take(&mut *lock(&self.untold)) {
+            for (id, job) in std::mem::take(&mut *lock(&self.unpublished)) {
                 let frame = match job {
                     Some(job) => Frame::Job { job: Box::new(job) },
                     None => Frame::JobDeleted { id: id.to_string() },

@@ -34,7 +34,7 @@ pub(crate) async fn run(app: App, mut queue: Queue) {
 async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
-    let mut barriers = Vec::new();
+    let mut flushes = Vec::new();
     // Let go when all is stored.
     let mut rooms = Vec::with_capacity(batch.len());
     for work in batch {
@@ -44,7 +44,7 @@ async fn store(app: &App, batch: Vec<Work>) {
                 rooms.push(room);
                 reports.push(*report);
             }
-            Work::Flush(done) => barriers.push(done),
+            Work::Flush(done) => flushes.push(done),
         }
     }
     let answers = if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(app, reports).await };
@@ -73,7 +73,7 @@ async fn store(app: &App, batch: Vec<Work>) {
             }
         }
     }
-    for done in barriers {
+    for done in flushes {
         let _ = done.send(());
     }
 }

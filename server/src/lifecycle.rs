@@ -15,7 +15,7 @@ mod reports;
 mod row;
 
 pub use progress::Progress;
-pub use reports::{report, together};
+pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
 
 fn refused(state: JobState, detail: impl Into<String>) -> Refused {

@@ -89,7 +89,7 @@ async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
     app.spawn(purge::run(app.clone()));
     app.spawn({
         let hub = app.hub.clone();
-        async move { hub.tell_list().await }
+        async move { hub.publish_list().await }
     });
     Ok(app)
 }

@@ -133,7 +133,7 @@ fn is_column(column: &MetricColumn) -> bool {
 
 /// The records of a report with consecutive points of a rank merged into one record, because a fast rank writes many per
 /// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
-pub fn together(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
+pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
     // Whose points are gathered, to come at this place.
     let mut gathered: Option<(u32, usize)> = None;

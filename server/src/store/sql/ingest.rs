@@ -54,7 +54,7 @@ struct Loaded {
     attempts: HashMap<u32, Attempt>,
     /// Events of the transaction, and the first report that is to tell of them.
     events: Vec<EventRow>,
-    told_by: Option<usize>,
+    first_report: Option<usize>,
 }
 
 struct Attempt {
@@ -94,11 +94,11 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, Source, u64)]
 
 impl Loaded {
     fn new(row: JobRow) -> Self {
-        Self { row, attempts: HashMap::new(), events: Vec::new(), told_by: None }
+        Self { row, attempts: HashMap::new(), events: Vec::new(), first_report: None }
     }
 }
 
-fn told(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
+fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
     Acknowledged { attempt, source, records, watched: false }
 }
 
@@ -123,7 +123,7 @@ impl SqlStore {
                     let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
                     job.events.extend(new[before..].iter().map(|new| new.row.clone()));
                     if is_new {
-                        job.told_by.get_or_insert(answers.len());
+                        job.first_report.get_or_insert(answers.len());
                     }
                     answer
                 }
@@ -142,8 +142,8 @@ impl SqlStore {
         reached("ingest.commit")?;
         db.commit().await?;
         reached("ingest.committed")?;
-        for Loaded { row, events, told_by, .. } in jobs.into_values().flatten() {
-            if let Some(Ingested::Stored { changed, .. }) = told_by.and_then(|n| answers.get_mut(n)) {
+        for Loaded { row, events, first_report, .. } in jobs.into_values().flatten() {
+            if let Some(Ingested::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
                 *changed = Some(Box::new(Changed { job: row.job, events }));
             }
         }
@@ -156,7 +156,10 @@ impl SqlStore {
             return Ok(Vec::new());
         }
         let known = records(&mut db, &attempt.job, attempt.attempt).await?;
-        Ok(known.into_iter().map(|(source, records)| told(attempt.clone(), source, records)).collect())
+        Ok(known
+            .into_iter()
+            .map(|(source, records)| acknowledgement(attempt.clone(), source, records))
+            .collect())
     }
 }
 
@@ -185,7 +188,7 @@ async fn store_report(
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
         // Told twice, perhaps after the attempt's end: its agent only missed the acknowledgement.
-        let acknowledged = told(attempt.clone(), source, have);
+        let acknowledged = acknowledgement(attempt.clone(), source, have);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
     if row.live().as_ref() != Some(attempt) {
@@ -195,7 +198,7 @@ async fn store_report(
         return Ok((Ingested::Gap { stored: have }, false));
     }
     let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
-    for event in lifecycle::together(&events[known_already..]) {
+    for event in lifecycle::merge_points(&events[known_already..]) {
         if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
@@ -217,5 +220,8 @@ async fn store_report(
     }
     known.records.insert(source, end);
     known.grown.insert(source);
-    Ok((Ingested::Stored { acknowledged: told(attempt.clone(), source, end), changed: None }, true))
+    Ok((
+        Ingested::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
+        true,
+    ))
 }

@@ -1,4 +1,4 @@
-//! Who is asked about models and data, and where a question waits.
+//! Which agent gets a request about models and data, and where a request waits.
 
 use crate::{
     agent::{Agent, hello, info, running},
@@ -14,10 +14,10 @@ async fn join(server: &TestServer, name: &str) -> Agent {
     Agent::greet(server, hello(name, 2, Vec::new())).await.unwrap()
 }
 
-/// The next question, but those for files: these are answered, with whether this agent has them.
-async fn question(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest) {
+/// The next request, except `HasFiles`: these are replied to, with whether this agent has the files.
+async fn next_request(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest) {
     loop {
-        match agent.next().await.expect("a question") {
+        match agent.next().await.expect("a request") {
             ToAgent::Request { id, request: AgentRequest::HasFiles { paths } } => {
                 let there = vec![has_files; paths.len()];
                 agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Files { there }) }).await;
@@ -30,22 +30,22 @@ async fn question(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest) {
 
 /// Says so whether it has files, and nothing else, until something else is asked.
 async fn only_looks(agent: &mut Agent, has_files: bool) {
-    let (_, question) = question(agent, has_files).await;
-    panic!("asked {question:?}");
+    let (_, asked) = next_request(agent, has_files).await;
+    panic!("asked {asked:?}");
 }
 
 /// Says how far it is, whenever it is asked.
 async fn only_progress(agent: &mut Agent, looked: Option<(u64, u64)>) {
     loop {
-        let (id, asked) = question(agent, true).await;
+        let (id, asked) = next_request(agent, true).await;
         assert!(matches!(asked, AgentRequest::InspectProgress { .. }), "{asked:?}");
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Progress { looked }) }).await;
     }
 }
 
 async fn answer(agent: &mut Agent, has_files: bool) {
-    let (id, question) = question(agent, has_files).await;
-    let AgentRequest::InspectDataset { path } = question else { panic!("{question:?}") };
+    let (id, asked) = next_request(agent, has_files).await;
+    let AgentRequest::InspectDataset { path } = asked else { panic!("{asked:?}") };
     agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
 }
 
@@ -72,10 +72,10 @@ async fn an_agent_that_has_the_files_is_asked() {
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("/nowhere") && detail.contains("a, b"), "{detail}");
 
-    // One that does not know the question is asked when nobody else has them.
+    // One that does not know the request is asked when nobody else has them.
     let silent = async {
         loop {
-            match without.next().await.expect("a question") {
+            match without.next().await.expect("a request") {
                 ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
                 ToAgent::Request { id, request: AgentRequest::InspectDataset { path } } => {
                     let answer = Ok(AgentReply::Dataset { path, info: info() });
@@ -106,15 +106,15 @@ async fn the_one_with_the_least_to_do_is_asked() {
     let asked = server.post("/datasets", &first);
     let mut asked = Box::pin(asked);
     let (id, _) = tokio::select! {
-        found = question(&mut idle, true) => found,
+        found = next_request(&mut idle, true) => found,
         () = only_looks(&mut agent, true) => unreachable!(),
         answer = &mut asked => panic!("{answer:?}"),
     };
-    // Now the other one has a question to answer.
+    // Now the other one has a request to reply to.
     let second = json!({"name": "second", "path": "/second"});
     let ((status, body), ()) = tokio::select! {
         both = async { tokio::join!(server.post("/datasets", &second), answer(&mut agent, true)) } => both,
-        found = question(&mut idle, true) => panic!("asked {found:?}"),
+        found = next_request(&mut idle, true) => panic!("asked {found:?}"),
         answer = &mut asked => panic!("{answer:?}"),
     };
     assert_eq!(status, 201, "{body}");
@@ -166,7 +166,7 @@ async fn a_waiting_evaluation_says_where_it_waits() {
         assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
     }
     // The first ends, and the third is computed.
-    let (id, _) = question(&mut agent, true).await;
+    let (id, _) = next_request(&mut agent, true).await;
     agent.send(FromAgent::Reply { id, reply: Err("no".into()) }).await;
     let deadline = Instant::now() + DEADLINE;
     while ask(3).await.1["ahead"] != 1 {
@@ -183,7 +183,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     let ask = async |wait: &str| server.post(&format!("/datasets?wait_secs={wait}"), &new).await;
     let (status, body) = ask("0").await;
     assert_eq!((status, &body["looked"]), (202, &Value::Null), "{body}");
-    let (id, looked_at) = question(&mut agent, true).await;
+    let (id, looked_at) = next_request(&mut agent, true).await;
     assert_eq!(looked_at, AgentRequest::InspectDataset { path: "/large".into() });
     // Asked again, it is not looked at again: the agent only says how far it is.
     let (status, body) = tokio::select! {
@@ -201,8 +201,8 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         let new = json!({"name": &path[1..], "path": path});
         assert_eq!(server.post("/datasets?wait_secs=0", &new).await.0, 202);
         let asked = loop {
-            match question(&mut agent, true).await {
-                // Of the id before, which may have been quicker than the look.
+            match next_request(&mut agent, true).await {
+                // Of the request before, which may have been quicker than the inspection.
                 (_, AgentRequest::InspectProgress { .. }) => {}
                 (_, asked) => break asked,
             }
@@ -227,7 +227,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {
         let asked = async {
-            let (id, _) = question(&mut agent, true).await;
+            let (id, _) = next_request(&mut agent, true).await;
             agent.send(FromAgent::Reply { id, reply: Err(detail.into()) }).await;
         };
         let ((status, body), ()) = tokio::join!(server.post("/datasets", &wrong), asked);
@@ -249,16 +249,16 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
     std::fs::create_dir_all(folder).unwrap();
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
-    // What it says of the files is about the id, and stays so.
+    // What it says of the files is about the request, and stays so.
     let refuses = async {
-        let (id, _) = question(&mut agent, true).await;
+        let (id, _) = next_request(&mut agent, true).await;
         agent.send(FromAgent::Reply { id, reply: Err("the model is of other classes".into()) }).await;
     };
     let ((status, body), ()) = tokio::join!(server.get(&path), refuses);
     assert_eq!((status, &body["detail"]), (422, &json!("the model is of other classes")), "{body}");
     // A group of processes that is ended together: the one that computes goes first, and its agent still says so.
     let killed = async {
-        let (id, _) = question(&mut agent, true).await;
+        let (id, _) = next_request(&mut agent, true).await;
         let said = "the process that looks at files ended with signal: 15 (SIGTERM)";
         agent.send(FromAgent::Reply { id, reply: Err(said.into()) }).await;
     };
@@ -266,7 +266,7 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
     assert_eq!(status, 503, "{body}");
     assert!(body["detail"].as_str().unwrap().contains("signal: 15 (SIGTERM); try again"), "{body}");
     let dies = async {
-        let (_, asked) = question(&mut agent, true).await;
+        let (_, asked) = next_request(&mut agent, true).await;
         assert!(matches!(asked, AgentRequest::Evaluate(_)), "{asked:?}");
         drop(agent);
     };
@@ -278,7 +278,7 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
     assert_eq!(status, 503, "{body}");
     let mut other = join(&server, "b").await;
     let asked = async {
-        tokio::select! { found = question(&mut other, true) => found, (status, body) = server.get(&path) => panic!("{status} {body}") }
+        tokio::select! { found = next_request(&mut other, true) => found, (status, body) = server.get(&path) => panic!("{status} {body}") }
     };
     assert!(matches!(asked.await.1, AgentRequest::Evaluate(_)));
     server.stop().await;

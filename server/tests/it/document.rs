@@ -63,7 +63,7 @@ impl Held<'_> {
 async fn answer_all(mut agent: Agent) {
     while let Some(message) = agent.next().await {
         let ToAgent::Request { id, request } = message else { continue };
-        let answer = match question {
+        let answer = match request {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
             AgentRequest::InspectDataset { path } => AgentReply::Dataset { path, info: info() },
             AgentRequest::InspectProgress { .. } => AgentReply::Progress { looked: None },

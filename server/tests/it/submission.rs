@@ -158,12 +158,12 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
     server.stop().await;
 }
 
-/// Answers the next question, which is about weights; the question.
+/// Replies to the next request, which is about weights, and returns it.
 async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
     match agent.next().await {
         Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) => {
             agent.send(FromAgent::Reply { id, reply: Ok(answer) }).await;
-            question
+            request
         }
         other => panic!("{other:?}"),
     }

@@ -1,6 +1,6 @@
 //! The rules by which reports, requests and time change a job. Pure: every function edits a [`JobRow`] and returns the events
 //! to store, so that a store can run it inside its transaction, and one rule serves every database. The moves between states
-//! are here, what reports do in [`reports`].
+//! are here; what reports do is in `lifecycle/reports.rs`.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -10,6 +10,7 @@ use lockstep_protocol::{
     reason::{Facts, Next, Reason, ReasonCode},
     stream::EventBody,
 };
+
 mod progress;
 mod reports;
 mod row;

@@ -4,7 +4,8 @@
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AttemptEvent, AttemptRef, Ending, FromAgent, AgentRequest, Source, StartAttempt, ToAgent,
+        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt,
+        ToAgent,
     },
     job::JobId,
     spec::JobSpec,

@@ -164,8 +164,11 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
     write_model(dir.path(), &of);
     write_dataset(dir.path(), &of);
     let here = dir.path().to_string_lossy().into_owned();
-    let question =
-        AgentRequest::Evaluate(EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec(&of)) });
+    let question = AgentRequest::Evaluate(EvaluateModel {
+        model: here.clone(),
+        dataset: here,
+        spec: Box::new(spec(&of)),
+    });
     let Ok(AgentReply::Evaluation(found)) = look::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
     assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);

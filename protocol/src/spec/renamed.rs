@@ -48,8 +48,9 @@ pub(super) fn accept(document: &mut Value, errors: &mut Vec<SpecError>) {
         if table.get(new).is_none_or(Value::is_null) {
             table.insert(new.into(), value);
         } else {
-            let detail =
-                format!("{section}.{old} is the old name of {section}.{new}: give {new} alone, not both");
+            let detail = format!(
+                "{section}.{old} is the old name of {section}.{new}: give {section}.{new} alone, not both"
+            );
             errors.push(SpecError { pointer: format!("/{section}/{old}"), detail });
         }
     }

@@ -26,12 +26,12 @@ function found({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
-/** Asks until the look at the files is done, and says how far it is: the first at a million pictures takes minutes. */
+/** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
 async function looked(path, body, signal) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (answer.info) return answer;
-    text(status, answer.total ? `Looking at its files: ${count(answer.looked)} of ${count(answer.total)} …` : "Looking at its files …");
+    text(status, answer.total ? `Inspecting its files: ${count(answer.looked)} of ${count(answer.total)} …` : "Inspecting its files …");
   }
 }
 
@@ -46,7 +46,7 @@ form.path.addEventListener("input", () => {
 
 async function look(path) {
   const mine = looking = new AbortController();
-  text(status, "Looking at its files …");
+  text(status, "Inspecting its files …");
   try {
     const answer = await looked("/api/v1/datasets/inspect", { path }, mine.signal);
     text(status, found(answer));
@@ -65,7 +65,7 @@ form.addEventListener("submit", async (event) => {
   const button = form.querySelector("button");
   button.disabled = true;
   show([]);
-  text(status, "Looking at its files …");
+  text(status, "Inspecting its files …");
   try {
     await looked("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
     location.reload();

@@ -31,7 +31,7 @@ const log = new Log(job.id);
 const attempts = new Attempts(job.id);
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
-  if (what === "look") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
+  if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
   byId("panels").scrollIntoView({ block: "nearest" });
 });
 checkpoints.draw();
@@ -41,7 +41,7 @@ const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); },
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
-const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.byHand() });
+const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
 log.ranks(job.ranks, job.attempt);

@@ -35,7 +35,7 @@ CREATE TABLE jobs (
     -- Failed or lost attempts since it was last submitted or retried.
     restarts INTEGER NOT NULL DEFAULT 0,
     -- Fencing token of the attempt that may write; NULL when none may.
-    token INTEGER,
+    fencing_token INTEGER,
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
@@ -48,7 +48,7 @@ CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
     -- Grows with every attempt of any job, also past deleted ones.
-    token INTEGER PRIMARY KEY AUTOINCREMENT,
+    fencing_token INTEGER PRIMARY KEY AUTOINCREMENT,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
     -- [{agent_id, agent, ranks: [[rank, slot]]}]: a gang may one day span agents.
@@ -111,10 +111,10 @@ CREATE TABLE metric_chunks (
 ) STRICT;
 CREATE UNIQUE INDEX metric_chunks_by_series ON metric_chunks (job_id, name, level, rank, attempt, first_step, last_step);
 
-CREATE TABLE metric_sealed (
+CREATE TABLE metric_compaction (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     -- Metric events up to this number are in chunks.
-    seq INTEGER NOT NULL,
+    watermark INTEGER NOT NULL,
     -- Points of events up to this number are in chunks alone; a stream begins after it.
     removed INTEGER NOT NULL DEFAULT 0
 ) STRICT;

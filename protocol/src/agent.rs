@@ -1,28 +1,25 @@
 //! Between server and agent: one websocket an agent, each message a binary frame of MessagePack
 //! with named fields.
 //!
-//! A rank appends what it has to say to a file of numbered records; its agent (any agent that finds
-//! the file) reads on from the number that the server has acknowledged. So nothing is lost or told
-//! twice whichever of the three dies: the files are the spool.
+//! A rank appends its events to a file of numbered records. Its agent (any agent that finds the file) sends them on,
+//! from the number that the server has acknowledged. So whichever of the three processes dies, no event is lost and none
+//! is stored twice: the files are the spool.
 
-use crate::{
-    dataset::{DatasetInfo, PicturesFingerprint},
-    job::JobId,
-    look::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
-    metric::MetricColumn,
-    reason::{Reason, ReasonCode},
-    spec::JobSpec,
-    wire::Part,
-};
+mod events;
+mod requests;
+
+pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
+pub use requests::{AgentReply, AgentRequest};
+
+use crate::{job::JobId, spec::JobSpec, wire::Part};
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use utoipa::ToSchema;
 
 /// Raised when a message changes in a way that older programs cannot read.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
-/// The oldest version whose agents a server still understands: up to 2, some of a job's keys were called something else.
-pub const OLDEST_PROTOCOL_VERSION: u32 = 3;
+/// The oldest version whose agents a server still accepts. Up to 3, some keys of a job and some messages had other names.
+pub const OLDEST_PROTOCOL_VERSION: u32 = 4;
 
 /// One place a rank can run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -55,8 +52,11 @@ pub struct Machine {
 pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
-    /// Fencing token: grows with every attempt of any job; writes with an old one are refused.
-    pub token: u64,
+    /// Grows with every attempt of any job. The store refuses writes with an older one, so an attempt that was given up
+    /// and still runs somewhere changes nothing. `token` is its name in the files and messages of protocol 3: an agent
+    /// takes over the ranks that an agent of the last version started.
+    #[serde(alias = "token")]
+    pub fencing_token: u64,
 }
 
 /// What an agent says.
@@ -81,8 +81,12 @@ pub enum FromAgent {
     /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
     /// are acknowledged. Records below the acknowledged number are ignored by the server.
     Report { attempt: AttemptRef, source: Source, first: u64, events: Vec<AttemptEvent> },
-    /// The answer to `Ask`.
-    Answer { request: u64, answer: Result<Answer, String> },
+    /// The reply to `Request`; an error is a sentence for people.
+    Reply {
+        /// The request's.
+        id: u64,
+        reply: Result<AgentReply, String>,
+    },
     /// An orderly stop: no new work, please.
     Leaving { reason: String },
     /// A part of any of these that is too long to go at once.
@@ -107,157 +111,6 @@ pub struct Acknowledged {
     /// Somebody watches the job live: points are wanted soon rather than many at a time.
     #[serde(default)]
     pub watched: bool,
-}
-
-/// What happened in an attempt.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-pub enum AttemptEvent {
-    /// All ranks have met, the dataset is read, the first step is next.
-    Running {
-        total_steps: u64,
-        steps_per_epoch: u64,
-        start_step: u64,
-    },
-    Metrics {
-        rank: u32,
-        columns: Vec<MetricColumn>,
-    },
-    Log {
-        rank: u32,
-        lines: Vec<LogLine>,
-    },
-    Rank {
-        rank: u32,
-        report: RankReport,
-    },
-    Checkpoint(CheckpointInfo),
-    /// A checkpoint's files were deleted, as `keep` says.
-    CheckpointRemoved {
-        epoch: u32,
-        step: u64,
-    },
-    Evaluation(Evaluation),
-    /// float16 could not hold `what`: after `step` training goes on in bfloat16. From rank 0.
-    PrecisionFallback {
-        step: u64,
-        what: String,
-    },
-    /// The last words of a rank that cannot go on, before its process ends.
-    RankFailed {
-        rank: u32,
-        /// Optimizer steps it had done.
-        step: u64,
-        /// For a person: what went wrong and, where known, what to do.
-        reason: String,
-        /// What kind of failure it was, where the rank knows.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        code: Option<ReasonCode>,
-        /// Whether another attempt may fare better.
-        retriable: bool,
-        /// It only lost contact to another rank, whose own reason comes first.
-        secondary: bool,
-    },
-    /// Every rank of this agent is gone. The last event of an attempt.
-    Ended(Ending),
-    /// What a newer version tells: acknowledged, and passed over.
-    #[serde(other)]
-    Unknown,
-}
-
-/// One line of a rank's log (`rank.<r>.log`).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct LogLine {
-    /// From 1, within the attempt and rank.
-    pub number: u64,
-    #[schema(value_type = String)]
-    pub at: jiff::Timestamp,
-    /// Without the newline; at most 4096 bytes.
-    pub text: String,
-}
-
-/// Where a rank is and how its time goes: averages since the last report, at most one a second.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct RankReport {
-    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
-    pub status: String,
-    pub step: u64,
-    pub epoch: u32,
-    pub step_ms: f64,
-    /// Waiting for other ranks' gradients, of `step_ms`.
-    pub all_reduce_ms: f64,
-    /// Waiting for data, of `step_ms`.
-    pub data_ms: f64,
-    pub images_per_second: f64,
-    pub pid: u32,
-    /// `CPU, 1 thread`, `GPU 0`.
-    pub device: String,
-}
-
-/// A complete checkpoint on disk.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct CheckpointInfo {
-    pub epoch: u32,
-    pub step: u64,
-    pub val_accuracy: Option<f64>,
-    pub val_loss: Option<f64>,
-    /// Best by `keep_best` so far.
-    pub best: bool,
-    /// Of all its files.
-    pub size_bytes: u64,
-}
-
-/// Validation over the whole split, every sample counted once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Evaluation {
-    pub epoch: u32,
-    pub step: u64,
-    pub samples: u64,
-    /// 0 to 1.
-    #[serde(deserialize_with = "nan_if_null")]
-    pub accuracy: f64,
-    #[serde(deserialize_with = "nan_if_null")]
-    pub loss: f64,
-    pub secs: f64,
-}
-
-/// JSON has no NaN: the loss of a diverged model is written as `null`.
-fn nan_if_null<'a, D: serde::Deserializer<'a>>(from: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
-}
-
-/// How an attempt ended on one agent.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "how", rename_all = "snake_case")]
-pub enum Ending {
-    Succeeded {
-        step: u64,
-    },
-    /// Stopped because the server said so.
-    Stopped,
-    Failed {
-        reason: Reason,
-        /// Whether another attempt may fare better (a killed process may; a missing file will not).
-        retriable: bool,
-    },
-}
-
-impl fmt::Display for Ending {
-    /// A line of a log.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
-            Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
-            Ending::Failed { reason, retriable } => {
-                let next = if *retriable {
-                    "another attempt may succeed, and the server starts one unless recovery.max_restarts is reached"
-                } else {
-                    "another attempt would fail in the same way, so none is started"
-                };
-                write!(f, "an attempt has failed: {}; {next}", reason.words())
-            }
-        }
-    }
 }
 
 /// What the server says.
@@ -294,9 +147,10 @@ pub enum ToAgent {
         #[serde(default)]
         patient: bool,
     },
-    Ask {
-        request: u64,
-        question: Question,
+    /// Answered by `Reply` with the same id.
+    Request {
+        id: u64,
+        request: AgentRequest,
     },
     /// A part of any of these that is too long to go at once.
     Part(Part),
@@ -322,94 +176,4 @@ pub struct StartAttempt {
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: its folder's name, `<epoch>-<step>`.
     pub resume: Option<String>,
-}
-
-/// What the server, which opens no dataset itself, asks of an agent.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-pub enum Question {
-    /// Whether these files or folders are there. Answered at once, whatever else is being answered.
-    HasFiles {
-        paths: Vec<String>,
-    },
-    InspectDataset {
-        path: String,
-    },
-    /// How far the looking at a dataset is that an `InspectDataset` asked for. Answered at once, whatever else is being
-    /// answered.
-    InspectProgress {
-        path: String,
-    },
-    /// Which pictures the dataset at `path` holds. Only an agent asks this, of a process of its own.
-    Fingerprint {
-        path: String,
-        /// The job began with it: files in folders that are the same are not looked at one by one.
-        #[serde(default)]
-        known: bool,
-    },
-    /// Pictures of the dataset at `path`.
-    Samples {
-        path: String,
-        pick: Pick,
-    },
-    Evaluate(EvaluateModel),
-    /// Whether weights can be begun from. Agents of before do not answer it.
-    FitWeights(FitWeights),
-    /// `model`: a checkpoint's folder, or a safetensors file.
-    Predict {
-        model: String,
-        pictures: Vec<NamedPicture>,
-    },
-}
-
-impl Question {
-    /// Files and folders that whoever answers needs.
-    pub fn paths(&self) -> Vec<String> {
-        match self {
-            Question::HasFiles { paths } => paths.clone(),
-            Question::InspectDataset { path }
-            | Question::InspectProgress { path }
-            | Question::Fingerprint { path, .. }
-            | Question::Samples { path, .. } => vec![path.clone()],
-            Question::Evaluate(EvaluateModel { model, dataset, .. }) => vec![model.clone(), dataset.clone()],
-            Question::Predict { model, .. } => vec![model.clone()],
-            Question::FitWeights(FitWeights { weights, .. }) => vec![weights.clone()],
-        }
-    }
-
-    /// Whether it may take minutes: such questions have a queue of their own, so that short ones need not wait for them.
-    pub fn is_long(&self) -> bool {
-        matches!(self, Question::Evaluate(_))
-    }
-}
-
-/// The answers, in kind.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-pub enum Answer {
-    /// In the order of the question's paths.
-    Files {
-        there: Vec<bool>,
-    },
-    /// What keeps weights from being begun from, in words; absent where nothing does.
-    Weights {
-        mistake: Option<String>,
-    },
-    Dataset {
-        path: String,
-        info: DatasetInfo,
-    },
-    /// Pictures (or shards) looked at and in all; none when no such looking goes on.
-    Progress {
-        looked: Option<(u64, u64)>,
-    },
-    /// None of a format whose files are few: those are compared themselves.
-    Fingerprint {
-        found: Option<PicturesFingerprint>,
-    },
-    Samples(Samples),
-    Evaluation(Box<ModelEvaluation>),
-    Predictions {
-        predictions: Vec<Prediction>,
-    },
 }

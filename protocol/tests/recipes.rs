@@ -48,7 +48,7 @@ fn fast_is_ffcv_s_and_keeps_its_shape_over_other_epochs() {
     let spec = job("fast", "", "batch_size = 512\n[parallel]\nranks = 8").expect("a job");
     let train = &spec.train;
     assert_eq!(
-        (train.epochs, train.lr, train.schedule, train.rise),
+        (train.epochs, train.lr, train.schedule, train.pct_start),
         (Some(16), 1.7, ScheduleKind::OneCycle, 0.125)
     );
     assert_eq!((spec.data.validation_size, spec.data.resize_size), (Some(256), Some(292)));

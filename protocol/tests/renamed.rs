@@ -1,8 +1,13 @@
-//! Names that keys and values had before: refused with today's name where somebody submits them, read where they are stored.
+//! Names that keys and values had before. Those of the last version are accepted; older ones are refused, with today's name in
+//! the error, where somebody submits them, and read where they are stored.
 
-use lockstep_protocol::spec::{
-    Augment, ImageSize, Recipe, SizeFrom, SpecError, apply_set, from_json, from_toml, is_renamed,
-    read_leniently,
+use lockstep_protocol::{
+    JobId, JobSpec,
+    agent::{AttemptRef, StartAttempt},
+    spec::{
+        ACCEPTED, Augment, ImageSize, Recipe, SizeFrom, SpecError, apply_set, from_json, from_toml,
+        is_renamed, name_today, read_leniently,
+    },
 };
 use serde_json::{Value, json};
 
@@ -114,4 +119,88 @@ fn a_stored_specification_with_old_names_is_read() {
 
 fn take(table: &mut Value, key: &str) -> Value {
     table.as_object_mut().unwrap().remove(key).unwrap()
+}
+
+/// Each with a value that is not the default.
+const OF_THE_LAST_VERSION: [(&str, &str, f32); 2] =
+    [("train.rise", "train.pct_start", 0.125), ("train.final_lr_share", "train.final_lr_fraction", 0.25)];
+
+#[test]
+fn a_name_of_the_last_version_makes_the_same_job() {
+    assert_eq!(OF_THE_LAST_VERSION.len(), ACCEPTED.len(), "every accepted name is tried here");
+    for (old, new, value) in OF_THE_LAST_VERSION {
+        assert_eq!((name_today(old).as_str(), name_today(new).as_str()), (new, new));
+        let key = |path: &str| path.strip_prefix("train.").unwrap().to_owned();
+        for recipe in ["", "recipe = \"fast\"\n"] {
+            let rest = format!("schedule = \"one_cycle\"\n{recipe}");
+            let made =
+                |path: &str| from_toml(&toml("train", &format!("{} = {value}\n{rest}", key(path)))).unwrap();
+            let spec = made(new);
+            assert!([spec.train.pct_start, spec.train.final_lr_fraction].contains(&value), "{new}");
+            assert_eq!(made(old), spec, "{old}");
+            let stored = serde_json::to_string(&spec).unwrap();
+            assert_eq!(serde_json::to_string(&made(old)).unwrap(), stored, "only today's name is stored");
+            assert!(!stored.contains(&format!("{:?}", key(old))), "{stored}");
+        }
+        // As a program or `--set` gives it.
+        let mut document = json!({"data": {"dataset": "d"}});
+        apply_set(&mut document, &format!("{old}={value}")).unwrap();
+        let spec = from_json(&document).unwrap();
+        apply_set(&mut document, &format!("{old}=")).unwrap();
+        apply_set(&mut document, &format!("{new}={value}")).unwrap();
+        assert_eq!(spec, from_json(&document).unwrap());
+        assert_eq!(read_leniently(&serde_json::from_str(&old_text(&spec)).unwrap()), (spec, Vec::new()));
+    }
+}
+
+/// The text of a specification as the last version stored it.
+fn old_text(spec: &JobSpec) -> String {
+    let mut text = serde_json::to_string(spec).unwrap();
+    for (_, old, new) in ACCEPTED {
+        text = text.replace(&format!("{new:?}:"), &format!("{old:?}:"));
+    }
+    text
+}
+
+#[test]
+fn both_names_of_a_key_are_one_mistake_that_names_both() {
+    for (old, new, value) in OF_THE_LAST_VERSION {
+        let mut document = json!({"data": {"dataset": "d"}});
+        apply_set(&mut document, &format!("{new}={value}")).unwrap();
+        // Also when both have the same value: somebody will change one of them.
+        for given in [value, 0.5] {
+            apply_set(&mut document, &format!("{old}={given}")).unwrap();
+            let expected = SpecError {
+                pointer: format!("/{}", old.replace('.', "/")),
+                detail: format!("{old} is the old name of {new}: give {new} alone, not both"),
+            };
+            assert_eq!(from_json(&document).unwrap_err(), [expected]);
+        }
+    }
+    // A value that does not fit is told of under today's name.
+    let found = from_toml(&toml("train", "rise = 2.0")).unwrap_err();
+    assert_eq!(found[0].pointer, "/train/pct_start", "{found:?}");
+}
+
+/// What an agent of the last version has left on disk for the ranks that it started.
+#[test]
+fn an_agent_reads_the_attempts_of_one_of_the_last_version() {
+    let spec = from_toml(&toml("train", "pct_start = 0.125\nfinal_lr_fraction = 0.25")).unwrap();
+    let start = StartAttempt {
+        attempt: AttemptRef { job: JobId::generate(), attempt: 3, fencing_token: 41 },
+        spec: spec.clone(),
+        dataset_path: "/data".into(),
+        world_size: 1,
+        ranks: vec![(0, 0)],
+        master_addr: "127.0.0.1".into(),
+        master_port: 0,
+        secret: "00".into(),
+        job_dir: None,
+        resume: None,
+    };
+    let mut old = serde_json::to_value(&start).unwrap();
+    old["attempt"]["token"] = take(&mut old["attempt"], "fencing_token");
+    old["spec"] = serde_json::from_str(&old_text(&spec)).unwrap();
+    assert!(old["spec"]["train"].get("rise").is_some());
+    assert_eq!(serde_json::from_value::<StartAttempt>(old).unwrap(), start);
 }

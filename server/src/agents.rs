@@ -1,11 +1,11 @@
-//! The agents that are connected now: what they have, how to tell them something, and what was asked of them.
+//! The agents that are connected now: what they have, how to tell them something, and the requests that they have not replied to.
 
 use crate::store::AgentRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{Answer, Question, ToAgent},
+    agent::{AgentReply, AgentRequest, ToAgent},
+    inspect::was_killed,
     job::JobId,
-    look::was_killed,
 };
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -30,18 +30,18 @@ pub(crate) struct Online {
     to: mpsc::UnboundedSender<ToAgent>,
 }
 
-/// Why a question has no answer.
+/// Why a request has no reply.
 #[derive(Debug, Clone)]
-pub(crate) enum AskError {
+pub(crate) enum RequestError {
     NobodyOnline,
     /// No agent that is online has these files.
     NobodyHasFiles {
         path: String,
         asked: Vec<String>,
     },
-    /// The agent went away, or took too long, with so many questions before this one.
-    NoAnswer(Place),
-    /// The agent's process for the question was killed, in the agent's words.
+    /// The agent went away, or took too long, with so many requests before this one.
+    NoReply(QueuePosition),
+    /// The agent's process for the request was killed, in the agent's words.
     Killed {
         agent: String,
         detail: String,
@@ -50,7 +50,7 @@ pub(crate) enum AskError {
     Refused(String),
 }
 
-impl AskError {
+impl RequestError {
     /// For people.
     pub(crate) fn in_words(self) -> String {
         match self {
@@ -60,11 +60,11 @@ impl AskError {
             Self::NobodyHasFiles { path, asked } => {
                 format!("no machine that is online has {path} (asked: {})", asked.join(", "))
             }
-            Self::NoAnswer(Place { agent, ahead: 0 }) => {
+            Self::NoReply(QueuePosition { agent, ahead: 0 }) => {
                 format!("{agent} went away or did not answer in time; try again")
             }
-            Self::NoAnswer(Place { agent, ahead }) => {
-                format!("{agent} did not answer in time, as it had {ahead} such questions before; try again")
+            Self::NoReply(QueuePosition { agent, ahead }) => {
+                format!("{agent} did not answer in time, as it had {ahead} such requests before; try again")
             }
             Self::Killed { agent, detail } => {
                 format!(
@@ -76,30 +76,30 @@ impl AskError {
     }
 }
 
-/// Who answers a question, and how many of its kind come before it there.
+/// The agent that a request was sent to, and how many of its kind come before it there.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct QueuePosition {
     pub(crate) agent: String,
     pub(crate) ahead: usize,
 }
 
-/// A question that was sent and not answered.
+/// A request without a reply.
 #[derive(Debug)]
-struct Asked {
+struct Pending {
     connection: u64,
     agent: String,
     is_long: bool,
-    asker: Asker,
+    reply_to: ReplyTo,
 }
 
-type Asker = oneshot::Sender<Result<Answer, String>>;
+type ReplyTo = oneshot::Sender<Result<AgentReply, String>>;
 
 /// Agents by id.
 #[derive(Debug, Default)]
 pub(crate) struct Agents {
     online: Mutex<HashMap<String, Online>>,
     /// By request, the oldest first.
-    asked: Mutex<BTreeMap<u64, Asked>>,
+    pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
     /// Ids of those that are to take no new work, connected or not.
     draining: Mutex<HashSet<String>>,
@@ -133,9 +133,9 @@ impl Agents {
         Ok(connection)
     }
 
-    /// Forgets a connection, unless a newer one has taken its place. Questions to it stay unanswered.
+    /// Forgets a connection, unless a newer one has taken its place. Requests to it get no reply.
     pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
-        lock(&self.asked).retain(|_, asked| asked.connection != connection);
+        lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
         let mine = online.get(id).is_some_and(|o| o.connection == connection);
         if mine { online.remove(id) } else { None }
@@ -173,69 +173,76 @@ impl Agents {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
 
-    /// Sends a question to an agent; the answer is awaited with [`Agents::answer`].
-    pub(crate) fn ask(&self, agent: &Online, question: Question) -> Waiting {
-        let request = self.next.fetch_add(1, Ordering::Relaxed);
-        let (asker, answer) = oneshot::channel();
-        let asked = Asked {
+    /// Sends a request to an agent; the reply is awaited with [`Agents::reply`].
+    pub(crate) fn send_request(&self, agent: &Online, request: AgentRequest) -> PendingReply {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let (reply_to, reply) = oneshot::channel();
+        let pending = Pending {
             connection: agent.connection,
             agent: agent.row.name.clone(),
-            is_long: question.is_long(),
-            asker,
+            is_long: request.is_long(),
+            reply_to,
         };
-        lock(&self.asked).insert(request, asked);
-        if agent.to.send(ToAgent::Ask { request, question }).is_err() {
-            // Its connection is gone; so is whoever would answer.
-            lock(&self.asked).remove(&request);
+        lock(&self.pending).insert(id, pending);
+        if agent.to.send(ToAgent::Request { id, request }).is_err() {
+            // Its connection is gone, and nobody else replies.
+            lock(&self.pending).remove(&id);
         }
-        Waiting { request, agent: agent.row.name.clone(), answer }
+        PendingReply { id, agent: agent.row.name.clone(), reply }
     }
 
-    /// Waits for the answer.
-    pub(crate) async fn answer(&self, waiting: Waiting, patience: Duration) -> Result<Answer, AskError> {
-        let Waiting { request, agent, answer } = waiting;
-        let answer = tokio::time::timeout(patience, answer).await;
-        let place = self.place_of(request).unwrap_or(Place { agent, ahead: 0 });
-        lock(&self.asked).remove(&request);
-        match answer {
+    /// Waits for the reply.
+    ///
+    /// # Errors
+    /// No reply within `patience`, a connection that ended, or the agent's refusal.
+    pub(crate) async fn reply(
+        &self,
+        pending: PendingReply,
+        patience: Duration,
+    ) -> Result<AgentReply, RequestError> {
+        let PendingReply { id, agent, reply } = pending;
+        let reply = tokio::time::timeout(patience, reply).await;
+        let position = self.queue_position(id).unwrap_or(QueuePosition { agent, ahead: 0 });
+        lock(&self.pending).remove(&id);
+        match reply {
             Ok(Ok(Err(detail))) if was_killed(&detail) => {
-                Err(AskError::Killed { agent: place.agent, detail })
+                Err(RequestError::Killed { agent: position.agent, detail })
             }
-            Ok(Ok(answer)) => answer.map_err(AskError::Refused),
-            _ => Err(AskError::NoAnswer(place)),
+            Ok(Ok(reply)) => reply.map_err(RequestError::Refused),
+            _ => Err(RequestError::NoReply(position)),
         }
     }
 
-    /// Where a question waits; none when it is answered.
-    pub(crate) fn place_of(&self, request: u64) -> Option<Place> {
-        let asked = lock(&self.asked);
-        let mine = asked.get(&request)?;
-        let before = asked.range(..request).map(|(_, other)| other);
+    /// Where a request waits; none once it has its reply.
+    pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
+        let pending = lock(&self.pending);
+        let mine = pending.get(&id)?;
+        let before = pending.range(..id).map(|(_, other)| other);
         let ahead = before.filter(|o| o.connection == mine.connection && o.is_long == mine.is_long).count();
-        Some(Place { agent: mine.agent.clone(), ahead })
+        Some(QueuePosition { agent: mine.agent.clone(), ahead })
     }
 
-    /// Questions of a kind that a connection has not answered.
-    pub(crate) fn unanswered(&self, connection: u64, is_long: bool) -> usize {
-        lock(&self.asked).values().filter(|a| a.connection == connection && a.is_long == is_long).count()
+    /// Requests of a kind (long or short) that a connection has not replied to.
+    pub(crate) fn pending_requests(&self, connection: u64, is_long: bool) -> usize {
+        lock(&self.pending).values().filter(|p| p.connection == connection && p.is_long == is_long).count()
     }
 
-    /// An agent's answer.
-    pub(crate) fn answered(&self, connection: u64, request: u64, answer: Result<Answer, String>) {
-        let mut asked = lock(&self.asked);
-        if asked.get(&request).is_some_and(|asked| asked.connection == connection)
-            && let Some(asked) = asked.remove(&request)
+    /// Passes an agent's reply on to whoever waits for it.
+    pub(crate) fn replied(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
+        let mut all = lock(&self.pending);
+        if all.get(&id).is_some_and(|pending| pending.connection == connection)
+            && let Some(pending) = all.remove(&id)
         {
-            // Whoever asked may have gone away.
-            let _ = asked.asker.send(answer);
+            // Whoever waited may have gone away.
+            let _ = pending.reply_to.send(reply);
         }
     }
 }
 
-/// A question on its way.
+/// A request that was sent; its reply is awaited with [`Agents::reply`].
 #[derive(Debug)]
-pub(crate) struct Waiting {
-    pub(crate) request: u64,
+pub(crate) struct PendingReply {
+    pub(crate) id: u64,
     agent: String,
-    answer: oneshot::Receiver<Result<Answer, String>>,
+    reply: oneshot::Receiver<Result<AgentReply, String>>,
 }

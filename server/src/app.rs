@@ -2,13 +2,13 @@
 
 use crate::{
     agents::Agents,
+    compaction_queue::CompactionQueue,
     config::ServeConfig,
     evaluations::Evaluations,
     hub::Hub,
     inbox::Inbox,
+    inspections::Inspections,
     leases::Leases,
-    looks::Looks,
-    sealer::Sealer,
     store::{Changed, CheckpointRow, Location, Store},
 };
 use std::{
@@ -36,11 +36,11 @@ pub struct Parts {
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
     pub(crate) inbox: Inbox,
-    pub(crate) sealer: Sealer,
+    pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
     pub(crate) deleted: Notify,
     pub(crate) evaluations: Evaluations,
-    pub(crate) looks: Looks,
+    pub(crate) inspections: Inspections,
     /// Done when the server stops: websockets close, tasks end.
     pub stopping: CancellationToken,
     /// Websockets and the server's own tasks.
@@ -67,10 +67,10 @@ impl App {
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
             inbox,
-            sealer: Sealer::default(),
+            compaction_queue: CompactionQueue::default(),
             deleted: Notify::new(),
             evaluations: Evaluations::default(),
-            looks: Looks::default(),
+            inspections: Inspections::default(),
             stopping: CancellationToken::new(),
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
@@ -92,7 +92,7 @@ impl App {
     /// Tells everyone who watches what is now stored, and lets slots go that the job holds no more.
     pub(crate) fn announce(&self, changed: &Changed) {
         self.hub.publish(changed);
-        self.sealer.note(changed);
+        self.compaction_queue.note(changed);
         if !changed.job.state.is_active() {
             self.leases.release(&changed.job.id, changed.job.attempt);
         }

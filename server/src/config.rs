@@ -1,4 +1,4 @@
-//! What `lockstep serve` is told, and the checks it must pass before anything is opened.
+//! The configuration of `lockstep serve`, and the errors that keep it from starting.
 
 use std::{
     net::{IpAddr, SocketAddr},

@@ -1,4 +1,4 @@
-//! From the queue to slots, and what happens when those who hold them fall silent.
+//! Dispatch: starts queued jobs on free slots, and fences attempts whose lease has expired.
 
 use crate::{
     agents::Online,
@@ -21,10 +21,10 @@ mod place;
 
 pub(crate) use place::{device_for, is_checkpoint_id, slots_for};
 
-/// The queue is looked at this often even when nobody says that something changed.
+/// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
 
-/// At start: every attempt that may write gets one lease to be heard of.
+/// At start, gives every attempt that may write one full lease, within which its agent must report.
 pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         app.leases.hold(attempt, places);
@@ -32,7 +32,7 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
     Ok(())
 }
 
-/// Looks at leases and queue until dropped.
+/// Checks leases and queue until dropped.
 pub(crate) async fn run(app: App) {
     loop {
         if let Err(error) = round(&app).await {
@@ -48,25 +48,28 @@ pub(crate) async fn run(app: App) {
 async fn round(app: &App) -> Result<()> {
     for held in app.leases.expired() {
         let job = held.attempt.job.clone();
-        apart(&job, expire(app, held).await)?;
+        skip_permanent_error(&job, expire(app, held).await)?;
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
-        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.is_resting(&row) {
+        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
             let placed = place(app, &row, &mut reserved).await;
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                apart(&row.job.id, tell_why_it_waits(app, &row, error.to_string().into()).await)?;
+                skip_permanent_error(
+                    &row.job.id,
+                    tell_why_it_waits(app, &row, error.to_string().into()).await,
+                )?;
             }
-            apart(&row.job.id, placed)?;
+            skip_permanent_error(&row.job.id, placed)?;
         }
     }
     Ok(())
 }
 
-/// What fails for one job, and always will, keeps no other one from its turn.
-fn apart(job: &JobId, done: Result<()>) -> Result<()> {
+/// Logs a permanent error of one job, so that the others are still dispatched. Transient errors end the round.
+fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
         Err(error) if !error.may_pass() => {
             quarantine::tell(&format!("job {job} cannot be dispatched: {error}"));
@@ -76,7 +79,7 @@ fn apart(job: &JobId, done: Result<()>) -> Result<()> {
     }
 }
 
-/// A silent agent's attempt is fenced; its job starts anew elsewhere, or has failed.
+/// Fences an attempt whose lease has expired. Its job is restarted or, without restarts left, fails.
 async fn expire(app: &App, held: Held) -> Result<()> {
     let online: Vec<_> = app.agents.online().into_iter().map(|o| o.row.id).collect();
     let names: Vec<_> = held.places.iter().map(|p| p.agent.as_str()).collect();
@@ -106,9 +109,9 @@ async fn expire(app: &App, held: Held) -> Result<()> {
     Ok(())
 }
 
-/// An agent that was stopped in order has closed its connection: what it did not finish goes back to the queue.
+/// An agent that was stopped in an orderly way has disconnected: the attempts that it did not finish go back to the queue.
 pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> {
-    app.inbox.drained().await;
+    app.inbox.flush().await;
     for attempt in app.leases.of_agent(&agent.row.id) {
         let why = leaving_reason(&agent.row.name, reason);
         end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
@@ -122,14 +125,14 @@ pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
     Reason::new(ReasonCode::AgentStopped, facts)
 }
 
-/// What a person wants of a job's ranks.
+/// What a user wants of a job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wish {
     Cancel,
     Pause,
 }
 
-/// A person wants a job to end or to stand still: at once when nothing runs, else its agents are told.
+/// Cancels or pauses a job: at once when nothing of it runs, else by telling its agents to stop its ranks.
 ///
 /// # Errors
 /// Its state forbids it, or there is none.

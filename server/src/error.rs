@@ -1,6 +1,6 @@
 //! One error for all handlers, and its shape on the wire: RFC 9457 problem details under `/api`, a page elsewhere.
 
-use crate::{agents::AskError, store::StoreError};
+use crate::{agents::RequestError, store::StoreError};
 use axum::{
     extract::rejection::{PathRejection, QueryRejection},
     http::{HeaderValue, StatusCode, header},
@@ -139,11 +139,11 @@ impl From<StoreError> for Error {
     }
 }
 
-impl AskError {
+impl RequestError {
     /// As an error of a request that names no path.
     pub(crate) fn without_pointer(self) -> Error {
         match self {
-            AskError::Refused(_) | AskError::NobodyHasFiles { .. } => {
+            RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {
                 Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, self.in_words())
             }
             other => Error::Unavailable(other.in_words()),
@@ -151,10 +151,10 @@ impl AskError {
     }
 }
 
-impl From<AskError> for Error {
-    fn from(error: AskError) -> Self {
+impl From<RequestError> for Error {
+    fn from(error: RequestError) -> Self {
         match error {
-            AskError::Refused(_) | AskError::NobodyHasFiles { .. } => {
+            RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {
                 Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: error.in_words() }])
             }
             other => Error::Unavailable(other.in_words()),

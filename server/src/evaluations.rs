@@ -1,6 +1,6 @@
 //! Evaluations of checkpoints that are under way; who asks again joins one.
 
-use crate::{agents::AskError, error::Error};
+use crate::{agents::RequestError, error::Error};
 use std::{
     collections::HashMap,
     path::PathBuf,
@@ -15,7 +15,7 @@ pub(crate) type Outcome = Option<std::result::Result<(), Failure>>;
 #[derive(Debug, Clone)]
 pub(crate) enum Failure {
     /// Nobody could be asked, or the agent has refused, or is gone.
-    Asked(AskError),
+    Agent(RequestError),
     /// It was made, or was being made, and this server has none; another try may have one.
     Lost(String),
 }
@@ -23,7 +23,7 @@ pub(crate) enum Failure {
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
         match failure {
-            Failure::Asked(error) => error.without_pointer(),
+            Failure::Agent(error) => error.without_pointer(),
             Failure::Lost(detail) => Error::Unavailable(detail),
         }
     }
@@ -36,7 +36,7 @@ pub(crate) struct Evaluations(pub(crate) Mutex<HashMap<PathBuf, Running>>);
 /// One that is under way.
 #[derive(Debug, Clone)]
 pub(crate) struct Running {
-    /// The question, once it is sent.
+    /// The id of the request to the agent, once it is sent.
     pub(crate) request: Arc<OnceLock<u64>>,
     pub(crate) outcome: watch::Receiver<Outcome>,
 }

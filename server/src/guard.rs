@@ -1,11 +1,11 @@
-//! Who may ask at all: the outermost layer, before any route. Listening on loopback keeps other machines out,
-//! but not web pages in a browser on this one, so:
+//! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
+//! but not web pages in a browser on this machine. Therefore:
 //!
 //! - `Host` must be a loopback name, or a page could reach the server under a name of its own that resolves
 //!   to 127.0.0.1 (DNS rebinding) and read the answers;
 //! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
 //!
-//! And every answer carries headers that keep what is served from doing anything but what our pages need.
+//! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
 
 use crate::error::Error;
 use axum::{

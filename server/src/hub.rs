@@ -1,6 +1,6 @@
-//! Who is watching which job, and the newest events of watched jobs, so that a live reader need not ask the
-//! store for each. The store stays the truth: a reader whose next event is not here reads it there, so it
-//! can fall behind as far as it likes and misses nothing.
+//! Publish/subscribe for live streams. For each watched job the hub keeps the newest events in memory, so that a live reader
+//! does not query the store for each. The store stays authoritative: a reader whose next event is not in memory reads it from
+//! the store, so a slow reader misses nothing.
 
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
@@ -28,7 +28,7 @@ pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Arc<str>>,
     /// Jobs whose newest state the list has not been told; `None` for a deleted one.
-    untold: Mutex<HashMap<JobId, Option<Job>>>,
+    unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
 }
 
@@ -49,13 +49,13 @@ impl Hub {
         Self {
             jobs: Mutex::default(),
             list: broadcast::channel(LIST_BACKLOG).0,
-            untold: Mutex::default(),
+            unpublished: Mutex::default(),
             wake: Notify::new(),
         }
     }
 
-    /// Tells subscribers what is stored. Two changes of a job may be told in the wrong order, as they are
-    /// told after their transactions; readers then take the earlier one from the store.
+    /// Notifies subscribers of events that are stored. Two changes of a job may be published in the wrong order, because each is
+    /// published after its transaction. Readers then read the earlier one from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -75,19 +75,20 @@ impl Hub {
                 watched.last_seq.send_replace(last.seq);
             }
         }
-        let mut untold = lock(&self.untold);
-        let newer = match untold.get(&changed.job.id) {
+        let mut unpublished = lock(&self.unpublished);
+        let newer = match unpublished.get(&changed.job.id) {
             Some(Some(told)) => told.last_seq <= changed.job.last_seq,
             Some(None) => false,
             None => true,
         };
         if newer {
-            untold.insert(changed.job.id.clone(), Some(changed.job.clone()));
+            unpublished.insert(changed.job.id.clone(), Some(changed.job.clone()));
             self.wake.notify_one();
         }
     }
 
-    /// Events up to the job's newest are stored, whether they were told of or not: readers go to the store.
+    /// Notifies subscribers that events up to `job.last_seq` are stored, although not all of them were published. Readers read
+    /// them from the store.
     pub(crate) fn catch_up(&self, job: &Job) {
         if let Some(watched) = lock(&self.jobs).get_mut(&job.id) {
             let newest = watched.recent.back().map(|e| e.seq);
@@ -106,11 +107,11 @@ impl Hub {
     /// Tells the list that a job is no more, and ends the job's streams.
     pub(crate) fn deleted(&self, id: &JobId) {
         lock(&self.jobs).remove(id);
-        lock(&self.untold).insert(id.clone(), None);
+        lock(&self.unpublished).insert(id.clone(), None);
         self.wake.notify_one();
     }
 
-    /// To be done before the store is asked, so that nothing falls between.
+    /// Subscribes to a job. Call it before reading the store: an event that is stored between the two is then not missed.
     pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
         let mut jobs = lock(&self.jobs);
         let watched = jobs.entry(id.clone()).or_insert_with(|| Watched {
@@ -133,10 +134,10 @@ impl Hub {
     }
 
     /// Tells the list's readers what changed, each job at most once in [`LIST_EVERY`]. Runs until dropped.
-    pub(crate) async fn tell_list(&self) {
+    pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
-            for (id, job) in std::mem::take(&mut *lock(&self.untold)) {
+            for (id, job) in std::mem::take(&mut *lock(&self.unpublished)) {
                 let frame = match job {
                     Some(job) => Frame::Job { job: Box::new(job) },
                     None => Frame::JobDeleted { id: id.to_string() },

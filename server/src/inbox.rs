@@ -1,14 +1,15 @@
-//! Where reports wait until they are stored (see `ingest.rs`), and back-pressure by their bytes.
+//! The queue of reports that wait to be stored (`ingest.rs`), with back-pressure by their size in bytes.
 
 use crate::store::Report;
 use std::{sync::Arc, time::Duration};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-/// Of reports that wait, as they came; agents hold back what is more, on disk.
+/// Bytes of encoded reports that may wait. Beyond that, agents keep records on disk.
 const QUEUE_BYTES: usize = 64 << 20;
-/// Permits are for so much, so that an agent's largest message has room in their number.
+/// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long the reports between two heartbeats of an agent wait for room. Heartbeats wait behind them: much less than a lease.
+/// How long the reports between two heartbeats may wait for room, together. Heartbeats wait behind them, so this is much less
+/// than a lease.
 pub(crate) const ROOM_WITHIN: Duration = Duration::from_secs(4);
 
 /// What waits to be stored.
@@ -22,8 +23,8 @@ pub(crate) enum Work {
         report: Box<Report>,
         room: Room,
     },
-    /// Answered when everything before it is stored.
-    Barrier(oneshot::Sender<()>),
+    /// Its sender is notified when everything before it is stored.
+    Flush(oneshot::Sender<()>),
 }
 
 /// Where connections put their reports.
@@ -62,10 +63,10 @@ impl Inbox {
         let _ = self.to.send(work);
     }
 
-    /// Returns when all that was put before is stored.
-    pub(crate) async fn drained(&self) {
+    /// Returns when everything that was put before this call is stored.
+    pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
-        if self.to.send(Work::Barrier(to)).is_ok() {
+        if self.to.send(Work::Flush(to)).is_ok() {
             let _ = done.await;
         }
     }

@@ -1,5 +1,5 @@
-//! Reports of agents: stored, then published, then acknowledged, in that order. Whatever waits when a
-//! transaction begins goes into it, so a busy server makes larger transactions, not a longer queue.
+//! Ingest: reports of agents are stored, then published, then acknowledged, in that order. A transaction takes everything that
+//! waits when it begins, so under load transactions get larger and the queue does not get longer.
 
 use crate::{
     app::App,
@@ -12,7 +12,7 @@ use lockstep_protocol::{
 };
 use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 
-/// The most of one transaction, so that no reader waits long for the first of them.
+/// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
 const BATCH_BYTES: usize = 4 << 20;
 
 /// Stores reports until `app` stops.
@@ -34,7 +34,7 @@ pub(crate) async fn run(app: App, mut queue: Queue) {
 async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
-    let mut barriers = Vec::new();
+    let mut flushes = Vec::new();
     // Let go when all is stored.
     let mut rooms = Vec::with_capacity(batch.len());
     for work in batch {
@@ -44,7 +44,7 @@ async fn store(app: &App, batch: Vec<Work>) {
                 rooms.push(room);
                 reports.push(*report);
             }
-            Work::Barrier(done) => barriers.push(done),
+            Work::Flush(done) => flushes.push(done),
         }
     }
     let answers = if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(app, reports).await };
@@ -73,13 +73,13 @@ async fn store(app: &App, batch: Vec<Work>) {
             }
         }
     }
-    for done in barriers {
+    for done in flushes {
         let _ = done.send(());
     }
 }
 
-/// Tries until it is stored or never will be: a full disk or a busy database passes, and agents keep what is not
-/// acknowledged. True: not at once. `None` when the server stops.
+/// Retries transient errors (a full disk, a busy database) until the reports are stored or refused for good; agents keep what
+/// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
 async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
     let mut wait = Duration::from_millis(100);
     let mut tried_again = false;
@@ -99,8 +99,8 @@ async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<In
     }
 }
 
-/// Stores reports, one answer for each. Of a batch that can never be stored each report is stored apart, and of such a
-/// report each record, so that only what the database refuses is lost; the log says what that was.
+/// Stores reports and returns one result for each. When a batch is refused for good, each report is stored separately, and of a
+/// refused report each record, so that only the records that the database refuses are lost. The log names them.
 async fn store_all(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
     let (done, mut tried_again) = store_patiently(app, &reports).await?;
     let error = match done {
@@ -157,8 +157,8 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
     Some(answer)
 }
 
-/// A transaction whose end the database could not tell us may have been done: its records are known then, and
-/// nobody was told of its events.
+/// Publishes what may be stored without having been published. When the connection broke at the end of a transaction, the
+/// retry finds its records stored and returns no events.
 async fn catch_up(app: &App, jobs: HashSet<&JobId>) {
     for id in jobs {
         match app.store.job(id).await {

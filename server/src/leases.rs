@@ -16,17 +16,18 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Between a job's second failure and its start; then twice as long each time, up to the longest.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
+/// [`MAX_BACKOFF`].
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
 /// Which attempts hold which slots, and until when.
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) lease: Duration,
     held: Mutex<HashMap<JobId, Held>>,
-    /// When a job that is being restarted may start, and after which attempt it was.
-    pauses: Mutex<HashMap<JobId, (u32, Instant)>>,
+    /// For each restarting job, the attempt that failed and the time from which the next may start.
+    restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
     pub(crate) wake: Notify,
 }
 
@@ -46,14 +47,14 @@ impl Held {
 
 impl Leases {
     pub(crate) fn new(lease: Duration) -> Self {
-        Self { lease, held: Mutex::default(), pauses: Mutex::default(), wake: Notify::new() }
+        Self { lease, held: Mutex::default(), restart_after: Mutex::default(), wake: Notify::new() }
     }
 
     fn held(&self) -> MutexGuard<'_, HashMap<JobId, Held>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Look at the queue now.
+    /// Wakes dispatch, which then goes through the queue.
     pub(crate) fn poke(&self) {
         self.wake.notify_one();
     }
@@ -110,21 +111,20 @@ impl Leases {
         self.held().get(job).map(|h| h.places.clone()).unwrap_or_default()
     }
 
-    /// Whether a job that is being restarted is to wait a little longer: the first restart comes at once, each
-    /// further one after twice the time of the one before.
-    pub(crate) fn is_resting(&self, row: &JobRow) -> bool {
-        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Whether a restarting job still waits for its backoff. The clock starts at the first call after its attempt failed.
+    pub(crate) fn in_backoff(&self, row: &JobRow) -> bool {
+        let mut restart_after = self.restart_after.lock().unwrap_or_else(PoisonError::into_inner);
         if row.job.state != JobState::Restarting {
-            pauses.remove(&row.job.id);
+            restart_after.remove(&row.job.id);
             return false;
         }
         let now = Instant::now();
         let after = row.job.attempt;
-        let pause = pauses.entry(row.job.id.clone()).or_insert((0, now));
-        if pause.0 != after {
-            *pause = (after, now + backoff(row.restarts));
+        let start = restart_after.entry(row.job.id.clone()).or_insert((0, now));
+        if start.0 != after {
+            *start = (after, now + backoff(row.restarts));
         }
-        now < pause.1
+        now < start.1
     }
 
     pub(crate) fn expired(&self) -> Vec<Held> {
@@ -133,10 +133,10 @@ impl Leases {
     }
 }
 
-/// The pause before the restart of this number, from 1.
+/// The delay before the restart of this number, from 1.
 fn backoff(restarts: u32) -> Duration {
     match restarts {
         0 | 1 => Duration::ZERO,
-        n => (FIRST_PAUSE * 2u32.saturating_pow(n - 2)).min(LONGEST_PAUSE),
+        n => (FIRST_BACKOFF * 2u32.saturating_pow(n - 2)).min(MAX_BACKOFF),
     }
 }

@@ -1,7 +1,9 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod agent_requests;
 mod agents;
 pub mod app;
+mod compaction_queue;
 pub mod config;
 mod dispatch;
 mod document;
@@ -12,18 +14,16 @@ mod handlers;
 mod hub;
 mod inbox;
 mod ingest;
+mod inspections;
 mod leases;
 pub mod lifecycle;
 mod listener;
-mod looks;
 mod metrics;
 mod numbers;
 mod private;
 mod purge;
-mod questions;
 mod regular;
 mod router;
-mod sealer;
 mod serve;
 mod slow_body;
 pub mod store;

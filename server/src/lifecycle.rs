@@ -1,27 +1,23 @@
-//! What reports, requests and time do to a job. Pure: every function edits a [`JobRow`] and returns the events
-//! to store, so that a store can run it inside its transaction, and one rule serves every database.
-//!
-//! One file although it is a long one: a move is understood beside the others.
+//! The rules by which reports, requests and time change a job. Pure: every function edits a [`JobRow`] and returns the events
+//! to store, so that a store can run it inside its transaction, and one rule serves every database. The moves between states
+//! are here; what reports do is in `lifecycle/reports.rs`.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending},
+    agent::CheckpointInfo,
     attempt::AttemptState,
-    job::{JobState, Measured, Parent},
-    metric::{self, MetricColumn},
+    job::{JobState, Parent},
     reason::{Facts, Next, Reason, ReasonCode},
     stream::EventBody,
 };
-use std::collections::BTreeMap;
 
 mod progress;
+mod reports;
 mod row;
 
 pub use progress::Progress;
+pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
-
-/// The longest line of a log that is kept, in bytes.
-const LINE_BYTES: usize = 4096;
 
 fn refused(state: JobState, detail: impl Into<String>) -> Refused {
     Refused { state, detail: detail.into() }
@@ -38,18 +34,6 @@ pub struct Fork {
     pub checkpoint: CheckpointInfo,
 }
 
-/// None as soon as one of them is not finite: a run that diverges on one rank diverges.
-fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
-    let sum = values.values().copied().sum::<Option<f64>>()?;
-    (!values.is_empty()).then(|| sum / values.len() as f64)
-}
-
-fn shorten(text: &mut String, bytes: usize) {
-    if text.len() > bytes {
-        text.truncate(text.floor_char_boundary(bytes));
-    }
-}
-
 /// Moves a job to `state`, for a reason that may have a consequence.
 ///
 /// # Errors
@@ -64,7 +48,7 @@ fn go(
     if !row.job.state.may_become(state) {
         return Err(refused(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
-    if !state.is_active() && row.token.take().is_some() {
+    if !state.is_active() && row.fencing_token.take().is_some() {
         let trained = state == JobState::Succeeded || row.progress.trained.unwrap_or(true);
         row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
     }
@@ -123,7 +107,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     events
 }
 
-/// The next attempt was claimed: the caller has set attempt, token and agents.
+/// The next attempt was claimed: the caller has set attempt, fencing token and agents.
 pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
     Ok(vec![go(row, JobState::Starting, None, None, at)?])
@@ -147,15 +131,15 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// A person wants it stopped. With `reachable` false nobody can be asked to stop its ranks: it ends at once,
-/// and its agent learns of it when it comes back.
+/// A user cancels the job. With `reachable` false no agent can be told to stop its ranks: the job ends at once, and its agent
+/// is told when it is back.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
         return Err(refused(state, format!("the job is already over: it is {state}")));
     }
     let reason: Reason = ReasonCode::CancelledByUser.into();
-    if row.token.is_some() && reachable {
+    if row.fencing_token.is_some() && reachable {
         if row.stop.is_some() {
             return Ok(Vec::new());
         }
@@ -166,8 +150,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// A person wants it to stand still and free its slots, with nothing lost. With `reachable` false its ranks are
-/// told when their agent comes back, or are lost with its lease.
+/// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, they are told when it is
+/// back, or are lost with its lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     match state {
@@ -180,7 +164,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     }
 }
 
-/// A person wants a paused job to go on.
+/// A user resumes a paused job.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state != JobState::Paused {
@@ -195,7 +179,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
     Ok(vec![queue(row, ReasonCode::ResumedByUser.into(), at)?])
 }
 
-/// Its ranks are gone as asked, or it has none.
+/// Its ranks have ended as asked, or it had none.
 fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let facts = Facts { detail: why.map(|why| why.words().to_owned()), ..Facts::default() };
     let reason = Reason::new(ReasonCode::PausedByUser, facts);
@@ -203,13 +187,13 @@ fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<Event
     go(row, JobState::Paused, Some(reason), Some(next), at)
 }
 
-/// It waits for slots, to go on from its newest checkpoint.
+/// Queues the job, to continue from its newest checkpoint.
 fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     let next = Next::Continue { from_step: row.progress.checkpoint };
     go(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// A person wants a job that failed or was cancelled to go on from its newest checkpoint.
+/// A user retries a failed or cancelled job from its newest checkpoint.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
@@ -235,7 +219,7 @@ pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBo
     Ok(events)
 }
 
-/// Its agent went away in order: back to the queue, not counted as a restart.
+/// Its agent was stopped in an orderly way: back to the queue, not counted as a restart.
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
@@ -245,7 +229,7 @@ pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<Even
     Ok(vec![event])
 }
 
-/// What it needs is gone before it could start.
+/// Something that it needs is gone before it could start.
 pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
@@ -260,226 +244,6 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     go(row, JobState::Failed, Some(why), Some(next), at)
 }
 
-/// What a record of a rank or its agent does to a job and which events it becomes. Records that no honest rank
-/// writes (an unknown metric, a rank that the job does not have) become none.
-pub fn report(
-    row: &mut JobRow,
-    event: AttemptEvent,
-    leaving: Option<&Reason>,
-    at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
-    let attempt = row.job.attempt;
-    let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
-    Ok(match event {
-        AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
-            let job = &mut row.job;
-            (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
-            job.epoch = epoch_of(start_step + 1, steps_per_epoch);
-            row.progress.restart_at(start_step, total_steps);
-            row.progress.trained = Some(true);
-            let mut events = Vec::new();
-            if row.job.state == JobState::Starting {
-                let cancelling = row.stop.as_ref().and(row.job.cause.clone());
-                events.push(go(row, JobState::Running, cancelling, None, at)?);
-            }
-            events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
-            events
-        }
-        // What a cancellation says stays.
-        AttemptEvent::PrecisionFallback { step, what }
-            if row.job.state == JobState::Running && row.stop.is_none() =>
-        {
-            let facts = Facts { step: Some(step), detail: Some(what), ..Facts::default() };
-            row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
-            vec![state_event(row)]
-        }
-        AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
-            let columns = columns.into_iter().filter(is_column);
-            columns
-                .map(|column| {
-                    note(row, rank, &column);
-                    EventBody::Metrics {
-                        attempt,
-                        rank,
-                        name: column.name,
-                        steps: column.steps,
-                        values: column.values.into_iter().map(|v| v.is_finite().then_some(v)).collect(),
-                    }
-                })
-                .collect()
-        }
-        AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
-            lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
-            vec![EventBody::Log { attempt, rank, lines }]
-        }
-        AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
-            // JSON has no NaN, and what is read back is a number.
-            let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
-            for number in times.into_iter().chain([&mut report.images_per_second]) {
-                *number = if number.is_finite() { *number } else { 0.0 };
-            }
-            vec![EventBody::Rank { attempt, rank, report }]
-        }
-        AttemptEvent::Checkpoint(checkpoint) => {
-            row.progress.checkpoint = row.progress.checkpoint.max(Some(checkpoint.step));
-            let id = checkpoint_id(row, checkpoint.epoch, checkpoint.step);
-            vec![EventBody::Checkpoint { attempt, id, checkpoint }]
-        }
-        AttemptEvent::CheckpointRemoved { epoch, step } => {
-            // The newest goes only when it was found damaged; which one is then the newest, the next start tells.
-            row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
-            vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
-        }
-        // Of a network whose numbers are not: nothing was measured, and JSON could not hold it.
-        AttemptEvent::Evaluation(evaluation)
-            if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
-        {
-            (row.job.last.val_loss, row.job.last.val_accuracy) = (None, None);
-            Vec::new()
-        }
-        AttemptEvent::Evaluation(evaluation) => {
-            let job = &mut row.job;
-            job.last.val_loss = Some(evaluation.loss);
-            job.last.val_accuracy = Some(evaluation.accuracy);
-            if job.best.is_none_or(|b| evaluation.accuracy > b.value) {
-                let (value, step, epoch) = (evaluation.accuracy, evaluation.step, evaluation.epoch);
-                job.best = Some(Measured { value, step, epoch });
-            }
-            vec![EventBody::Evaluation { attempt, evaluation }]
-        }
-        AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
-        // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
-        AttemptEvent::PrecisionFallback { .. }
-        | AttemptEvent::RankFailed { .. }
-        | AttemptEvent::Metrics { .. }
-        | AttemptEvent::Log { .. }
-        | AttemptEvent::Rank { .. }
-        | AttemptEvent::Unknown => Vec::new(),
-    })
-}
-
-/// What a column of metrics must be to be kept.
-fn is_column(column: &MetricColumn) -> bool {
-    metric::NAMES.contains(&column.name.as_str())
-        && column.steps.len() == column.values.len()
-        && !column.steps.is_empty()
-}
-
-/// The records of a report, with the points that came between two others as one: a rank that is quick writes many records a
-/// report. Log lines and ranks' own reports stay between points that are about the same time as they are.
-pub fn together(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
-    let mut all = Vec::new();
-    // Whose points are gathered, to come at this place.
-    let mut gathered: Option<(u32, usize)> = None;
-    for event in events {
-        let AttemptEvent::Metrics { rank, columns } = event else {
-            if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
-                gathered = None;
-            }
-            all.push(event.clone());
-            continue;
-        };
-        let place = match gathered {
-            Some((of, place)) if of == *rank => place,
-            _ => {
-                all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
-                all.len() - 1
-            }
-        };
-        gathered = Some((*rank, place));
-        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(place) else { continue };
-        for column in columns.iter().filter(|column| is_column(column)) {
-            match to.iter_mut().find(|c| c.name == column.name) {
-                Some(same) => {
-                    same.steps.extend_from_slice(&column.steps);
-                    same.values.extend_from_slice(&column.values);
-                }
-                None => to.push(column.clone()),
-            }
-        }
-    }
-    all
-}
-
 fn checkpoint_id(row: &JobRow, epoch: u32, step: u64) -> String {
     format!("{}-{epoch}-{step}", row.job.id)
 }
-
-/// The epoch, from 1, that a step, from 1, belongs to.
-fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
-    let epoch = step.saturating_sub(1) / steps_per_epoch.max(1) + 1;
-    u32::try_from(epoch).unwrap_or(u32::MAX)
-}
-
-/// Takes what the job itself shows from a column.
-fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
-    let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
-    let value = Some(f64::from(*value)).filter(|v| v.is_finite());
-    let job = &mut row.job;
-    match column.name.as_str() {
-        "loss" => {
-            row.progress.add_losses(column, job.total_steps);
-            row.progress.loss.insert(rank, value);
-            job.last.loss = mean(&row.progress.loss);
-            job.sparkline = row.progress.sparkline();
-            if step > job.step {
-                job.step = step;
-                let last = if job.total_steps > 0 { step.min(job.total_steps) } else { step };
-                job.epoch = epoch_of(last, job.steps_per_epoch);
-            }
-        }
-        "accuracy" => {
-            row.progress.accuracy.insert(rank, value);
-            job.last.accuracy = mean(&row.progress.accuracy);
-        }
-        "lr" => job.last.lr = value,
-        "images_per_second" => {
-            let speed = value.filter(|v| *v > 0.0);
-            let left = job.total_steps.saturating_sub(job.step) as f64 * job.spec.global_batch_size() as f64;
-            job.images_per_second = speed;
-            job.eta_secs = speed.map(|speed| left / speed);
-        }
-        _ => {}
-    }
-}
-
-fn ended(
-    row: &mut JobRow,
-    ending: Ending,
-    leaving: Option<&Reason>,
-    at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
-    let mut events = Vec::new();
-    match (ending, row.stop.take()) {
-        (Ending::Succeeded { step }, _) => {
-            if row.job.state == JobState::Starting {
-                events.push(go(row, JobState::Running, None, None, at)?);
-            }
-            row.job.step = row.job.step.max(step);
-            events.push(go(row, JobState::Succeeded, None, None, at)?);
-        }
-        // What could not be ended, and what else a person has to see to, is said.
-        (Ending::Failed { reason, retriable: false }, Some(stop)) => {
-            let facts = Facts { detail: Some(reason.words().to_owned()), ..stop.facts().clone() };
-            let reason = Reason::new(stop.code().clone(), facts);
-            events.push(go(row, JobState::Cancelled, Some(reason), None, at)?);
-        }
-        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
-        (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            events.push(paused(row, Some(&reason), at)?);
-        }
-        (Ending::Stopped, None) => {
-            let in_order = ReasonCode::AgentStopped.into();
-            events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
-        }
-        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
-        (Ending::Failed { reason, retriable: false }, None) => {
-            events.push(go(row, JobState::Failed, Some(reason), None, at)?);
-        }
-    }
-    Ok(events)
-}
-
-#[cfg(test)]
-mod tests;

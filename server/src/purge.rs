@@ -1,5 +1,5 @@
-//! What is left of deleted jobs goes bit by bit, beside everything else that is written: first a job's files, then its rows,
-//! so that a server that is stopped in between finds the rest at its next start.
+//! Incremental deletion, concurrent with all other writes: first a deleted job's files, then its rows. The rows last, so that a
+//! server that is stopped in between finds the rest at its next start.
 
 use crate::app::App;
 use lockstep_protocol::JobId;
@@ -12,7 +12,7 @@ use std::{
 const TRY_AGAIN: Duration = Duration::from_secs(5);
 /// How often a folder is emptied in which something appears meanwhile.
 const TRIES: usize = 10;
-/// The longest rest between two bits.
+/// The longest pause between two steps.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
 /// Removes until `app` stops: first what an earlier server did not get to.

@@ -47,8 +47,8 @@ struct Document;
 /// What programs rely on.
 fn api() -> OpenApiRouter<App> {
     let v1 = OpenApiRouter::new()
-        .routes(routes!(jobs::list, jobs::create))
-        .routes(routes!(jobs::validate))
+        .routes(routes!(jobs::list, jobs::create::create))
+        .routes(routes!(jobs::check::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
         .routes(routes!(attempts::list))
         .routes(routes!(annotations::size))

@@ -6,7 +6,7 @@ use crate::{
     dispatch,
     inbox::Inbox,
     ingest, listener,
-    metrics::{pyramid, retire},
+    metrics::{compaction, retire},
     private, purge,
     router::build_router,
     store::Location,
@@ -84,12 +84,12 @@ async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
     })?;
     app.spawn(ingest::run(app.clone(), queue));
     app.spawn(dispatch::run(app.clone()));
-    app.spawn(pyramid::run(app.clone()));
+    app.spawn(compaction::run(app.clone()));
     app.spawn(retire::run(app.clone()));
     app.spawn(purge::run(app.clone()));
     app.spawn({
         let hub = app.hub.clone();
-        async move { hub.tell_list().await }
+        async move { hub.publish_list().await }
     });
     Ok(app)
 }

@@ -17,23 +17,23 @@ pub(crate) struct Args {
     /// Shown on the dashboard [default: this machine's name]
     #[arg(long)]
     name: Option<String>,
-    /// The agent's own folder: who it is, what it holds. One agent a folder
+    /// The agent's state directory: its identity and the attempts it runs. One agent per directory
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
-    /// Ranks this machine takes at once on its CPU [default: one a GPU, or one a core without GPUs]
+    /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N")]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
-    /// Room on the disk for what ranks say while the server is away, in MiB; when it is full they keep a checkpoint
+    /// Disk space for the ranks' records while the server is away, in MiB; when it is full they write a checkpoint
     /// and end
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     spool_mib: u64,
-    /// Serve this job alone, and exit with it
+    /// Run only this job, and exit when it ends
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
-    /// End with the process that started this one, once no rank is alive
+    /// Exit with the parent process, once no rank is alive
     #[arg(long, hide = true)]
     follow_parent: bool,
 }

@@ -23,10 +23,10 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// For ranks to meet and, in a step, to answer.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Measure training throughput on made-up pictures
+/// Measure training throughput on synthetic pictures
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// ARCH:IMAGE_SIZE:BATCH_SIZE (of each rank on GPUs, over all ranks on CPUs; may be repeated);
+    /// ARCH:IMAGE_SIZE:BATCH_SIZE (per rank on GPUs, over all ranks on CPUs; may be repeated);
     /// resnet18c has the CIFAR stem [default on CPUs: resnet20:32:64 resnet18c:32:64 resnet50:32:32; on
     /// GPUs: resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
     #[arg(long = "case", value_name = "CASE")]
@@ -34,19 +34,19 @@ pub(crate) struct Args {
     /// Where to train
     #[arg(long, value_enum, default_value = "auto")]
     device: Device,
-    /// What GPUs compute in
+    /// Precision on GPUs
     #[arg(long, value_enum, default_value = "auto")]
     precision: Number,
-    /// Ranks: a process each on GPUs; on CPUs connected over loopback
+    /// Ranks: one process each on GPUs; on CPUs connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
-    /// Batch statistics over all ranks, or each rank's own (GPUs)
+    /// Batch norm: statistics over all ranks (sync), or of each rank (GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
-    /// On GPUs, the same bits in every run
+    /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
-    /// Threads of a rank [default: the cores, divided over the ranks]
+    /// Threads per rank [default: the cores, divided over the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
     /// Instead of training: how many of this dataset's pictures a second the threads read, decode, crop at random and flip
@@ -55,7 +55,7 @@ pub(crate) struct Args {
     /// The side that --pictures are cropped to
     #[arg(long, value_name = "PIXELS", default_value_t = 224, requires = "pictures", value_parser = clap::value_parser!(u32).range(1..=1024))]
     image_size: u32,
-    /// Print a line of JSON a case
+    /// Print one line of JSON per case
     #[arg(long)]
     json: bool,
 }

@@ -32,17 +32,17 @@ impl Which {
     }
 }
 
-/// Bring a database's tables up to date (the server does so by itself when it starts)
+/// Apply migrations to a database (the server does this when it starts)
 #[derive(clap::Args)]
 pub(crate) struct MigrateArgs {
     #[command(flatten)]
     which: Which,
 }
 
-/// Copy all that a database holds into one file, beside a running server
+/// Back up a database into one file; the server may be running
 ///
-/// Checkpoints are folders below the data directory's `jobs` that never change once they are there: copy these with
-/// any tool, at any time.
+/// Checkpoints are not in it: they are folders below the data directory's `jobs` that never change once written. Copy them
+/// with any tool, at any time.
 #[derive(clap::Args)]
 pub(crate) struct BackupArgs {
     /// Where to write it
@@ -52,7 +52,7 @@ pub(crate) struct BackupArgs {
     which: Which,
 }
 
-/// Bring a backup into a new, empty database, of either kind
+/// Restore a backup into a new, empty database, SQLite or Postgres
 #[derive(clap::Args)]
 pub(crate) struct RestoreArgs {
     /// What `lockstep backup` wrote

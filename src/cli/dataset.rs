@@ -30,7 +30,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Register the files under PATH as NAME; their format is found by looking
+    /// Register the files under PATH as NAME; the format is detected
     Add {
         /// The name that jobs give
         name: String,
@@ -56,7 +56,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Say what a dataset holds: a registered name, or a path on this machine (no server needed)
+    /// Show what a dataset contains: a registered name, or a path on this machine (no server needed)
     Inspect {
         /// A name or a path
         #[arg(value_name = "NAME-or-PATH")]
@@ -64,7 +64,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Take a name away from its dataset; the files stay where they are
+    /// Remove a dataset's registration; its files stay
     Remove {
         /// A name
         name: String,
@@ -164,7 +164,7 @@ fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Asks until the look at the files is done, which takes minutes when they are many.
+/// Polls until the inspection of the files is done, which takes minutes when there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     let bar = looking_bar();
     loop {

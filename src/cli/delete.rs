@@ -18,7 +18,7 @@ use std::io::{self, BufRead, IsTerminal};
 pub(crate) struct Args {
     /// Its id, the start of its id, or its name
     job: String,
-    /// Do not ask on a terminal
+    /// Do not ask for confirmation on a terminal
     #[arg(long, short)]
     yes: bool,
     #[command(flatten)]

@@ -32,13 +32,13 @@ const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Train a ResNet on bundled pictures, and watch it in the browser
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Processes that train in lockstep
+    /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
-    /// Exit when the job is over: with 0 when it has succeeded
+    /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
-    /// Where it keeps its data [default: lockstep-demo, or the next free of lockstep-demo-2 ...]
+    /// Data directory [default: lockstep-demo, or the next free of lockstep-demo-2 ...]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
 }

@@ -12,20 +12,20 @@ use lockstep_worker::{
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
 
-/// What this machine has, and whether ranks can talk to each other
+/// Check this machine: GPUs, libraries, memory, disk, and communication between ranks
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Ranks of the all-gather, a process each: on GPUs if there are as many [default: all GPUs, or 2
+    /// Ranks of the all-gather, one process each: on GPUs if there are as many [default: all GPUs, or 2
     /// on the CPU]
     #[arg(long, value_name = "N")]
     ranks: Option<u32>,
-    /// Where data would lie
+    /// The data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
-    /// Print only the variables that ranks on GPUs are started with, for a shell to evaluate
+    /// Print only the environment variables of GPU ranks, for a shell to evaluate
     #[arg(long)]
     environment: bool,
-    /// One JSON document instead of text
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }

@@ -7,7 +7,7 @@ use super::{
     output,
 };
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_protocol::look::ModelEvaluation;
+use lockstep_protocol::inspect::ModelEvaluation;
 use reqwest::{Method, StatusCode};
 use serde::Serialize;
 use serde_json::Value;

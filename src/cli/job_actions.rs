@@ -15,21 +15,21 @@ pub(crate) struct Which {
     server: ServerArgs,
 }
 
-/// Pause a job: its ranks keep a checkpoint and free their slots
+/// Pause a job: its ranks write a checkpoint and free their slots
 #[derive(clap::Args)]
 pub(crate) struct PauseArgs {
     #[command(flatten)]
     which: Which,
 }
 
-/// Let a paused job go on, as if it had never paused
+/// Resume a paused job; it ends with the weights of one that never paused
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
     #[command(flatten)]
     which: Which,
 }
 
-/// Let a failed or cancelled job go on from its newest checkpoint
+/// Retry a failed or cancelled job from its newest checkpoint
 #[derive(clap::Args)]
 pub(crate) struct RetryArgs {
     #[command(flatten)]

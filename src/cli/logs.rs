@@ -18,7 +18,7 @@ use std::{collections::HashMap, time::Duration};
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// Go on with what is yet to come, until the job is over
+    /// Follow the log until the job ends
     #[arg(short, long)]
     follow: bool,
     /// Only this rank's lines

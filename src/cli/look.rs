@@ -1,10 +1,10 @@
 //! `lockstep look`: answers one question about a model or a dataset, for the agent that asks.
 
-/// Answer a question about a model or a dataset (started by agents)
+/// Handle a request about a model or a dataset (started by agents)
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
-/// Reads the question from standard input, writes the answer to standard output.
+/// Reads the request from standard input, writes the reply to standard output.
 ///
 /// # Errors
 /// Those pipes.

@@ -8,7 +8,7 @@ use super::{
 };
 use lockstep_protocol::{
     Job,
-    look::{Prediction, Probability},
+    inspect::{Prediction, Probability},
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 /// One rank of an attempt (started by agents and by `lockstep train`)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What it is to do: `rank.<r>.json` in the attempt's folder
+    /// Configuration file: `rank.<r>.json` in the attempt's folder
     config: PathBuf,
-    /// For whoever reads the list of processes; the file says it, too
+    /// Shown in process lists; the configuration file has it as well
     #[arg(long)]
     job: Option<String>,
     /// As --job

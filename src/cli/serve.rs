@@ -25,19 +25,19 @@ pub(crate) struct Args {
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7070")]
     listen: String,
-    /// Where the database, job folders and checkpoints lie
+    /// Data directory: database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
-    /// Seconds after its end for which a job's points stay in its stream; its metrics are kept for ever
+    /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
-    /// Ranks this machine takes at once on its CPU [default: one a GPU, or one a core without GPUs]
+    /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent")]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs

@@ -23,7 +23,7 @@ pub(crate) struct Args {
     /// Change a key of it, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Stay and show its progress; exit with 1 unless it succeeds
+    /// Show its progress until it ends; exit with status 1 unless it succeeds
     #[arg(long)]
     watch: bool,
     #[command(flatten)]

@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Where logs and checkpoints go [default: runs/<name of the TOML file>]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Go on from the newest complete checkpoint of DIR, or from this one
+    /// Continue from the newest complete checkpoint of DIR (latest), or from this one
     #[arg(long, value_name = "latest|PATH")]
     resume: Option<String>,
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
@@ -83,7 +83,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 0, token: 0 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 0, fencing_token: 0 },
         dataset_path: dataset.to_string_lossy().into_owned(),
         world_size,
         ranks: (0..world_size).map(|rank| (rank, rank)).collect(),

@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// Where a server answers, all that a submission checks (the dataset, the weights to begin with, slots), and nothing is stored;
-/// else the file alone, which it says. Exit status 0: no mistake; 2: mistakes, all of them at once; 1: the server that is
-/// named does not answer.
+/// With a server, everything that a submission checks (the dataset, pretrained weights, slots), and nothing is stored.
+/// Without one, the file alone, and the output says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server
+/// given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -23,7 +23,7 @@ pub(crate) struct Args {
     /// Change a key of it, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Address of the server, which must answer then; the one on this machine is asked if it runs
+    /// Address of the server, which must respond [default: the one on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
     /// Print JSON

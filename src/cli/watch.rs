@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Show a job's progress until it is over
+/// Show a job's progress until it ends
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Its id, the start of its id, or its name

@@ -1,4 +1,4 @@
-// What a person does to a job: pause, resume, cancel, go on, fork, delete, and what stands on it by hand.
+// What a person does to a job: pause, resume, cancel, retry, fork, delete, and annotate it.
 
 import { ask, byId, confirmThen, sentence, text } from "../page.js";
 import { bytes, count, plural } from "../numbers.js";
@@ -87,8 +87,8 @@ export class Actions {
     dialog.showModal();
   }
 
-  /** The panel of what people say about a job. */
-  async byHand() {
+  /** The panel with a job's note, tags and priority. */
+  async annotations() {
     const job = this.page.job(), note = byId("note"), tags = byId("tags"), priority = byId("priority"), status = byId("note-status");
     priority.value = job.spec.priority;
     const save = async (body) => {

@@ -4,14 +4,14 @@ import { byId, text } from "../page.js";
 import { bytes, count, percent } from "../numbers.js";
 
 /** Links of a row; `average` is there in jobs that keep one. */
-const FILES = { get: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
+const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
 export class Checkpoints {
   #all = new Map();
   /** Called when there is another one, or one less. */
   changed = new Set();
 
-  /** `act(what, checkpoint)`: `look`, `classify` or `fork`. */
+  /** `act(what, checkpoint)`: `evaluate`, `classify` or `fork`. */
   constructor(initial, act) {
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
@@ -61,7 +61,7 @@ export class Checkpoints {
       for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
       const average = at("average");
       if (average) average.hidden = c.step < Number(average.dataset.from);
-      row.querySelector("summary").setAttribute("aria-label", `Get checkpoint ${label}`);
+      row.querySelector("summary").setAttribute("aria-label", `Download checkpoint ${label}`);
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
     }));

@@ -12,7 +12,7 @@
 
 import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
-import { CHROMIUM, House, until } from "../browser/house.mjs";
+import { CHROMIUM, TestServer, until } from "../browser/test-server.mjs";
 import { join, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
@@ -39,11 +39,11 @@ print(first)
 `;
 
 async function logs() {
-  const { id } = await house.ask("/jobs", spec("many lines", RANKS, 10_000_000));
-  await house.crash();
-  const began = Date.now(), first = Number(execFileSync("python3", ["-c", FILL, `${house.dir}/lockstep.db`, id, String(LINES)]));
+  const { id } = await server.ask("/jobs", spec("many lines", RANKS, 10_000_000));
+  await server.crash();
+  const began = Date.now(), first = Number(execFileSync("python3", ["-c", FILL, `${server.dir}/lockstep.db`, id, String(LINES)]));
   console.error(`${LINES.toLocaleString("en")} lines written in ${((Date.now() - began) / 1000).toFixed(0)} s`);
-  await house.start();
+  await server.start();
   const opened = [], recent = [], linked = [], older = [], rare = [], rows = "#log-lines p[data-at]";
   const page = await context.newPage();
   /** Milliseconds until `check` (in the page) holds after \`act\`. */
@@ -59,7 +59,7 @@ async function logs() {
   const last = `[...document.querySelectorAll("${rows}")].at(-1)?.textContent`;
   const search = (q) => `const s = document.querySelector("#log-search"); s.value = ${JSON.stringify(q)}; s.dispatchEvent(new Event("input", { bubbles: true }));`;
   for (let i = 0; i < N; i++) {
-    await page.goto(`${house.url}/jobs/${id}`, { waitUntil: "commit" });
+    await page.goto(`${server.url}/jobs/${id}`, { waitUntil: "commit" });
     await until("the newest lines are there", () => page.evaluate(() => performance.getEntriesByName("log shown").length));
     opened.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
     older.push(await timed(`document.querySelector("#log-lines").scrollTop = 0; window.was = document.querySelector("${rows}").dataset.at;`, `document.querySelector("${rows}").dataset.at !== window.was`));
@@ -67,7 +67,7 @@ async function logs() {
     recent.push(await timed(search(`step: ${step},`), `document.querySelectorAll("${rows}").length > 0 && ${last}.includes("step: ${step},")`));
     if (i < 3) rare.push(await timed(search("a needle"), `document.querySelectorAll("${rows}").length === 1 && ${last}.includes("a needle")`));
     const seq = first + Math.floor(LINES * (i + 1) / (N + 2)), line = seq - first;
-    await page.goto(`${house.url}/jobs/${id}?line=${seq}.1.${line % 8}.${Math.floor(line / 8) + 1}`, { waitUntil: "commit" });
+    await page.goto(`${server.url}/jobs/${id}?line=${seq}.1.${line % 8}.${Math.floor(line / 8) + 1}`, { waitUntil: "commit" });
     await until("the line is there", () => page.evaluate(() => document.querySelector("#log-lines .marked") && performance.getEntriesByName("log shown").length));
     linked.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
   }
@@ -81,26 +81,26 @@ async function logs() {
 }
 
 async function list() {
-  const house = await House.open({ dataset: false, agent: false });
+  const server = await TestServer.open({ dataset: false, agent: false });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await join(other, house, RANKS), context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
-    const { id } = await house.ask("/jobs", spec("running", RANKS, 1000));
+    const agent = await join(other, server, RANKS), context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+    const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
       const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
       await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
       await window.it.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, 0)) }] }]);
     }, [id]);
-    for (let i = 0; i < JOBS - 1; i++) await house.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
+    for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
     const listed = [], within = [], fetched = [], json = [];
     for (let i = 0; i < N; i++) {
       const page = await context.newPage();
-      await page.goto(`${house.url}/jobs`, { waitUntil: "load" });
+      await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
       await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
       listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
       fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
       json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
-      await page.goto(`${house.url}/machines`, { waitUntil: "load" });
+      await page.goto(`${server.url}/machines`, { waitUntil: "load" });
       await page.click('nav a[href="/jobs"]');
       await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
       within.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
@@ -112,19 +112,19 @@ async function list() {
     row(`all ${JOBS} jobs as JSON, read and parsed`, json);
   } finally {
     await Promise.all([browser.close(), other.close()]);
-    await house.close();
+    await server.close();
   }
 }
 
 console.log("| what | median | from to | n |\n|---|---|---|---|");
 await list();
-const house = await House.open({ dataset: false, agent: false });
+const server = await TestServer.open({ dataset: false, agent: false });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
-  agent = await join(other, house, RANKS);
+  agent = await join(other, server, RANKS);
 
-  const { id } = await house.ask("/jobs", spec("a million points", RANKS, POINTS));
+  const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
   await agent.evaluate(async ([id, points, ranks]) => {
     const attempt = await window.it.attempt(id), PART = 500;
@@ -146,7 +146,7 @@ try {
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();
-    await page.goto(`${house.url}/jobs/${id}`);
+    await page.goto(`${server.url}/jobs/${id}`);
     opened.push(await until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt)));
     await until("the page is at rest", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
     // From the end of the drag, as a reader makes it, to the frame that shows finer buckets.
@@ -168,12 +168,12 @@ try {
   if (LINES) await logs();
 } finally {
   await Promise.all([browser.close(), other.close()]);
-  await house.close();
+  await server.close();
 }
 
 /** The live page, after `first` has made room. */
 async function live(first) {
-  const live = await house.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
+  const live = await server.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
   await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [first]);
   await agent.evaluate(async ([id, ranks]) => {
     const attempt = await window.it.attempt(id);
@@ -190,7 +190,7 @@ async function live(first) {
   }, [live.id, RANKS]);
   const page = await context.newPage(), tools = await context.newCDPSession(page);
   await tools.send("Performance.enable");
-  await page.goto(`${house.url}/jobs/${live.id}`);
+  await page.goto(`${server.url}/jobs/${live.id}`);
   await until("it is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
   await page.evaluate(() => {
     const seen = window.frames_ = { times: [], longest: 0 };

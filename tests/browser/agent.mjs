@@ -77,7 +77,7 @@ function inPage() {
     return get();
   }
 
-  const key = (attempt, source) => `${attempt.token}:${JSON.stringify(source)}`;
+  const key = (attempt, source) => `${attempt.fencing_token}:${JSON.stringify(source)}`;
 
   class Agent {
     started = [];
@@ -90,7 +90,7 @@ function inPage() {
       socket.binaryType = "arraybuffer";
       this.ready = new Promise((done, failed) => { this.welcomed = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
       socket.onopen = () => this.say({
-        type: "hello", protocol: 3, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
+        type: "hello", protocol: 4, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
         machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
         slots: Array.from({ length: slots }, (_, index) => ({ index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),
       });
@@ -103,7 +103,7 @@ function inPage() {
       if (message.type === "welcome") {
         this.welcomed();
         setInterval(() => this.say({ type: "heartbeat", attempts: this.started.map((s) => s.attempt) }), message.heartbeat_secs * 1000);
-      } else if (message.type === "ask") this.say({ type: "answer", request: message.request, answer: { Ok: { type: "dataset", path: message.question.path, info } } });
+      } else if (message.type === "request") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "dataset", path: message.request.path, info } } });
       else if (message.type === "start") this.started.push(message);
       else if (message.type === "ack") { this.#stored.set(key(message.attempt, message.source), message.records); this.#waiting.splice(0).forEach((tell) => tell()); }
     }
@@ -141,14 +141,14 @@ const INFO = {
   splits: [{ name: "train", samples: 60_000, per_class: [30_000, 30_000] }, { name: "test", samples: 100, per_class: [50, 50] }],
 };
 
-/** Joins `house` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
-export async function join(browser, house, slots) {
+/** Joins `server` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
+export async function join(browser, server, slots) {
   const page = await (await browser.newContext()).newPage();
-  await page.goto(`${house.url}/static/icon.svg`);
+  await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
   await page.evaluate(([n, info]) => { window.it = new window.agent.Agent(n, info); return window.it.ready; }, [slots, INFO]);
-  const known = (await house.ask("/datasets")).datasets.some((d) => d.name === "made-up");
-  if (!known) await house.ask("/datasets", { name: "made-up", path: "/made-up" });
+  const known = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
+  if (!known) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;
 }
 

@@ -5,17 +5,17 @@ import { cp, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fileURLToPath } from "node:url";
-import { Eyes, House, until } from "./house.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
 
-let house, eyes;
-before(async () => { [house, eyes] = await Promise.all([House.open(), Eyes.open()]); });
-after(async () => { await eyes?.close(); await house?.close(); });
+let server, browser;
+before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
+after(async () => { await browser?.close(); await server?.close(); });
 
 const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[@data-pointer]").locator(".error");
 
 describe("the form", () => {
   test("shows a mistake beside its field while typing, and takes it away again", async () => {
-    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const lr = page.getByLabel("Learning rate", { exact: true });
     await lr.fill("-1");
     await until("the mistake is named", async () => (await beside(page, "Learning rate").textContent()) !== "");
@@ -27,7 +27,7 @@ describe("the form", () => {
   });
 
   test("sends nothing half done: all mistakes at once, each at its field, also behind more settings", async () => {
-    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.getByLabel("Learning rate", { exact: true }).fill("fast");
     await page.getByLabel("Ranks", { exact: true }).fill("4096");
     await page.getByText("More settings").click();
@@ -39,23 +39,23 @@ describe("the form", () => {
     }
     assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
     assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
-    assert.equal((await house.ask("/jobs")).jobs.length, 0);
+    assert.equal((await server.ask("/jobs")).jobs.length, 0);
     await page.end();
   });
 
   test("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
-    const hub = join(house.dir, "hub");
+    const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
     await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
-    await house.ask("/datasets", { name: "pets", path: hub });
-    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    await server.ask("/datasets", { name: "pets", path: hub });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const warnings = page.locator("#warnings");
     assert.ok(!await warnings.isVisible());
     await page.getByLabel("Dataset", { exact: true }).selectOption("pets");
     assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
     await page.getByLabel("Image size", { exact: true }).fill("16");
-    await page.getByLabel("or of all ranks", { exact: true }).fill("2");
+    await page.getByLabel("Global batch size", { exact: true }).fill("2");
     await page.getByLabel("Ranks", { exact: true }).fill("1");
     await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
     assert.match(await warnings.textContent(), /1 file of pets could not be read.*is no Parquet file/s);
@@ -65,13 +65,13 @@ describe("the form", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
-    assert.equal((await house.job(id)).spec.data.validation, "validation");
-    await house.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it is quick */ });
+    assert.equal((await server.job(id)).spec.data.validation, "validation");
+    await server.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it is quick */ });
     await page.end();
   });
 
   test("works without scripts", async () => {
-    const page = await eyes.page(house, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
     await page.getByLabel("Name", { exact: true }).fill("no script");
     await page.getByLabel("Learning rate", { exact: true }).fill("-1");
     await page.getByRole("button", { name: "Submit job" }).click();
@@ -82,12 +82,12 @@ describe("the form", () => {
     await page.waitForURL(/\/jobs\/j\w+$/);
     assert.equal(await page.locator("h1").textContent(), "no script");
     const id = new URL(page.url()).pathname.split("/").pop();
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 
   test("a recipe fills the fields, and keeps its shape with other epochs", async () => {
-    const page = await eyes.page(house, "/jobs/new");
+    const page = await browser.page(server, "/jobs/new");
     await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");
     const epochs = page.getByLabel("Epochs", { exact: true });
     assert.equal(await epochs.inputValue(), "164");
@@ -98,14 +98,14 @@ describe("the form", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
-    const { spec } = await house.ask(`/jobs/${id}`);
+    const { spec } = await server.ask(`/jobs/${id}`);
     assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 
   test("takes sizes by epoch, and tells what a key is called today, also in the text beside", async () => {
-    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
     await until("the text beside has them", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
@@ -117,11 +117,11 @@ describe("the form", () => {
   });
 
   test("registers a dataset, and says what is wrong with one that is none", async () => {
-    const page = await eyes.page(house, "/datasets", { expected: [/422/] });
+    const page = await browser.page(server, "/datasets", { expected: [/422/] });
     assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     await page.getByLabel("Name", { exact: true }).fill("nothing");
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
-    await page.getByRole("button", { name: "Look and register" }).click();
+    await page.getByRole("button", { name: "Register" }).click();
     await until("the folder is named as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
     await page.end();
   });

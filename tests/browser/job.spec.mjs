@@ -4,15 +4,15 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Eyes, House, losses, pixels, state, until } from "./house.mjs";
+import { Browser, TestServer, losses, pixels, state, until } from "./test-server.mjs";
 
-let house, eyes;
-before(async () => { [house, eyes] = await Promise.all([House.open(), Eyes.open()]); });
-after(async () => { await eyes?.close(); await house?.close(); });
+let server, browser;
+before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
+after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a job", () => {
   test("filled in, submitted, watched live to its end; reload and a second tab show the same", async () => {
-    const page = await eyes.page(house, "/jobs");
+    const page = await browser.page(server, "/jobs");
     assert.ok(await page.getByText("No job yet").isVisible(), "an empty list says what to do");
     await page.locator("#no-jobs").getByRole("link", { name: "form" }).click();
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
@@ -20,7 +20,7 @@ describe("a job", () => {
     await page.getByLabel("Epochs", { exact: true }).fill("");
     await page.getByText("More settings").click();
     await page.getByLabel("Steps", { exact: true }).fill("120");
-    await page.getByLabel("or of all ranks").fill("16");
+    await page.getByLabel("Global batch size").fill("16");
     await page.getByLabel("Validation", { exact: true }).fill("0.02");
     await until("the form tells how long it will be", async () => /120 in all/.test(await page.locator("#plan").textContent()));
     assert.match(await page.locator("#spec-text").inputValue(), /\[train\]\n[^[]*steps = 120/);
@@ -63,7 +63,7 @@ describe("a job", () => {
     assert.ok(model.ok() && (await model.body()).length > 1_000_000, "the model can be fetched");
 
     const id = new URL(page.url()).pathname.split("/").pop();
-    const told = (await house.ask(`/jobs/${id}/logs?limit=10000`)).lines.length;
+    const told = (await server.ask(`/jobs/${id}/logs?limit=10000`)).lines.length;
     const logged = () => page.locator("#log-lines p").allTextContents();
     const log = await until("every log line is shown once", async () => { const all = await logged(); return all.length === told && all; });
     await page.reload();
@@ -73,25 +73,25 @@ describe("a job", () => {
   });
 
   test("is cancelled after a question that says what is lost", async () => {
-    const { id } = await house.submit({ name: "endless", train: { steps: 100_000 } });
-    const page = await eyes.page(house, `/jobs/${id}`);
+    const { id } = await server.submit({ name: "endless", train: { steps: 100_000 } });
+    const page = await browser.page(server, `/jobs/${id}`);
     await until("it trains", async () => (await losses(page))["rank 1"]?.points > 2);
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     const dialog = page.getByRole("dialog");
     assert.match(await dialog.textContent(), /no checkpoint yet/);
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await dialog.isVisible(), false);
-    assert.equal((await house.job(id)).state, "running", "keeping it keeps it");
+    assert.equal((await server.job(id)).state, "running", "keeping it keeps it");
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     await page.getByRole("button", { name: "Cancel the job" }).click();
     await until("it is cancelled", async () => (await state(page)) === "cancelled");
-    assert.equal((await house.job(id)).state, "cancelled");
+    assert.equal((await server.job(id)).state, "cancelled");
     assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
 
-    await page.getByRole("button", { name: "Go on", exact: true }).click();
-    await until("it goes on with another attempt", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2; });
+    await page.getByRole("button", { name: "Retry", exact: true }).click();
+    await until("it goes on with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
     await until("the page shows that", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is cancelled again", async () => (await state(page)) === "cancelled");
 
     await page.getByRole("button", { name: "Delete", exact: true }).click();
@@ -103,9 +103,9 @@ describe("a job", () => {
   });
 
   test("says what of it cannot be read, and what to do", async () => {
-    const { id } = await house.submit({ name: "of another age", train: { steps: 5 } });
-    await until("it has succeeded", async () => (await house.job(id)).state === "succeeded");
-    const page = await eyes.page(house, `/jobs/${id}`);
+    const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
+    await until("it has succeeded", async () => (await server.job(id)).state === "succeeded");
+    const page = await browser.page(server, `/jobs/${id}`);
     const verdict = page.locator("#verdict"), live = async () => (await page.locator("#live").textContent()) === "live";
     await until("it is live", live);
     assert.ok(!await verdict.isVisible());
@@ -113,7 +113,7 @@ describe("a job", () => {
     execFileSync("python3", ["-c", `import sqlite3, sys
 db = sqlite3.connect(sys.argv[1], timeout=30)
 db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of another age') WHERE id = ?", [sys.argv[2]])
-db.commit()`, join(house.dir, "lockstep.db"), id]);
+db.commit()`, join(server.dir, "lockstep.db"), id]);
     await page.reload();
     await until("it is live again", live);
     assert.match(await verdict.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
@@ -123,17 +123,17 @@ db.commit()`, join(house.dir, "lockstep.db"), id]);
   });
 
   test("survives the server's death under the page: no point missing, none twice", async () => {
-    const { id } = await house.submit({ name: "survivor", train: { steps: 400 } });
-    const page = await eyes.page(house, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
+    const { id } = await server.submit({ name: "survivor", train: { steps: 400 } });
+    const page = await browser.page(server, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
     await until("it trains", async () => (await losses(page))["rank 1"]?.points > 5);
-    await house.crash();
+    await server.crash();
     await until("the page says so", async () => (await page.locator("#live").textContent()) === "reconnecting");
     const before = (await losses(page))["rank 0"].points;
-    await house.start();
+    await server.start();
     await until("it is live again, by itself", async () => (await page.locator("#live").textContent()) === "live");
     await until("what happened meanwhile is here", async () => (await losses(page))["rank 0"].points > before + 5);
     await until("it succeeds", async () => (await state(page)) === "succeeded", 240_000);
-    const { series } = await house.ask(`/jobs/${id}/metrics?name=loss&points=10000`);
+    const { series } = await server.ask(`/jobs/${id}/metrics?name=loss&points=10000`);
     const stored = series.filter((s) => s.rank === 0).reduce((n, s) => n + s.steps.length, 0);
     await until("the page has what the store has", async () => (await losses(page))["rank 0"].points === stored);
     assert.ok(stored >= 400, `${stored} stored`);

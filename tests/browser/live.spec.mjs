@@ -4,21 +4,21 @@
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Eyes, House, losses, until } from "./house.mjs";
+import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
-let house, eyes, agent, open = null;
+let server, browser, agent, open = null;
 before(async () => {
-  [house, eyes] = await Promise.all([House.open({ dataset: false, agent: false }), Eyes.open()]);
-  agent = await join(eyes.browser, house, RANKS);
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, RANKS);
 });
 // Whatever became of a test, the next one finds free slots.
 afterEach(async () => { if (open) await end(open, 60); });
-after(async () => { await eyes?.close(); await house?.close(); });
+after(async () => { await browser?.close(); await server?.close(); });
 
 /** A running job of all ranks with `steps` steps told. */
 async function running(name, steps) {
-  const job = open = await house.ask("/jobs", spec(name, RANKS, 1000));
+  const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
   await agent.evaluate(async ([id, ranks, steps]) => {
     const attempt = await window.it.attempt(id);
     await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
@@ -44,7 +44,7 @@ const end = (job, step) => {
 
 describe("a rank's lane", () => {
   test("shows how a step divides, what the rank does, and its GPU's use, memory, temperature and power", async () => {
-    const job = await running("on GPUs", 60), page = await eyes.page(house, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
+    const job = await running("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
     await until("four lanes", async () => (await page.locator("#ranks li").count()) === RANKS);
     const parts = await until("the lane is divided", async () => {
       const widths = await lane(1).locator(".lane span").evaluateAll((all) => Object.fromEntries(all.map((s) => [s.className, parseFloat(s.style.width) || 0])));
@@ -79,7 +79,7 @@ describe("a rank's lane", () => {
   });
 
   test("one crosshair runs through all charts, and the mean has a band from the lowest rank to the highest", async () => {
-    const job = await running("together", 60), page = await eyes.page(house, `/jobs/${job.id}`);
+    const job = await running("together", 60), page = await browser.page(server, `/jobs/${job.id}`);
     await until("it is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
     const box = await page.locator("#loss-chart").boundingBox();
     const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
@@ -98,7 +98,7 @@ describe("a rank's lane", () => {
     await page.getByRole("button", { name: "mean", exact: true }).click();
     const mean = await until("one line is left", async () => { const all = await page.evaluate(() => window.lockstep.charts.loss.snapshot()); return all.length === 1 && all[0]; });
     assert.deepEqual([mean.label, mean.points], ["mean of ranks", 60]);
-    const { series } = await house.ask(`/jobs/${job.id}/metrics?name=loss&points=100`);
+    const { series } = await server.ask(`/jobs/${job.id}/metrics?name=loss&points=100`);
     const spread = await page.evaluate(() => { const g = window.lockstep.charts.loss.layers()[0].series.segments[0]; return [30, 59].map((i) => [g.min[i], g.mean[i], g.max[i]]); });
     for (const [k, i] of [30, 59].entries()) {
       const all = series.map((s) => s.mean[i]), wanted = [Math.min(...all), all.reduce((a, b) => a + b) / all.length, Math.max(...all)];
@@ -110,7 +110,7 @@ describe("a rank's lane", () => {
 
 describe("a page that stays open", () => {
   test("says how far behind it is while it catches up, and misses nothing", async () => {
-    const job = await running("cut off", 10), page = await eyes.page(house, "/machines");
+    const job = await running("cut off", 10), page = await browser.page(server, "/machines");
     let away = false, hold = false, socket = null;
     const held = [];
     await page.routeWebSocket(/\/stream/, (ws) => {
@@ -120,7 +120,7 @@ describe("a page that stays open", () => {
       server.onMessage((message) => { if (hold && JSON.parse(message).type === "live") held.push(() => ws.send(message)); else ws.send(message); });
       socket = ws;
     });
-    await page.goto(`${house.url}/jobs/${job.id}`);
+    await page.goto(`${server.url}/jobs/${job.id}`);
     const live = page.locator("#live");
     await until("it is live", async () => (await live.textContent()) === "live");
     [away, hold] = [true, true];
@@ -140,7 +140,7 @@ describe("a page that stays open", () => {
   });
 
   test("tells the system that a job has ended, once somebody has asked for that and looks elsewhere", async () => {
-    const job = await running("while you are away", 10), page = await eyes.page(house, "/machines");
+    const job = await running("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications: what would be shown is kept.
     await page.context().addInitScript(() => {
       window.told = [];
@@ -151,7 +151,7 @@ describe("a page that stays open", () => {
       };
       Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
     });
-    await page.goto(`${house.url}/jobs/${job.id}`);
+    await page.goto(`${server.url}/jobs/${job.id}`);
     await until("its scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("?");
     await page.getByRole("button", { name: "Tell me when jobs end" }).click();
@@ -166,7 +166,7 @@ describe("a page that stays open", () => {
   });
 
   test("has every line and checkpoint after it was away for more events than it reads one by one", async () => {
-    const EVENTS = 21_000, job = await running("far behind", 10), page = await eyes.page(house, "/machines", { expected: [/WebSocket/] });
+    const EVENTS = 21_000, job = await running("far behind", 10), page = await browser.page(server, "/machines", { expected: [/WebSocket/] });
     // The line breaks and stays broken while `away`; nothing stands between the page and the server otherwise.
     await page.addInitScript(() => {
       const Real = window.WebSocket, sockets = [];
@@ -176,7 +176,7 @@ describe("a page that stays open", () => {
       };
       window.line = { cut() { away = true; sockets.splice(0).forEach((s) => s.close()); }, mend() { away = false; } };
     });
-    await page.goto(`${house.url}/jobs/${job.id}`);
+    await page.goto(`${server.url}/jobs/${job.id}`);
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.sameDocument = true; });
     await page.evaluate(() => window.line.cut());
@@ -209,23 +209,23 @@ describe("a page that stays open", () => {
   test("lists older jobs in the place of those that were deleted", async () => {
     // All slots are taken, so that these wait.
     const first = await running("holds the slots", 10);
-    for (let i = 0; i < 60; i++) await house.ask("/jobs", spec(`many ${i}`, RANKS, 1000));
-    const { jobs } = await house.ask("/jobs?limit=50&name=many"), page = await eyes.page(house, "/jobs?name=many");
+    for (let i = 0; i < 60; i++) await server.ask("/jobs", spec(`many ${i}`, RANKS, 1000));
+    const { jobs } = await server.ask("/jobs?limit=50&name=many"), page = await browser.page(server, "/jobs?name=many");
     await until("a part of them", async () => (await page.locator("#rows tr").count()) >= 25);
     for (const { id } of jobs) {
-      await house.ask(`/jobs/${id}/cancel`, null);
-      const answer = await fetch(`${house.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+      await server.ask(`/jobs/${id}/cancel`, null);
+      const answer = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
       assert.equal(answer.status, 204);
     }
     await until("the ten older ones", async () => (await page.locator("#rows tr").count()) === 10);
     assert.ok(await page.locator("#no-jobs").isHidden() && await page.locator("#none-match").isHidden());
-    for (const { id } of (await house.ask("/jobs?limit=50&name=many")).jobs) await house.ask(`/jobs/${id}/cancel`, null);
+    for (const { id } of (await server.ask("/jobs?limit=50&name=many")).jobs) await server.ask(`/jobs/${id}/cancel`, null);
     await end(first, 10);
     await page.end();
   });
 
   test("shows a machine's slots, who holds them, and that it has left", async () => {
-    const job = await running("held", 10), page = await eyes.page(house, "/machines"), card = page.locator(".machine");
+    const job = await running("held", 10), page = await browser.page(server, "/machines"), card = page.locator(".machine");
     await until("each slot names its job and rank", async () => (await card.locator(".slots li").allInnerTexts()).filter((t) => /held\s+rank \d/.test(t)).length === RANKS);
     assert.match(await card.locator(".pill").first().textContent(), /online/);
     await end(job, 10);

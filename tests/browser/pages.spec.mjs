@@ -4,16 +4,16 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
-import { Eyes, House, losses, state, until } from "./house.mjs";
+import { Browser, TestServer, losses, state, until } from "./test-server.mjs";
 
 const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-let house, eyes, done;
+let server, browser, done;
 before(async () => {
-  [house, eyes] = await Promise.all([House.open(), Eyes.open()]);
-  done = await house.submit({ name: "finished" });
-  await until("a job has finished", async () => (await house.job(done.id)).state === "succeeded");
+  [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
+  done = await server.submit({ name: "finished" });
+  await until("a job has finished", async () => (await server.job(done.id)).state === "succeeded");
 });
-after(async () => { await eyes?.close(); await house?.close(); });
+after(async () => { await browser?.close(); await server?.close(); });
 
 const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=settings`, "/compare", "/nowhere"];
 /** A page that is none says so with its status. */
@@ -21,7 +21,7 @@ const expected = [/404/];
 
 describe("every page", () => {
   test("comes back in every tab that is reloaded at the same moment", async () => {
-    const page = await eyes.page(house, "/jobs");
+    const page = await browser.page(server, "/jobs");
     const tabs = [page, await page.tab(`/jobs/${done.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${done.id}`)];
     for (let round = 0; round < 3; round++) {
       const answers = await Promise.all(tabs.map((tab) => tab.reload()));
@@ -35,7 +35,7 @@ describe("every page", () => {
 
   test("fits a phone: nothing to scroll sideways", async () => {
     for (const path of paths()) {
-      const page = await eyes.page(house, path, { viewport: { width: 360, height: 740 }, expected });
+      const page = await browser.page(server, path, { viewport: { width: 360, height: 740 }, expected });
       await page.waitForLoadState("networkidle").catch(() => {});
       const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
       assert.ok(over <= 0, `${path} is ${over} pixels too wide`);
@@ -47,7 +47,7 @@ describe("every page", () => {
   test("passes axe in both themes", async () => {
     for (const colorScheme of ["dark", "light"]) {
       for (const path of paths()) {
-        const page = await eyes.page(house, path, { colorScheme, expected });
+        const page = await browser.page(server, path, { colorScheme, expected });
         await until("its scripts have run", () => page.locator("#theme").isVisible());
         if (path.startsWith("/jobs/j")) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
         if (path.includes("evaluation")) await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
@@ -62,13 +62,13 @@ describe("every page", () => {
   });
 
   test("keeps a chosen theme", async () => {
-    const page = await eyes.page(house, "/jobs", { colorScheme: "dark" });
+    const page = await browser.page(server, "/jobs", { colorScheme: "dark" });
     const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
     const dark = await background();
     await page.getByRole("button", { name: "Use the light theme" }).click();
     const light = await background();
     assert.notEqual(light, dark);
-    await page.goto(`${house.url}/machines`);
+    await page.goto(`${server.url}/machines`);
     assert.equal(await background(), light);
     await page.end();
   });
@@ -76,8 +76,8 @@ describe("every page", () => {
 
 describe("the list", () => {
   test("changes in place, and its filter is in the address", async () => {
-    const page = await eyes.page(house, "/jobs");
-    const { id } = await house.submit({ name: "in the list", train: { steps: 100_000 } });
+    const page = await browser.page(server, "/jobs");
+    const { id } = await server.submit({ name: "in the list", train: { steps: 100_000 } });
     const row = page.locator(`tr[data-id="${id}"]`);
     await until("the new job appears by itself", () => row.isVisible());
     await until("and runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
@@ -98,7 +98,7 @@ describe("the list", () => {
 
     const machines = await page.tab("/machines");
     await until("its slots are shown as held", async () => (await machines.locator(".slots .busy").count()) === 2);
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await until("and as free again", async () => (await machines.locator(".slots .busy").count()) === 0);
     await page.end();
   });
@@ -106,7 +106,7 @@ describe("the list", () => {
 
 describe("a chart", () => {
   test("tells values to the mouse and to the keyboard, zooms, and goes back", async () => {
-    const page = await eyes.page(house, `/jobs/${done.id}`);
+    const page = await browser.page(server, `/jobs/${done.id}`);
     await until("it is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
     assert.equal(await page.locator("#loss-note").textContent(), "every point · 2 ranks");
     const chart = page.locator("#loss-chart"), box = await chart.boundingBox();
@@ -145,7 +145,7 @@ describe("a chart", () => {
   });
 
   test("keeps peaks, gaps and totals when it merges points, and takes none twice", async () => {
-    const page = await eyes.page(house, "/jobs");
+    const page = await browser.page(server, "/jobs");
     const found = await page.evaluate(async () => {
       const { MeanSeries, Series } = await import("/static/chart/series.js");
       const series = new Series("loss", 0, 1024);

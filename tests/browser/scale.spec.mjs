@@ -3,14 +3,14 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Eyes, House, losses, until } from "./house.mjs";
+import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const RANKS = 4, STEPS = 60_000;
-let house, eyes, agent, job;
+let server, browser, agent, job;
 before(async () => {
-  [house, eyes] = await Promise.all([House.open({ dataset: false, agent: false }), Eyes.open()]);
-  agent = await join(eyes.browser, house, RANKS);
-  job = await house.ask("/jobs", spec("many points", RANKS, STEPS));
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, RANKS);
+  job = await server.ask("/jobs", spec("many points", RANKS, STEPS));
   await agent.evaluate(async ([id, ranks, steps]) => {
     const attempt = window.attempt = await window.it.attempt(id);
     await window.it.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
@@ -27,18 +27,18 @@ before(async () => {
     }
   }, [job.id, RANKS, STEPS]);
 });
-after(async () => { await eyes?.close(); await house?.close(); });
+after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a long run", () => {
   test("is drawn from buckets that say so, and as every point where it is zoomed", async () => {
-    const page = await eyes.page(house, `/jobs/${job.id}`), note = page.locator("#loss-note");
+    const page = await browser.page(server, `/jobs/${job.id}`), note = page.locator("#loss-note");
     await until("it is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
     assert.match(await note.textContent(), /^min to max of \d+ points a pixel · 4 ranks$/);
     const buckets = await page.evaluate(() => window.lockstep.charts.loss.snapshot()[0].buckets);
     assert.ok(buckets > 300 && buckets <= 2000, `${buckets} buckets: about one a pixel`);
     await page.evaluate(() => window.lockstep.view.setZoom([30_000, 30_200]));
     await until("every point is there", async () => (await note.textContent()) === "every point · 4 ranks");
-    const { series } = await house.ask(`/jobs/${job.id}/metrics?name=loss&ranks=2&from=30000&to=30200&points=500`);
+    const { series } = await server.ask(`/jobs/${job.id}/metrics?name=loss&ranks=2&from=30000&to=30200&points=500`);
     const drawn = await page.evaluate(() => { const { loss } = window.lockstep.charts, s = loss.source(loss.layers().find((l) => l.label === "rank 2").series).segments[0]; return Array.from(s.mean.subarray(0, s.length)); });
     assert.deepEqual(drawn, series[0].mean.map(Math.fround), "the very points");
     await page.evaluate(() => window.lockstep.view.setZoom(null));
@@ -47,7 +47,7 @@ describe("a long run", () => {
   });
 
   test("a rank that is slower is named, with since when and why; one that stands still, too", async () => {
-    const page = await eyes.page(house, `/jobs/${job.id}`);
+    const page = await browser.page(server, `/jobs/${job.id}`);
     const band = page.locator("#verdict");
     await until("the verdict is there", () => band.isVisible());
     const words = await band.textContent();
@@ -69,7 +69,7 @@ describe("a long run", () => {
         await window.it.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
       }
     });
-    const page = await eyes.page(house, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
+    const page = await browser.page(server, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
     await until("the newest lines are shown", async () => /line 100000/.test(await rows.last().textContent()));
     assert.ok((await rows.count()) <= 1000);
     const first = await rows.first().textContent();
@@ -85,7 +85,7 @@ describe("a long run", () => {
 describe("every page", () => {
   test("weighs less than 150 KB and runs nothing inline", async () => {
     for (const path of ["/jobs", "/jobs/new", `/jobs/${job.id}`, "/datasets", "/machines", `/compare?jobs=${job.id}`]) {
-      const page = await eyes.page(house, "/machines"), tools = await page.context().newCDPSession(page);
+      const page = await browser.page(server, "/machines"), tools = await page.context().newCDPSession(page);
       await tools.send("Network.enable");
       await tools.send("Network.setCacheDisabled", { cacheDisabled: true });
       const kinds = new Map();
@@ -93,7 +93,7 @@ describe("every page", () => {
       tools.on("Network.responseReceived", ({ requestId, response }) => kinds.set(requestId, response.url));
       // The page itself: its data is what it shows.
       tools.on("Network.loadingFinished", ({ requestId, encodedDataLength }) => { if (!/\/api\//.test(kinds.get(requestId) ?? "")) bytes += encodedDataLength; });
-      const answer = await page.goto(house.url + path);
+      const answer = await page.goto(server.url + path);
       await page.waitForLoadState("load");
       await until("its scripts have run", () => page.locator("#keys").isVisible());
       assert.ok(bytes > 5000 && bytes < 150_000, `${path}: ${bytes} bytes`);

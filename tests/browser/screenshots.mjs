@@ -4,35 +4,35 @@
 
 import { cp, mkdir, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
-import { Eyes, House, losses, until } from "./house.mjs";
+import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const OUT = process.argv[2] ?? new URL("../../docs/screenshots", import.meta.url).pathname;
 const WIDE = { width: 1440, height: 900 }, PHONE = { width: 360, height: 740 };
 
 await mkdir(OUT, { recursive: true });
-const [house, eyes] = await Promise.all([House.open({ slots: 4, dataset: false }), Eyes.open()]);
+const [server, browser] = await Promise.all([TestServer.open({ slots: 4, dataset: false }), Browser.open()]);
 // A path that says nothing of where the pictures were made.
 const DATA = "/tmp/fashion-mnist";
 try {
   await cp(new URL("../../assets/fashion-mnist", import.meta.url).pathname, DATA, { recursive: true });
-  await house.ask("/datasets", { name: "fashion-mnist", path: DATA });
-  const job = (name, ranks, train, more = {}) => house.ask("/jobs", {
+  await server.ask("/datasets", { name: "fashion-mnist", path: DATA });
+  const job = (name, ranks, train, more = {}) => server.ask("/jobs", {
     name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: "test", crop_padding: 2, horizontal_flip: true },
     train: { epochs: 2, global_batch_size: 64, lr: 0.1, schedule: "one_cycle", weight_decay: 0.0005, ...train }, parallel: { ranks, device: "cpu" }, ...more,
   });
-  const over = (id) => until("it has finished", async () => (await house.job(id)).state === "succeeded", 540_000);
+  const over = (id) => until("it has finished", async () => (await server.job(id)).state === "succeeded", 540_000);
   const first = await job("fashion-resnet20", 2, {});
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [first, ...others]) await over(id);
-  await house.ask(`/jobs/${first.id}`, undefined);
-  const patch = (id, body) => fetch(`${house.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  await server.ask(`/jobs/${first.id}`, undefined);
+  const patch = (id, body) => fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
   await patch(first.id, { tags: ["baseline"], note: "one_cycle to 0.1" });
   for (const { id } of others) await patch(id, { tags: ["sweep"] });
   const running = await job("four-ranks", 4, { epochs: 40 });
   const queued = await job("next-in-line", 2, { epochs: 5 }, { priority: 5 });
 
   const shot = async (name, path, { scheme = "light", viewport = WIDE, ready, clip } = {}) => {
-    const page = await eyes.page(house, path, { colorScheme: scheme, viewport, reducedMotion: "reduce" });
+    const page = await browser.page(server, path, { colorScheme: scheme, viewport, reducedMotion: "reduce" });
     await until(`${name} is ready`, () => page.locator("h1").isVisible());
     if (ready) await until(`${name} is ready`, () => ready(page));
     await page.waitForLoadState("networkidle").catch(() => {});
@@ -42,16 +42,16 @@ try {
     await page.end();
   };
   const drawn = (points) => async (page) => Object.values(await losses(page))[0]?.points > points;
-  await until("it runs", async () => (await house.job(running.id)).step > 60, 240_000);
+  await until("it runs", async () => (await server.job(running.id)).step > 60, 240_000);
   for (const scheme of ["light", "dark"]) {
     await shot(`job-running-${scheme}`, `/jobs/${running.id}?smooth=0.6`, { scheme, clip: 1250, ready: drawn(60) });
     await shot(`jobs-${scheme}`, "/jobs", { scheme, ready: async (page) => (await page.locator("#rows tr").count()) === 5 && (await page.locator(".tag").count()) >= 3 });
     await shot(`machines-${scheme}`, "/machines", { scheme, ready: async (page) => (await page.locator(".slots .busy").count()) === 4 });
   }
-  await house.ask(`/jobs/${queued.id}/cancel`, {});
-  await house.ask(`/jobs/${running.id}/cancel`, {});
-  await until("slots are free", async () => (await house.job(running.id)).state === "cancelled");
-  await house.ask(`/jobs/${first.id}/evaluation`);
+  await server.ask(`/jobs/${queued.id}/cancel`, {});
+  await server.ask(`/jobs/${running.id}/cancel`, {});
+  await until("slots are free", async () => (await server.job(running.id)).state === "cancelled");
+  await server.ask(`/jobs/${first.id}/evaluation`);
   const compared = `/compare?jobs=${[first, ...others].map((j) => j.id).join(",")}&smooth=0.9`;
   const evaluated = async (page) => (await page.locator("#behind figure").count()) > 10;
   for (const scheme of ["light", "dark"]) {
@@ -65,7 +65,7 @@ try {
     await shot(`phone-${name}`, path, { viewport: PHONE, clip: 2400, ready: name === "evaluation" ? evaluated : undefined });
   }
 } finally {
-  await eyes.close();
-  await house.close();
+  await browser.close();
+  await server.close();
   await rm(DATA, { recursive: true, force: true });
 }

@@ -2,9 +2,9 @@
 on CPU cores (`--device cpu`) to try the script itself.
 
     python3 tests/gpu/e2e.py --program target/release/lockstep --dataset assets/fashion-mnist \\
-        --device cuda --ranks 4 --out out [STORY ...]
+        --device cuda --ranks 4 --out out [SCENARIO ...]
 
-Every story starts a server of its own. Ends with status 0 if all held; a line a story goes to
+Every scenario starts a server of its own. Ends with status 0 if all held; a line a scenario goes to
 `OUT/results.tsv`.
 """
 
@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 
-from house import Failure, House, expect, gpu_memory, wait
+from test_server import Failure, TestServer, expect, gpu_memory, wait
 
 # What a driver keeps for itself grows a little when a GPU is first used.
 SLACK_MIB = 64
@@ -41,10 +41,10 @@ class Stage:
         self.notes.append(words)
         print(f"    {words}", flush=True)
 
-    def house(self):
-        house = House(self.program, self.folder, self.device, self.ranks)
-        house.cli("dataset", "add", "pictures", self.dataset)
-        return house
+    def server(self):
+        server = TestServer(self.program, self.folder, self.device, self.ranks)
+        server.cli("dataset", "add", "pictures", self.dataset)
+        return server
 
     def spec(self, name, **changes):
         spec = {
@@ -100,8 +100,8 @@ def whole(job, ranks, steps):
 
 def stream(stage):
     """A job over REST, followed by a websocket: every event once and in order, files as promised."""
-    house = stage.house()
-    job = house.submit(stage.spec("stream", train={"steps": 120}, checkpoint={"every_steps": 60}))
+    server = stage.server()
+    job = server.submit(stage.spec("stream", train={"steps": 120}, checkpoint={"every_steps": 60}))
     job.succeeds()
     whole(job, stage.ranks, 120)
     last = [e for e in job.events if e["type"] == "metrics" and e["name"] == "loss"][-1]["values"][-1]
@@ -113,32 +113,32 @@ def stream(stage):
             stage.note(f"{name} {'told' if there else 'NOT told (shorter than a second?)'}")
     devices = {e["device"] for e in job.events if e["type"] == "rank"}
     stage.note(f"ranks on {', '.join(sorted(devices))}")
-    checkpoints = house.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
+    checkpoints = server.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
     expect(any(c["step"] == 120 for c in checkpoints), f"no checkpoint of step 120: {checkpoints}")
-    folder = next((house.data / "jobs" / job.id / "checkpoints").glob("*-120"))
+    folder = next((server.data / "jobs" / job.id / "checkpoints").glob("*-120"))
     size = sum(f.stat().st_size for f in folder.iterdir())
     if size <= SMALL:
         # The folder's files side by side, so that they lie no deeper than they may.
         into = stage.out / f"checkpoint-{stage.device}"
         shutil.copytree(folder, into, dirs_exist_ok=True)
         stage.note(f"checkpoint of {size} bytes in {into.name}")
-    house.stop()
+    server.stop()
 
 
 def twenty(stage):
     """Jobs one after another leave no process and no GPU memory behind."""
-    house = stage.house()
-    house.submit(stage.spec("first", train={"steps": 5})).succeeds()
+    server = stage.server()
+    server.submit(stage.spec("first", train={"steps": 5})).succeeds()
     # After one job, because a driver keeps something the first time; and with all ranks gone.
     time.sleep(1)
     baseline, began = gpu_memory(), time.monotonic()
     for number in range(20):
-        job = house.submit(stage.spec(f"job {number + 1} of 20", train={"steps": 10}))
+        job = server.submit(stage.spec(f"job {number + 1} of 20", train={"steps": 10}))
         job.succeeds()
         wait(10, "its ranks are gone", lambda: not job.ranks(1))
     stage.note(f"{(time.monotonic() - began) / 20:.1f} s a job of 10 steps")
     stage.memory_is_back(baseline)
-    house.stop()
+    server.stop()
 
 
 def attempt_of(job, number):
@@ -147,9 +147,9 @@ def attempt_of(job, number):
 
 def kill(stage):
     """kill -9 of one rank: the others end within 5 s, and the job goes on from its newest checkpoint."""
-    house, baseline = stage.house(), gpu_memory()
+    server, baseline = stage.server(), gpu_memory()
     spec, steps, every = stage.long("kill")
-    job = house.submit(spec)
+    job = server.submit(spec)
     job.until_checkpoint(every)
     ranks = job.ranks(1)
     expect(len(ranks) == stage.ranks, f"{stage.ranks} ranks, but these processes: {ranks}")
@@ -168,14 +168,14 @@ def kill(stage):
     stage.note(f"attempt 2 began with step {again}")
     expect(again > every and again % every == 1, f"attempt 2 began with step {again}, not after a checkpoint")
     stage.memory_is_back(baseline)
-    house.stop()
+    server.stop()
 
 
 def give_up(stage):
     """Without restarts left the job has failed, in words, and nothing stays behind."""
-    house, baseline = stage.house(), gpu_memory()
+    server, baseline = stage.server(), gpu_memory()
     spec, _, _ = stage.long("give up", train={"steps": 100000}, recovery={"max_restarts": 0})
-    job = house.submit(spec)
+    job = server.submit(spec)
     job.until_step(20)
     os.kill(job.ranks(1)[0], signal.SIGKILL)
     expect(job.end() == "failed", f"the job has {job.state}")
@@ -183,30 +183,30 @@ def give_up(stage):
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(job.reason)
     stage.memory_is_back(baseline)
-    house.stop()
+    server.stop()
 
 
 def cancel(stage):
     """A cancelled job gives its GPUs back."""
-    house, baseline = stage.house(), gpu_memory()
+    server, baseline = stage.server(), gpu_memory()
     spec, _, _ = stage.long("cancel", train={"steps": 100000})
-    job = house.submit(spec)
+    job = server.submit(spec)
     job.until_step(20)
     told = time.monotonic()
-    house.request("POST", f"/jobs/{job.id}/cancel")
+    server.request("POST", f"/jobs/{job.id}/cancel")
     expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(f"gone {time.monotonic() - told:.1f} s after the request")
     stage.memory_is_back(baseline)
-    house.stop()
+    server.stop()
 
 
 def suspend(stage):
     """SIGSTOP of one rank hangs the others in a collective: noticed, named, ended, started anew."""
-    house, baseline = stage.house(), gpu_memory()
+    server, baseline = stage.server(), gpu_memory()
     stall = 10
     spec, _, every = stage.long("suspend", recovery={"stall_timeout_secs": stall})
-    job = house.submit(spec)
+    job = server.submit(spec)
     job.until_checkpoint(every)
     ranks = job.ranks(1)
     victim = max(ranks)
@@ -224,7 +224,7 @@ def suspend(stage):
         expect(words, "no rank's watchdog said a word")
     job.succeeds()
     stage.memory_is_back(baseline)
-    house.stop()
+    server.stop()
 
 
 def across(stage):
@@ -271,10 +271,10 @@ def across(stage):
 
 def overflow(stage):
     """What float16 cannot hold goes on in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
-    house = stage.house()
+    server = stage.server()
     # No gradient of 16 bits survives this.
     spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
-    job = house.submit(spec)
+    job = server.submit(spec)
     job.until_checkpoint(every)
     os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)
     job.succeeds()
@@ -289,13 +289,13 @@ def overflow(stage):
         # Two steps are on their way when the fifth is known.
         expect(5 <= max(skipped) <= 7, f"skipped steps told: {skipped[:10]}")
         spec["train"]["precision"] = "fp16"
-        job = house.submit(spec)
+        job = server.submit(spec)
         expect(job.end() == "failed" and "float16 could not hold" in job.reason, f"{job.state}: {job.reason}")
         stage.note(job.reason)
-    house.stop()
+    server.stop()
 
 
-STORIES = {story.__name__: story for story in (stream, twenty, overflow, kill, give_up, cancel, suspend, across)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, give_up, cancel, suspend, across)}
 
 
 def main():
@@ -305,21 +305,21 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", default="out")
-    parser.add_argument("stories", nargs="*", help=f"all when none is given: {', '.join(STORIES)}")
+    parser.add_argument("scenarios", nargs="*", help=f"all when none is given: {', '.join(SCENARIOS)}")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.stories if name not in STORIES]
+    unknown = [name for name in arguments.scenarios if name not in SCENARIOS]
     if unknown:
-        parser.error(f"no story is called {unknown[0]}; there are {', '.join(STORIES)}")
+        parser.error(f"no scenario is called {unknown[0]}; there are {', '.join(SCENARIOS)}")
     out = pathlib.Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for name in arguments.stories or STORIES:
-        print(f"{name}: {STORIES[name].__doc__}", flush=True)
+    for name in arguments.scenarios or SCENARIOS:
+        print(f"{name}: {SCENARIOS[name].__doc__}", flush=True)
         with tempfile.TemporaryDirectory(prefix="lockstep-e2e-") as folder:
-            stage = Stage(arguments, pathlib.Path(folder) / "house")
+            stage = Stage(arguments, pathlib.Path(folder) / "server")
             began, verdict = time.monotonic(), "pass"
             try:
-                STORIES[name](stage)
+                SCENARIOS[name](stage)
             except Exception as error:
                 verdict = "FAIL"
                 failed += 1
@@ -336,7 +336,7 @@ def main():
 
 
 def keep(stage, out, name):
-    """What a failed story leaves to read: the server's words, and the ends of its ranks' logs."""
+    """What a failed scenario leaves to read: the server's words, and the ends of its ranks' logs."""
     texts = []
     files = [*stage.folder.rglob("*.log"), *stage.folder.rglob("*.stderr")]
     for file in sorted(files, key=lambda file: file.stat().st_mtime)[-40:]:
@@ -345,7 +345,7 @@ def keep(stage, out, name):
 
 
 def end_everything(folder):
-    """Processes of a story that failed: all that name its folder."""
+    """Processes of a scenario that failed: all that name its folder."""
     for entry in pathlib.Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -221,6 +221,17 @@ mod tests {
     }
 
     #[test]
+    fn a_form_posted_from_a_page_of_the_last_version_keeps_its_fields() {
+        for (old, today) in
+            [("train.rise", "train.pct_start"), ("train.final_lr_share", "train.final_lr_fraction")]
+        {
+            let form = Form::from_pairs([(old.to_owned(), "0.125".to_owned())]);
+            assert_eq!(form, Form::from_pairs([(today.to_owned(), "0.125".to_owned())]));
+            assert_eq!(form.text(today), "0.125");
+        }
+    }
+
+    #[test]
     fn the_form_has_a_field_for_every_key_of_a_specification() {
         // With every optional key present.
         let mut spec = JobSpec::default();

@@ -5,11 +5,11 @@ use lockstep_protocol::spec::{ScheduleKind, TrainSpec};
 /// How the learning rate moves over a run.
 ///
 /// The first `warmup` steps rise linearly: step `i` of them (from 0) has `lr (i + 1) / warmup`. Of
-/// the `n` steps after them, step `i` has, with `end = lr * final_lr_share`:
+/// the `n` steps after them, step `i` has, with `end = lr * final_lr_fraction`:
 /// - `constant`: `lr`
 /// - `step`: `lr * gamma^k`, `k` being the milestones (epochs of the whole run) that have begun
 /// - `cosine` (Loshchilov and Hutter 2017): `end + (lr - end) (1 + cos(pi i / (n - 1))) / 2`
-/// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = rise * n` steps, then a straight
+/// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = pct_start * n` steps, then a straight
 ///   line down to `end` at the last step
 #[derive(Debug, Clone)]
 pub struct Schedule {
@@ -31,13 +31,13 @@ impl Schedule {
         Self {
             kind: spec.schedule,
             lr: f64::from(spec.lr),
-            end: f64::from(spec.lr) * f64::from(spec.final_lr_share),
+            end: f64::from(spec.lr) * f64::from(spec.final_lr_fraction),
             warmup: warmup.min(total),
             total,
             steps_per_epoch: steps_per_epoch.max(1),
             milestones: spec.milestones.clone(),
             gamma: f64::from(spec.gamma),
-            rise: f64::from(spec.rise),
+            rise: f64::from(spec.pct_start),
         }
     }
 
@@ -73,7 +73,7 @@ impl Schedule {
                 self.end + (self.lr - self.end) * (1.0 + angle.cos()) / 2.0
             }
             ScheduleKind::OneCycle => {
-                let rise = ((self.rise * steps as f64).round() as u64).clamp(1, steps.max(1));
+                let rise = ((self.pct_start * steps as f64).round() as u64).clamp(1, steps.max(1));
                 if at < rise {
                     self.lr * (at + 1) as f64 / rise as f64
                 } else {
@@ -139,7 +139,7 @@ mod tests {
         let spec = TrainSpec {
             lr: 2.0,
             schedule: ScheduleKind::Cosine,
-            final_lr_share: 0.5,
+            final_lr_fraction: 0.5,
             ..TrainSpec::default()
         };
         let half = std::f32::consts::FRAC_1_SQRT_2 / 2.0;
@@ -151,8 +151,8 @@ mod tests {
         let spec = TrainSpec {
             lr: 0.4,
             schedule: ScheduleKind::OneCycle,
-            rise: 0.4,
-            final_lr_share: 0.25,
+            pct_start: 0.4,
+            final_lr_fraction: 0.25,
             ..TrainSpec::default()
         };
         assert_near(&lrs(spec, 5, 10), &[0.1, 0.2, 0.3, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1]);

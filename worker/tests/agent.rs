@@ -4,7 +4,8 @@
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AttemptEvent, AttemptRef, Ending, FromAgent, Question, Source, StartAttempt, ToAgent,
+        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt,
+        ToAgent,
     },
     job::JobId,
     spec::JobSpec,
@@ -78,7 +79,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 5 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5 },
         spec: JobSpec::default(),
         dataset_path: program.to_string_lossy().into_owned(),
         world_size: 1,
@@ -224,9 +225,9 @@ async fn refusals_and_questions() {
     let mut line = Line::accept(&listener).await;
     line.welcome(vec![], vec![]).await;
     let path = dir.path().join("nothing").to_string_lossy().into_owned();
-    line.say(&ToAgent::Ask { request: 9, question: Question::InspectDataset { path: path.clone() } }).await;
+    line.say(&ToAgent::Request { id: 9, request: AgentRequest::InspectDataset { path: path.clone() } }).await;
     match line.hear().await {
-        FromAgent::Answer { request: 9, answer: Err(why) } => assert!(why.contains(&path), "{why}"),
+        FromAgent::Reply { id: 9, reply: Err(why) } => assert!(why.contains(&path), "{why}"),
         other => panic!("{other:?}"),
     }
     drop(line);

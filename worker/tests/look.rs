@@ -2,8 +2,8 @@
 //! same way that the agent's helper takes.
 
 use lockstep_protocol::{
-    agent::{Answer, Question},
-    look::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
+    agent::{AgentReply, AgentRequest},
+    inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
 use lockstep_worker::{look, made_up, net::resnet};
@@ -164,9 +164,12 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
     write_model(dir.path(), &of);
     write_dataset(dir.path(), &of);
     let here = dir.path().to_string_lossy().into_owned();
-    let question =
-        Question::Evaluate(EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec(&of)) });
-    let Ok(Answer::Evaluation(found)) = look::answer(question) else { panic!("it can be evaluated") };
+    let question = AgentRequest::Evaluate(EvaluateModel {
+        model: here.clone(),
+        dataset: here,
+        spec: Box::new(spec(&of)),
+    });
+    let Ok(AgentReply::Evaluation(found)) = look::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
     assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);
     let correct: u64 = (0..10).map(|c| of.confusion[c][c]).sum();
@@ -180,8 +183,8 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
     let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec) };
-    match look::answer(Question::Evaluate(question)) {
-        Ok(Answer::Evaluation(found)) => Ok(*found),
+    match look::answer(AgentRequest::Evaluate(question)) {
+        Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
         Err(words) => Err(words),
     }
@@ -389,8 +392,8 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
 
 fn samples(path: &Path, pick: Pick) -> Samples {
     let path = path.to_string_lossy().into_owned();
-    match look::answer(Question::Samples { path, pick }) {
-        Ok(Answer::Samples(samples)) => samples,
+    match look::answer(AgentRequest::Samples { path, pick }) {
+        Ok(AgentReply::Samples(samples)) => samples,
         other => panic!("{other:?}"),
     }
 }
@@ -430,8 +433,8 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
     let wrong = Pick::Stored { split: "test2".into(), class: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
-    assert!(look::answer(Question::Samples { path, pick: wrong }).unwrap_err().contains("train, test"));
+    assert!(look::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test"));
     let picture = NamedPicture { name: "a".into(), content: String::new() };
-    let none = Question::Predict { model: "/nowhere".into(), pictures: vec![picture] };
+    let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };
     assert!(look::answer(none).is_err());
 }

@@ -20,11 +20,12 @@ use std::fmt::Write as _;
 /// recipe's value. What comes out reads back the same.
 ///
 /// # Errors
-/// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
+/// Every mistake in it, those of old names first, the others in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
 /// types, values out of range, combinations that cannot work.
 pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mut errors = Vec::new();
     let mut document = document.clone();
+    renamed::accept(&mut document, &mut errors);
     check_shape(&mut document, &mut errors);
     check_texts(&document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.

@@ -1,6 +1,6 @@
 //! The size of the network's input: one for the whole run, or larger ones as it goes on (progressive resizing).
 
-use super::{DataSpec, mistake::shown};
+use super::mistake::shown;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;
@@ -79,13 +79,6 @@ impl ImageSize {
             ImageSize::Fixed(size) => *size,
             ImageSize::Schedule(sizes) => sizes.last().map_or(0, |last| last.size),
         }
-    }
-}
-
-impl DataSpec {
-    /// Height and width of the input where the network is measured and asked; `None`: the dataset's own.
-    pub fn evaluation_size(&self) -> Option<u32> {
-        self.validation_size.or(self.image_size.as_ref().map(ImageSize::last))
     }
 }
 

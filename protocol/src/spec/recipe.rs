@@ -121,7 +121,7 @@ impl Recipe {
                     "train": {
                         "epochs": 16, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
                         // Up for 2 of 16 epochs, then down to nothing.
-                        "decay_norm_and_bias": false, "schedule": "one_cycle", "rise": 0.125, "final_lr_share": 0,
+                        "decay_norm_and_bias": false, "schedule": "one_cycle", "pct_start": 0.125, "final_lr_fraction": 0,
                         "label_smoothing": 0.1,
                     },
                 }),

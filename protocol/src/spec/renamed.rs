@@ -1,7 +1,10 @@
-//! Keys and values that are called something else today. A specification that is submitted with an old name is refused,
-//! with the new one in the words; one that was stored with it is read.
+//! Keys and values that have another name today.
+//!
+//! Old names of before the first release ([`KEYS`]) are refused where somebody submits them, with today's name in the error.
+//! Those of the last version ([`ACCEPTED`]) are read as today's for one version; giving both is a mistake. What is stored is
+//! read with any of them.
 
-use super::document::set_key;
+use super::{document::set_key, mistake::SpecError};
 use serde_json::{Value, json};
 
 /// The path of each key before and today.
@@ -12,6 +15,10 @@ const KEYS: [(&str, &str); 5] = [
     ("train.mixup_alpha", "train.mixup"),
     ("train.cutmix_alpha", "train.cutmix"),
 ];
+
+/// Section, name in the last version and name today; accepted up to the next version.
+pub const ACCEPTED: [(&str, &str, &str); 2] =
+    [("train", "rise", "pct_start"), ("train", "final_lr_share", "final_lr_fraction")];
 
 /// Values of `data.augment` before and today.
 const AUGMENT: [(&str, &str); 2] = [("trivial_augment", "trivial"), ("rand_augment", "rand")];
@@ -32,6 +39,30 @@ pub(super) fn said_of(section: &str, key: &str, value: &Value) -> Option<String>
     Some(said)
 }
 
+/// Reads accepted old names as today's. Both names of a key are a mistake of `errors`, and the old one is taken out.
+pub(super) fn accept(document: &mut Value, errors: &mut Vec<SpecError>) {
+    for (section, old, new) in ACCEPTED {
+        let Some(table) = document.get_mut(section).and_then(Value::as_object_mut) else { continue };
+        // JSON's null is an absent key.
+        let Some(value) = table.remove(old).filter(|value| !value.is_null()) else { continue };
+        if table.get(new).is_none_or(Value::is_null) {
+            table.insert(new.into(), value);
+        } else {
+            let detail = format!(
+                "{section}.{old} is the old name of {section}.{new}: give {section}.{new} alone, not both"
+            );
+            errors.push(SpecError { pointer: format!("/{section}/{old}"), detail });
+        }
+    }
+}
+
+/// The path of a key today, also where `path` has its accepted old name: `train.pct_start` of `train.rise`.
+pub fn name_today(path: &str) -> String {
+    let (section, key) = path.split_once('.').unwrap_or(("", path));
+    let found = ACCEPTED.iter().find(|(of, old, _)| (*of, *old) == (section, key));
+    found.map_or_else(|| path.to_owned(), |(section, _, new)| format!("{section}.{new}"))
+}
+
 /// Gives a specification that was stored with old names today's. A key that has its new name, too, stays as it is.
 pub fn upgrade(document: &mut Value) {
     for (old, new) in KEYS {
@@ -44,6 +75,14 @@ pub fn upgrade(document: &mut Value) {
         if let Some(value) = value {
             // A section that is no table is told of by whoever reads it.
             let _ = set_key(document, new, value);
+        }
+    }
+    for (section, old, new) in ACCEPTED {
+        if let Some(table) = document.get_mut(section).and_then(Value::as_object_mut)
+            && !table.contains_key(new)
+            && let Some(value) = table.remove(old)
+        {
+            table.insert(new.into(), value);
         }
     }
     if let Some(augment) = document.pointer_mut("/data/augment")

@@ -1,4 +1,4 @@
-//! How attempts end that somebody else than their ranks ends.
+//! Ending attempts from outside: by the server or a user, not by their ranks.
 
 use crate::{
     app::App,
@@ -40,7 +40,7 @@ pub(super) async fn end_attempt(
     }
 }
 
-/// Why a job's ranks are to end, and whether a checkpoint is wanted of them.
+/// The reason why a job's ranks must end, if they must, and whether they write a checkpoint first.
 pub(super) fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),

@@ -1,4 +1,4 @@
-//! Room for a job among the machines, and its start there.
+//! Placement: finds an agent with enough free slots for a job, claims the job and starts it there.
 
 use super::ends::{end_attempt, wanted};
 use crate::{
@@ -56,8 +56,8 @@ pub(crate) fn device_for(spec: &JobSpec) -> Device {
     }
 }
 
-/// Starts a job if an agent has room for all its ranks. If one could have, it is kept free of later jobs, so
-/// that a large job is not overtaken for ever.
+/// Starts a job on the agent with the fewest free slots that has enough for all its ranks. When none has, but one has enough
+/// slots in total, that agent is reserved in this round, so that smaller jobs behind do not starve a large one.
 pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Result<()> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
@@ -112,7 +112,7 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
     tell_why_it_waits(app, row, why).await
 }
 
-/// Says on a queued job why it still is.
+/// Sets the reason why a queued job waits.
 pub(super) async fn tell_why_it_waits(app: &App, row: &JobRow, why: Reason) -> Result<()> {
     // Looked at before anything is written: the queue is gone through twice a second.
     let known = row.job.reason.as_deref() == Some(why.words());
@@ -199,7 +199,7 @@ pub(crate) fn is_checkpoint_id(given: &str) -> bool {
     given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok()) && given.as_bytes().get(27) == Some(&b'-')
 }
 
-/// `model.pretrained` may be a checkpoint's id: ranks are told its folder. Some: why they cannot be.
+/// Replaces a checkpoint's id in `model.pretrained` by its folder. `Some` is the reason why that is not possible.
 async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reason>> {
     let Some(given) = &spec.model.pretrained else { return Ok(None) };
     if !is_checkpoint_id(given) {
@@ -218,8 +218,8 @@ async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reas
     })
 }
 
-/// Checkpoints whose folder is gone (somebody removed it, or a rank died before it told of removing it) are forgotten
-/// before one of them is chosen to go on from.
+/// Removes the rows of checkpoints whose folder is gone (a user removed it, or a rank died before it reported removing it),
+/// before one of them is chosen to continue from.
 async fn forget_missing(app: &App, job: &Job) -> Result<()> {
     // No folder at all: this disk is not where they are.
     if !matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true)) {

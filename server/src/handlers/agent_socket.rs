@@ -309,7 +309,7 @@ impl Connection<'_> {
         let failed = |e: crate::store::StoreError| e.to_string();
         app.store.put_agent(&hello.row).await.map_err(failed)?;
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
-        app.inbox.drained().await;
+        app.inbox.flush().await;
         let revoked = app.leases.renew(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
@@ -368,7 +368,7 @@ impl Connection<'_> {
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
                 app.inbox.put(Work::Report { agent, connection, report, room });
             }
-            FromAgent::Answer { request, answer } => app.agents.answered(self.number, request, answer),
+            FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 app.agents.heard(&self.id, crate::now(), Some(&reason));

@@ -1,8 +1,8 @@
-//! Datasets by name. The server opens none itself: an agent looks.
+//! Registered datasets. The server opens none itself: an agent inspects the files.
 
 use super::{
     extract::{Body, Path, Query},
-    looks::{self, LookProgress, Seen, WaitFor},
+    inspections::{self, Inspected, InspectionProgress, WaitFor},
 };
 use crate::{
     app::App,
@@ -50,7 +50,7 @@ pub(crate) struct NewDataset {
 /// An agent looks at the files; their format is found, not declared. The first look at many pictures takes minutes: 202
 /// then says how far it is; send the same request again until it is done.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 202, body = LookProgress, description = "The look at the files is under way"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to look at the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
@@ -69,15 +69,15 @@ pub(crate) async fn create(
         .into_response())
 }
 
-/// What came of a registration.
+/// The outcome of a registration within the time that a request waits.
 #[derive(Debug)]
 pub(crate) enum Registered {
     Done(Box<Dataset>),
     /// To be asked again.
-    UnderWay(LookProgress),
+    UnderWay(InspectionProgress),
 }
 
-/// Checks, has an agent look, stores. Waits for the look as long as `patience`.
+/// Checks a registration, has an agent inspect the files, and stores the dataset. Waits for the inspection at most `patience`.
 ///
 /// # Errors
 /// Every mistake, with its field.
@@ -111,9 +111,9 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
             None,
         ));
     }
-    let (path, info) = match looks::look(app, new.path, patience).await? {
-        Seen::Done { path, info } => (path, checked(*info)?),
-        Seen::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
+    let (path, info) = match inspections::inspect(app, new.path, patience).await? {
+        Inspected::Done { path, info } => (path, checked(*info)?),
+        Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
     let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
     app.store.add_dataset(&dataset).await?;
@@ -125,7 +125,7 @@ fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
-/// What of an agent's answer nobody could train on, or could not be stored: JSON has no number for what is not finite.
+/// Why a dataset cannot be trained on or stored (JSON has no number for what is not finite); `None` when it can.
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("holds no classes".into())
@@ -140,7 +140,7 @@ fn info_mistake(info: &DatasetInfo) -> Option<String> {
     }
 }
 
-/// A folder to look at.
+/// A folder to inspect.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Folder {
@@ -148,17 +148,17 @@ pub(crate) struct Folder {
     path: String,
 }
 
-/// What looking at a folder found.
+/// What an inspection of a folder found.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Looked {
+pub(crate) struct InspectedFolder {
     /// Without links.
     path: String,
     info: DatasetInfo,
 }
 
-/// Look at a folder without registering it
+/// Inspect a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitFor), request_body = Folder,
-    responses((status = 200, body = Looked), (status = 202, body = LookProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
     Query(wait): Query<WaitFor>,
@@ -168,9 +168,11 @@ pub(crate) async fn inspect(
     if let Some(detail) = mistake {
         return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
     }
-    match looks::look(&app, folder.path, wait.patience()?).await? {
-        Seen::Done { path, info } => Ok(Json(Looked { path, info: checked(*info)? }).into_response()),
-        Seen::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    match inspections::inspect(&app, folder.path, wait.patience()?).await? {
+        Inspected::Done { path, info } => {
+            Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
+        }
+        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
     }
 }
 

@@ -8,11 +8,12 @@ use super::{
     jobs, submission,
 };
 use crate::{
-    agents::{AskError, Place},
+    agent_requests,
+    agents::{QueuePosition, RequestError},
     app::App,
     error::{Error, Problem, Result},
     evaluations::{Failure, Running},
-    questions, regular,
+    regular,
     store::CheckpointRow,
 };
 use axum::{
@@ -23,9 +24,9 @@ use axum::{
 };
 use lockstep_protocol::{
     JobSpec,
-    agent::{Answer, Question},
+    agent::{AgentReply, AgentRequest},
     dataset::Dataset,
-    look::{AT_ONCE, EvaluateModel, ModelEvaluation},
+    inspect::{CONCURRENT_REQUESTS, EvaluateModel, ModelEvaluation},
     spec::Validation,
 };
 use serde::{Deserialize, Serialize};
@@ -54,13 +55,13 @@ pub(crate) struct UnderWay {
 impl Running {
     fn under_way(&self, app: &App, row: &CheckpointRow) -> UnderWay {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
-        let place = self.request.get().and_then(|request| app.agents.place_of(*request));
+        let place = self.request.get().and_then(|request| app.agents.queue_position(*request));
         let detail = match &place {
             None => format!("{name} is about to be evaluated; ask again"),
-            Some(Place { agent, ahead }) if *ahead < AT_ONCE => {
+            Some(QueuePosition { agent, ahead }) if *ahead < CONCURRENT_REQUESTS => {
                 format!("{name} is being evaluated on {agent}; ask again")
             }
-            Some(Place { agent, ahead }) => {
+            Some(QueuePosition { agent, ahead }) => {
                 format!("{name} waits on {agent}, behind {ahead} others; ask again")
             }
         };
@@ -169,7 +170,7 @@ async fn start(
     {
         return Err(refused(detail));
     }
-    let question = Question::Evaluate(EvaluateModel {
+    let for_agent = AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
@@ -188,20 +189,20 @@ async fn start(
     tokio::spawn(async move {
         let work = async {
             let answer = async {
-                let waiting = questions::begin(&app, question).await?;
+                let waiting = agent_requests::send(&app, for_agent).await?;
                 // Set once: nobody else has this one.
-                let _ = request.set(waiting.request);
-                app.agents.answer(waiting, PATIENCE).await
+                let _ = request.set(waiting.id);
+                app.agents.reply(waiting, PATIENCE).await
             };
             match answer.await {
-                Ok(Answer::Evaluation(found)) => keep(&file, &found).await.map_err(|error| {
+                Ok(AgentReply::Evaluation(found)) => keep(&file, &found).await.map_err(|error| {
                     Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()))
                 }),
                 Ok(_) => {
                     let detail = "the agent answered something else than an evaluation".to_owned();
-                    Err(Failure::Asked(AskError::Refused(detail)))
+                    Err(Failure::Agent(RequestError::Refused(detail)))
                 }
-                Err(error) => Err(Failure::Asked(error)),
+                Err(error) => Err(Failure::Agent(error)),
             }
         };
         let outcome = tokio::select! {

@@ -24,7 +24,7 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{JobSpec, Recipe, SpecError, from_json, key_parts, set_key},
+    spec::{JobSpec, Recipe, SpecError, from_json, key_parts, name_today, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -82,8 +82,9 @@ pub(crate) async fn fork(
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
+    let mut given = BTreeMap::new();
     for (path, value) in request.set {
-        merge(&mut document, &path, value)?;
+        merge(&mut document, &path, value, &mut given)?;
     }
     check_recipe(&source, &document)?;
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
@@ -205,21 +206,30 @@ fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
     }
 }
 
-/// Puts a value at a path of keys; a table is laid over the one that is there.
-fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
+/// Puts a value at a path of keys; a table is merged into the one that is there. `given` has the names that keys were given
+/// by, under their names today.
+fn merge(document: &mut Value, path: &str, value: Value, given: &mut BTreeMap<String, String>) -> Result<()> {
     let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
     // Before it grows with every table inside another.
     key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
         for (key, value) in inner {
-            merge(document, &format!("{path}.{key}"), value)?;
+            merge(document, &format!("{path}.{key}"), value, given)?;
         }
         return Ok(());
     }
+    // The document has every key by its name today.
+    let today = name_today(path);
+    if let Some(before) = given.insert(today.clone(), path.to_owned())
+        && before != path
+    {
+        let old = if before == today { path } else { before.as_str() };
+        return Err(mistake(format!("{old} is the old name of {today}: give {today} alone, not both")));
+    }
     // One way to read paths: the command line's.
-    set_key(document, path, value).map_err(mistake)?;
+    set_key(document, &today, value).map_err(mistake)?;
     // One of the two says how large a step is.
-    let (given, other) = match path {
+    let (is_one, other) = match path {
         "train.batch_size" => (true, "global_batch_size"),
         "train.global_batch_size" => (true, "batch_size"),
         "train.epochs" => (true, "steps"),
@@ -229,7 +239,7 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
         _ => (false, ""),
     };
     let table = path.split('.').next().unwrap_or_default();
-    if given && let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
+    if is_one && let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
         table.remove(other);
     }
     Ok(())

@@ -5,7 +5,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     handlers::jobs,
-    metrics::{chunk::Bucket, pyramid, query},
+    metrics::{chunk::Bucket, compaction, query},
     store::{self, MetricFilter},
 };
 use axum::{
@@ -203,7 +203,7 @@ impl Csv {
             let filter = MetricFilter { name: Some(name.into()), ranks: vec![rank], ..self.filter.clone() };
             let (_, chunks) = self.app.store.metric_chunks(&self.job.id, 0, &filter).await?;
             for chunk in chunks {
-                let points = pyramid::readable_chunk(0, &chunk);
+                let points = compaction::readable_chunk(0, &chunk);
                 if let Some(last) = points.last() {
                     self.told.insert((chunk.name, rank, chunk.attempt), last.step);
                 }

@@ -4,8 +4,8 @@ use super::{
     agents,
     datasets::{self, NewDataset, Registered},
     extract::{Path, Query, job_id},
+    inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
-    looks::LONGEST_WAIT,
 };
 use crate::{
     app::App,

@@ -5,14 +5,14 @@ use super::{
     jobs,
 };
 use crate::{
+    agent_requests,
     app::App,
     error::{Error, Problem, Result},
-    questions,
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::{
-    agent::{Answer, Question},
-    look::{Pick, Samples},
+    agent::{AgentReply, AgentRequest},
+    inspect::{Pick, Samples},
 };
 use serde::Deserialize;
 use std::time::Duration;
@@ -111,8 +111,8 @@ pub(crate) async fn of_job(
 }
 
 async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
-    match questions::ask(app, Question::Samples { path, pick }, PATIENCE).await {
-        Ok(Answer::Samples(samples)) => Ok(Json(samples)),
+    match agent_requests::call(app, AgentRequest::Samples { path, pick }, PATIENCE).await {
+        Ok(AgentReply::Samples(samples)) => Ok(Json(samples)),
         Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }

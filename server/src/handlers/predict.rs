@@ -5,9 +5,9 @@ use super::{
     extract::{Path, Query},
 };
 use crate::{
+    agent_requests,
     app::App,
     error::{Error, Problem, Result},
-    questions,
 };
 use axum::{
     Json,
@@ -17,8 +17,8 @@ use axum::{
 use base64::Engine as _;
 use bytes::Bytes;
 use lockstep_protocol::{
-    agent::{Answer, Question},
-    look::{NamedPicture, Prediction},
+    agent::{AgentReply, AgentRequest},
+    inspect::{NamedPicture, Prediction},
 };
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -74,9 +74,9 @@ pub(crate) async fn predict(
             format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
-    let question = Question::Predict { model: model.to_string_lossy().into_owned(), pictures };
-    match questions::ask(&app, question, PATIENCE).await {
-        Ok(Answer::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
+    let for_agent = AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures };
+    match agent_requests::call(&app, for_agent, PATIENCE).await {
+        Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
         Err(error) => Err(error.without_pointer()),
     }

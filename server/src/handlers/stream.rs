@@ -1,4 +1,4 @@
-//! Websockets of the dashboard: one job's events without a gap or a double, and the list of jobs.
+//! Websockets of the dashboard: the events of one job, each exactly once and in order, and the list of jobs.
 
 use super::extract::{Path, Query, job_id};
 use crate::{
@@ -25,7 +25,7 @@ use std::{
 use tokio::sync::broadcast::error::RecvError;
 use utoipa::IntoParams;
 
-/// Proxies and sleeping laptops are found out by a ping that nobody answers.
+/// Pings detect proxies and sleeping laptops whose connection is dead.
 const PING_EVERY: Duration = Duration::from_secs(20);
 /// Events read from the store at a time.
 const REPLAY: u32 = 500;
@@ -85,8 +85,8 @@ pub(crate) async fn job_stream(
     }))
 }
 
-/// How long a reader that was given up may take to read what was sent before, and with it that it was given up. A
-/// laptop that wakes up later finds a broken connection.
+/// How long the close frame of a reader that was too slow may wait behind what was sent before. A laptop that wakes up later
+/// finds a broken connection.
 const FAREWELL: Duration = Duration::from_secs(60);
 
 /// The connection is no more.
@@ -147,8 +147,8 @@ impl<'a> Reader<'a> {
         Err(Gone)
     }
 
-    /// Tells a reader that takes nothing why it is given up. The close frame comes after all that was sent before, so
-    /// it waits until that is read.
+    /// Closes a reader that is too slow, with code 4008 and its last sequence number. The close frame comes after everything
+    /// that was sent before, so this waits until that is read.
     async fn give_up(&mut self) {
         self.given_up = true;
         self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);

@@ -1,12 +1,12 @@
 //! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and what
 //! is worth a look before the job runs.
 
-use crate::{agents::AskError, app::App, dispatch, error::Result, questions};
+use crate::{agent_requests, agents::RequestError, app::App, dispatch, error::Result};
 use lockstep_protocol::{
     JobSpec,
-    agent::{Answer, Question},
+    agent::{AgentReply, AgentRequest},
     dataset::{Dataset, default_validation},
-    look::FitWeights,
+    inspect::FitWeights,
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
@@ -87,18 +87,18 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
         given.clone()
     };
     let info = &dataset.info;
-    let question = Question::FitWeights(FitWeights {
+    let request = AgentRequest::FitWeights(FitWeights {
         weights,
         model: spec.model.clone(),
         image_size: spec.data.evaluation_size().unwrap_or(info.height),
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
     });
-    let why = match questions::ask(app, question, HEADER).await {
-        Ok(Answer::Weights { mistake: None }) => return Ok(Weights::Fit),
-        Ok(Answer::Weights { mistake: Some(detail) }) => return mistake(detail),
-        Err(error @ AskError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
-        Err(AskError::NobodyOnline) => "no agent is online".to_owned(),
+    let why = match agent_requests::call(app, request, HEADER).await {
+        Ok(AgentReply::Weights { mistake: None }) => return Ok(Weights::Fit),
+        Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
+        Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent answered something else".to_owned(),
         Err(error) => error.in_words(),
     };

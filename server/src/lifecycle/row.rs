@@ -18,10 +18,10 @@ pub struct JobRow {
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
     /// Fencing token of the attempt that may write.
-    pub token: Option<u64>,
+    pub fencing_token: Option<u64>,
     /// What its newest values and its sparkline come from.
     pub progress: Progress,
-    /// How the attempt that had the token ended, until that is stored.
+    /// How the attempt that held the fencing token ended, until that is stored.
     pub ended: Option<AttemptEnd>,
     /// The stored state, when this version does not know it, and what it is shown as: running while an attempt may write,
     /// else failed. It stays as it is until the attempt's end makes another of it.
@@ -32,7 +32,11 @@ impl JobRow {
     /// The attempt that may write, if there is one.
     pub fn live(&self) -> Option<AttemptRef> {
         let job = &self.job;
-        self.token.map(|token| AttemptRef { job: job.id.clone(), attempt: job.attempt, token })
+        self.fencing_token.map(|fencing_token| AttemptRef {
+            job: job.id.clone(),
+            attempt: job.attempt,
+            fencing_token,
+        })
     }
 }
 

@@ -1,7 +1,6 @@
 //! The columns of a series in bytes.
 //!
-//! Level 0 holds points: how far each step lies behind the one before (LEB128), and the value (float32, little
-//! endian). Level `k` holds buckets of `16^k` steps, counted from step 1: the same distance of their first steps,
+//! Level 0 holds points: the difference to the previous step (LEB128), and the value (float32, little endian). Level `k` holds buckets of `16^k` steps, counted from step 1: the same distance of their first steps,
 //! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
 //! and their sum (float64).
 
@@ -12,9 +11,8 @@ use crate::{
 
 /// Levels from 0; buckets of the last one are a million steps wide.
 pub(crate) const LEVELS: u32 = 6;
-/// Points of a full chunk of level 0. The newest chunk of every series is written anew each time that rows become chunks:
-/// larger ones keep the database's one writer busy where a job has hundreds of ranks, smaller ones are too many rows where it
-/// has a million steps.
+/// Points of a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
+/// one writer busy for a job of hundreds of ranks; smaller ones would be too many rows for a job of a million steps.
 const POINTS: usize = 1024;
 /// Buckets of a full chunk of the others, which are about as large.
 const BUCKETS: usize = 256;

@@ -1,9 +1,10 @@
-//! Metrics at scale: append-only chunks of columns with a pyramid of minimum, maximum and mean above them.
+//! Metrics at scale: append-only chunks of columns, and rollups (minimum, maximum and mean of 16, 256, ... steps) above them.
 //!
-//! What a report holds is a row of events (`store/points.rs`). A task of its own ([`pyramid`]) turns such rows, many at a time, into
-//! chunks; what is newer is read from the rows themselves. So an answer never depends on how far that task has come.
+//! A report is stored as one row of events (`store/points.rs`). A background task ([`compaction`]) turns many such rows at a time
+//! into chunks, up to a watermark in the job's event numbers. A query reads chunks up to the watermark and the rows after
+//! it, so its answer does not depend on how far compaction has come.
 
 pub(crate) mod chunk;
-pub(crate) mod pyramid;
+pub(crate) mod compaction;
 pub(crate) mod query;
 pub(crate) mod retire;

@@ -2,11 +2,11 @@
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},
-    pyramid,
+    compaction,
 };
 use crate::{
     app::App,
-    sealer,
+    compaction_queue,
     store::{MetricFilter, Result},
 };
 use lockstep_protocol::{
@@ -72,13 +72,13 @@ async fn attempt(
     filter: &MetricFilter,
     points: usize,
 ) -> Result<Option<Found>> {
-    let (sealed, extent) = app.store.metric_extent(job, filter).await?;
+    let (watermark, extent) = app.store.metric_extent(job, filter).await?;
     // From all steps: the buckets at the ends of the range are told whole, as those of chunks are.
-    let newest = MetricFilter { after: sealed, from: None, to: None, ..filter.clone() };
+    let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = app.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
-    if page.cost > 2 * sealer::enough(ranks) {
-        app.sealer.count(job, ranks, sealer::enough(ranks));
+    if page.cost > 2 * compaction_queue::batch_cost(ranks) {
+        app.compaction_queue.count(job, ranks, compaction_queue::batch_cost(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
     let tail_steps = tail.iter().filter_map(|(_, _, c)| Some((*c.steps.first()?, *c.steps.last()?)));
@@ -100,13 +100,13 @@ async fn attempt(
         let to = to.div_ceil(w).saturating_mul(w);
         let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
         let (now, chunks) = app.store.metric_chunks(job, level, &whole).await?;
-        if now != sealed {
+        if now != watermark {
             return Ok(None);
         }
         let inside = |b: &Bucket| (from..=to).contains(&b.step);
         let mut series: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
         for chunk in chunks {
-            let buckets = pyramid::readable_chunk(level, &chunk);
+            let buckets = compaction::readable_chunk(level, &chunk);
             let to = series.entry((chunk.name, chunk.attempt, chunk.rank)).or_default();
             to.extend(buckets.into_iter().filter(inside));
         }

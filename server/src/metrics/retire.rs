@@ -1,10 +1,10 @@
 //! Points leave the events some time after their job is over: its charts and its CSV file come from chunks then, which
 //! hold every point, and its stream begins after them.
 
-use super::pyramid;
+use super::compaction;
 use crate::{
     app::App,
-    sealer,
+    compaction_queue,
     store::{Result, StoreError},
 };
 use lockstep_protocol::job::JobId;
@@ -47,7 +47,7 @@ pub(crate) async fn run(app: App) {
 
 async fn retire(app: &App, job: &JobId) -> Result<()> {
     let ranks = app.store.job(job).await?.map_or(1, |row| row.job.ranks);
-    while pyramid::seal(app.store.as_ref(), job, sealer::enough(ranks), true).await? {}
+    while compaction::compact(app.store.as_ref(), job, compaction_queue::batch_cost(ranks), true).await? {}
     loop {
         let began = Instant::now();
         if !app.store.remove_points(job).await? {

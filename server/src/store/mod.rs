@@ -1,7 +1,7 @@
-//! What the server must never lose, behind one trait: SQLite, or Postgres by URL; both pass the same tests.
+//! Everything that the server must not lose, behind one trait. SQLite and Postgres implement it and pass the same tests.
 //!
-//! What a report or a request does to a job is decided outside (`crate::lifecycle`), on a [`JobRow`]; a store
-//! reads the row, lets the change happen, and writes row and events in one transaction.
+//! `crate::lifecycle` decides how a report or a request changes a [`JobRow`]. A store reads the row, applies that function,
+//! and writes row and events in one transaction.
 
 pub mod backup;
 mod backup_file;
@@ -60,18 +60,18 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
     }
 }
 
-/// A change of one job: edits the row and says what happened. It may be run more than once.
+/// A change of one job: edits the row and returns the events to store. It may be called more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
-/// Everything that outlives the server. Each method is atomic, and what it returned is on disk.
+/// Everything that outlives the server. Each method is one transaction; when it has returned, what it wrote is on disk.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
     /// Stores a new job as `queued` with its first event, if its dataset is registered. The same idempotency key and request give the job
     /// that was made then.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
-    /// The job that an idempotency key and request have made.
+    /// The job that a request with this idempotency key and hash has made, if any.
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
-    /// The job and what the server alone knows of it.
+    /// A job with what only the server knows about it; `None` when there is none or it was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// Newest first, after the filter's cursor.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
@@ -83,19 +83,20 @@ pub trait Store: Send + Sync + 'static {
     async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Changes a job by `change`, which is refused or done as a whole.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
-    /// Removes a job that is over. Nobody finds it from then on; what is stored of it goes bit by bit, with
+    /// Deletes a job that is over. It is not found from then on; its rows are removed in small steps by
     /// [`Store::purge_deleted`].
     async fn delete_job(&self, id: &JobId) -> Result<()>;
-    /// The job that was deleted first, of those of which something is left.
+    /// The job that was deleted first, among those that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
-    /// Removes some of what is left of a deleted job, in a transaction so short that others hardly wait for it.
+    /// Removes some rows of a deleted job, in a transaction so short that other writers hardly wait.
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
-    /// Makes the job's next attempt, if the job still waits.
+    /// Claims a job: makes its next attempt, with a new fencing token. `None` when the job does not wait any more, or another
+    /// claim was first.
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
-    /// Attempts that may write, on whatever agent.
+    /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// How many records of each source of an attempt are stored.
+    /// How many records of each source of an attempt are stored; empty when the fencing token is not the attempt's.
     async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
     /// before are skipped; one answer for each report, in order.
@@ -103,7 +104,7 @@ pub trait Store: Send + Sync + 'static {
 
     /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
-    /// The number that a job's stream begins with: points of earlier events are in chunks alone.
+    /// The sequence number at which a job's stream begins. Points of earlier events are in chunks alone.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
     /// A job that was over at `before` and has points among its events.
     async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
@@ -112,17 +113,17 @@ pub trait Store: Send + Sync + 'static {
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
     /// Columns of metrics in order of their events.
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
-    /// First and last step of what matches and is in chunks, and the number of the newest event that is.
+    /// The watermark, and the first and last step of the chunks that match.
     async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
-    /// Chunks of a level that match, by series and step, and the number of the newest event in chunks: in one
-    /// snapshot. Steps outside of the filter's may be in them.
+    /// The watermark, and the chunks of a level that match, by series and step; both from one snapshot. Chunks may also hold
+    /// steps outside the filter's range.
     async fn metric_chunks(
         &self,
         job: &JobId,
         level: u32,
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<MetricChunk>)>;
-    /// The chunk of each series and level that may still grow, and the number of the newest event in chunks.
+    /// The watermark, and the newest chunk of each series and level, which may still grow.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
     /// Stores chunks, those that have grown in place of what they were; metric events up to `until` are in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
     async fn put_metric_chunks(
@@ -151,7 +152,7 @@ pub trait Store: Send + Sync + 'static {
     /// Removes a dataset that no job needs which is not over; its files stay.
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
-    /// Remembers an agent as it introduced itself, or that it was seen.
+    /// Stores an agent as it introduced itself, or when it was last seen.
     async fn put_agent(&self, agent: &AgentRow) -> Result<()>;
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
@@ -162,14 +163,14 @@ pub trait Store: Send + Sync + 'static {
     async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation>;
     /// Changes a job's priority, in its specification too.
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
-    /// Ids of agents that are to take no new work.
+    /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
-    /// Whether an agent is to take no new work.
+    /// Drains an agent, or takes that back.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
     /// Numbers for `/metrics`.
     async fn counts(&self) -> Result<Counts>;
-    /// Whether it can be written now.
+    /// Whether the database can be written now.
     async fn ready(&self) -> Result<()>;
     /// Writes out what is left and closes.
     async fn close(&self);

@@ -1,5 +1,5 @@
-//! Backups of versions before the tables were put together anew (migrations 1 to 26): their rows, as today's tables take them.
-//! The one way over, so that nothing else knows of those versions.
+//! Backups of earlier versions (migrations 1 to 26, and the first form of migration 100): their rows, as today's tables take
+//! them. This is the only code that knows of those versions.
 
 use super::cells::{Cell, Column, Kind, Table};
 use super::points;
@@ -8,8 +8,25 @@ use lockstep_protocol::{metric::MetricColumn, stream::EventBody};
 /// Columns that events had and that no query asked any more.
 const GONE: [&str; 3] = ["name", "first_step", "last_step"];
 
-/// A row of a backup as today's tables take it: that of an event of metrics has its points in bytes, where it was JSON.
+/// Table, column and what the column is called today.
+const RENAMED: [(&str, &str, &str); 3] = [
+    ("jobs", "token", "fencing_token"),
+    ("attempts", "token", "fencing_token"),
+    ("metric_sealed", "seq", "watermark"),
+];
+
+/// A row of a backup with today's names of its table and columns. The points of a metrics event become bytes where they
+/// were JSON.
 pub(super) fn as_today(mut table: Table, mut row: Vec<Cell>) -> (Table, Vec<Cell>) {
+    for column in &mut table.columns {
+        let renamed = RENAMED.iter().find(|(of, old, _)| *of == table.name && *old == column.name);
+        if let Some((_, _, name)) = renamed {
+            column.name = (*name).into();
+        }
+    }
+    if table.name == "metric_sealed" {
+        table.name = "metric_compaction".into();
+    }
     if table.name != "events" || !table.columns.iter().any(|column| GONE.contains(&column.name.as_str())) {
         return (table, row);
     }
@@ -50,5 +67,33 @@ fn points(body: &str) -> Option<(u32, u32, Vec<u8>)> {
             Some((attempt, rank, points::encode(&[MetricColumn { name, steps, values }])))
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_and_columns_of_an_earlier_backup_get_their_names_of_today() {
+        let named = |table: &str, columns: &[&str]| {
+            let columns = columns.iter().map(|name| Column { name: (*name).into(), kind: Kind::Integer });
+            let table = Table { name: table.into(), columns: columns.collect() };
+            let row = table.columns.iter().map(|_| Cell::Integer(Some(7))).collect();
+            let (table, row) = as_today(table, row);
+            assert_eq!(table.columns.len(), row.len());
+            let columns: Vec<_> = table.columns.into_iter().map(|column| column.name).collect();
+            (table.name, columns.join(" "))
+        };
+        for (old, today) in [
+            (("metric_sealed", ["job_id", "seq"]), ("metric_compaction", "job_id watermark")),
+            (("attempts", ["token", "job_id"]), ("attempts", "fencing_token job_id")),
+            (("jobs", ["id", "token"]), ("jobs", "id fencing_token")),
+            // A name that only means something else elsewhere stays.
+            (("checkpoints", ["token", "seq"]), ("checkpoints", "token seq")),
+        ] {
+            let (table, columns) = named(old.0, &old.1);
+            assert_eq!((table.as_str(), columns.as_str()), today);
+        }
     }
 }

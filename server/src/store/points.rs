@@ -1,7 +1,7 @@
-//! The points of a report as a row of events keeps them.
+//! The binary form of a report's points in a row of events.
 //!
-//! How many columns; then for each its metric (place in [`NAMES`] from 1, or 0, length and text), how many steps, how far
-//! each lies behind the one before (0 and nothing for the steps of the column before), and the values (float32, little
+//! The number of columns, then for each column: its metric (index in [`NAMES`] from 1; or 0, length and text), the number of
+//! steps, their differences (a count of 0 stands for the steps of the previous column), and the values (float32, little
 //! endian). Whole numbers are LEB128.
 
 use super::error::StoreError;

@@ -41,9 +41,9 @@ mod dialect {
     /// Up to `$2` chunks of the job `$1`, by where they lie: an array, so that nothing else of the table is read.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
-    /// The next attempt's token is above those that were copied.
-    pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'token'), \
-        greatest((SELECT coalesce(max(token), 0) FROM attempts), 1))";
+    /// The next attempt's fencing token is above those that were copied.
+    pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
+        greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";
 }
 
 /// The advisory lock of a server: the bytes of "lockstep".

@@ -1,4 +1,4 @@
-//! Rows that this version cannot read, or not wholly: told of once, and never a reason to stop what reads them.
+//! Rows that this version cannot read, or only in part. Each is logged once, and reading goes on with the others.
 
 use super::error::Result;
 use lockstep_protocol::spec::{self, JobSpec};
@@ -24,7 +24,7 @@ pub(crate) fn tell(what: &str) {
     }
 }
 
-/// Those that can be read.
+/// Drops rows that cannot be read, after logging them.
 pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
     rows.into_iter().filter_map(|row| row.map_err(|error| tell(&error.to_string())).ok()).collect()
 }

@@ -1,11 +1,11 @@
 //! An agent that speaks the protocol over a real websocket and trains nothing.
 
-use crate::house::{DEADLINE, House};
+use crate::test_server::{DEADLINE, TestServer};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, Answer, AttemptEvent, AttemptRef, Ending, FromAgent, LogLine, Machine,
-        PROTOCOL_VERSION, Question, Slot, Source, StartAttempt, ToAgent,
+        Acknowledged, AgentReply, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, LogLine,
+        Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
     },
     dataset::{DatasetInfo, SplitInfo},
     job::JobId,
@@ -69,8 +69,8 @@ pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
 
 impl Agent {
     /// Connects and says `hello`; the answer is the first message.
-    pub async fn greet(house: &House, hello: FromAgent) -> Result<Self, String> {
-        let url = format!("ws://{}/api/v1/agent/socket", house.address);
+    pub async fn greet(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
+        let url = format!("ws://{}/api/v1/agent/socket", server.address);
         let (socket, _) = timeout(DEADLINE, connect_async(url)).await.unwrap().unwrap();
         let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0 };
         agent.send(hello).await;
@@ -84,15 +84,15 @@ impl Agent {
         }
     }
 
-    pub async fn join(house: &House, slots: u32) -> Self {
-        Self::greet(house, hello("a", slots, Vec::new())).await.unwrap()
+    pub async fn join(server: &TestServer, slots: u32) -> Self {
+        Self::greet(server, hello("a", slots, Vec::new())).await.unwrap()
     }
 
-    /// Joins, and registers the dataset that [`crate::house::spec`] names.
-    pub async fn with_pictures(house: &House, slots: u32) -> Self {
-        let mut agent = Self::join(house, slots).await;
+    /// Joins, and registers the dataset that [`crate::test_server::spec`] names.
+    pub async fn with_pictures(server: &TestServer, slots: u32) -> Self {
+        let mut agent = Self::join(server, slots).await;
         let new = json!({"name": "pictures", "path": "/some/pictures"});
-        let add = house.post("/datasets", &new);
+        let add = server.post("/datasets", &new);
         let ((status, body), ()) = tokio::join!(add, agent.answer(Ok(info())));
         assert_eq!(status, 201, "{body}");
         agent
@@ -100,12 +100,12 @@ impl Agent {
 
     /// Answers the next question.
     pub async fn answer(&mut self, info: Result<DatasetInfo, String>) {
-        let Some(ToAgent::Ask { request, question: Question::InspectDataset { path } }) = self.next().await
+        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path } }) = self.next().await
         else {
             panic!("no question")
         };
-        let answer = info.map(|info| Answer::Dataset { path, info });
-        self.send(FromAgent::Answer { request, answer }).await;
+        let reply = info.map(|info| AgentReply::Dataset { path, info });
+        self.send(FromAgent::Reply { id, reply }).await;
     }
 
     pub async fn send(&mut self, message: impl serde::Serialize) {
@@ -200,5 +200,5 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
 }
 
 pub fn stranger() -> AttemptRef {
-    AttemptRef { job: JobId::generate(), attempt: 1, token: 1 }
+    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 }
 }

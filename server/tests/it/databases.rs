@@ -2,8 +2,8 @@
 
 use crate::{
     agent::{Agent, hello, losses, running},
-    house::{DEADLINE, House, Stream, config},
     postgres::{self, Cluster},
+    test_server::{DEADLINE, Stream, TestServer, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
@@ -32,7 +32,7 @@ async fn a_second_server_on_the_same_database_is_refused() {
     let beside = tempfile::tempdir().unwrap();
     let file = format!("sqlite://{}", beside.path().join("shared.db").display());
     for url in [file, postgres::database()] {
-        let house = House::with(|c| c.database = Some(url.clone())).await;
+        let server = TestServer::with(|c| c.database = Some(url.clone())).await;
         let dir = tempfile::tempdir().unwrap();
         let mut second = config(&dir);
         second.database = Some(url.clone());
@@ -44,9 +44,9 @@ async fn a_second_server_on_the_same_database_is_refused() {
             "{told}"
         );
         // The first goes on, and lets go when it ends.
-        assert_eq!(house.get("/jobs").await.0, 200);
-        house.stop().await;
-        House::with(|c| c.database = Some(url)).await.stop().await;
+        assert_eq!(server.get("/jobs").await.0, 200);
+        server.stop().await;
+        TestServer::with(|c| c.database = Some(url)).await.stop().await;
     }
 }
 
@@ -59,7 +59,7 @@ async fn a_postgres_that_cannot_be_used_is_named_without_its_password() {
     let told = refused(nowhere).await.to_string();
     assert!(told.contains("does not exist") && !told.contains("secret"), "{told}");
 
-    let dir = House::with(|c| c.database = Some(url.clone())).await.stop().await;
+    let dir = TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
     let mut db = PgConnection::connect(&url).await.unwrap();
     sqlx::query("INSERT INTO _sqlx_migrations SELECT 99999, description, installed_on, success, checksum, execution_time FROM _sqlx_migrations LIMIT 1")
         .execute(&mut db)
@@ -72,12 +72,12 @@ async fn a_postgres_that_cannot_be_used_is_named_without_its_password() {
 }
 
 /// What a person sees of a server's first job.
-async fn seen(house: &House, id: &str) -> Vec<Value> {
-    let mut seen = house.stored(id).await;
+async fn seen(server: &TestServer, id: &str) -> Vec<Value> {
+    let mut seen = server.stored(id).await;
     for path in ["", "/metrics?name=loss", "/logs", "/checkpoints"] {
-        seen.push(house.get(&format!("/jobs/{id}{path}")).await.1);
+        seen.push(server.get(&format!("/jobs/{id}{path}")).await.1);
     }
-    seen.push(house.get("/datasets").await.1);
+    seen.push(server.get("/datasets").await.1);
     seen
 }
 
@@ -86,9 +86,9 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     let files = tempfile::tempdir().unwrap();
     let sqlite = |name: &str| format!("sqlite://{}", files.path().join(name).display());
     for url in [sqlite("one.db"), postgres::database()] {
-        let house = House::with(|c| c.database = Some(url.clone())).await;
-        let mut agent = Agent::with_pictures(&house, 2).await;
-        let id = house.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
+        let server = TestServer::with(|c| c.database = Some(url.clone())).await;
+        let mut agent = Agent::with_pictures(&server, 2).await;
+        let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
         let attempt = agent.started().await.attempt;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
         // 0.1 as a 64-bit number has no short decimal: what comes back must be the same bits.
@@ -101,12 +101,12 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             size_bytes: 1 << 40,
         }));
         agent.report(&attempt, Source::Rank(0), 0, records).await;
-        let before = seen(&house, &id).await;
+        let before = seen(&server, &id).await;
         let file = files.path().join("backup");
         let done = backup(&Location::parse(&url).unwrap(), &file).await.unwrap();
         assert!(done.tables.iter().any(|(name, rows)| name == "events" && *rows > 3), "{done:?}");
         assert_eq!(done.size_bytes, std::fs::metadata(&file).unwrap().len());
-        house.stop().await;
+        server.stop().await;
 
         for (number, target) in
             [sqlite(&format!("{}.db", url.len())), postgres::database()].into_iter().enumerate()
@@ -122,20 +122,20 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
                 }
             };
             assert!(matches!(again, BackupError::NotEmpty(_)), "{again}");
-            let house = House::with(|c| c.database = Some(target)).await;
-            assert_eq!(seen(&house, &id).await, before, "restored into {number}");
+            let server = TestServer::with(|c| c.database = Some(target)).await;
+            assert_eq!(seen(&server, &id).await, before, "restored into {number}");
             // The attempt that ran is still the one that may write, and the next one's token is above its.
-            let mut agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+            let mut agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
-            assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+            assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
             assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
             agent.end(&attempt, Ending::Stopped).await;
-            assert_eq!(house.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+            assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
             let next = agent.started().await;
-            assert!(next.attempt.token > attempt.token, "{next:?}");
+            assert!(next.attempt.fencing_token > attempt.fencing_token, "{next:?}");
             assert_eq!(next.resume.as_deref(), Some("1-50"));
-            house.stop().await;
+            server.stop().await;
             std::fs::remove_file(files.path().join(format!("{}.db", url.len()))).ok();
         }
 
@@ -156,23 +156,23 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
 
 /// As a database was before its tables were put together anew: an event a metric, its points as JSON.
 async fn from_before(old: String, new: String) {
-    let house = House::with(|c| c.database = Some(old.clone())).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::with(|c| c.database = Some(old.clone())).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
-    let seq = house.job(&id).await.last_seq;
+    let seq = server.job(&id).await.last_seq;
     for column in ["name TEXT", "first_step BIGINT", "last_step BIGINT"] {
         let column =
             if old.starts_with("sqlite") { column.replace("BIGINT", "INTEGER") } else { column.into() };
-        house.execute(&format!("ALTER TABLE events ADD COLUMN {column}")).await;
+        server.execute(&format!("ALTER TABLE events ADD COLUMN {column}")).await;
     }
     for (number, name, points) in [
         (1, "loss", r#""steps":[4,5],"values":[0.5,0.25]"#),
         (2, "accuracy", r#""steps":[1,2],"values":[0.25,null]"#),
     ] {
         let body = format!(r#"{{"type":"metrics","attempt":1,"rank":0,"name":"{name}",{points}}}"#);
-        house
+        server
             .execute(&format!(
                 "INSERT INTO events (job_id, seq, at, kind, attempt, rank, name, first_step, last_step, body) \
                  VALUES ('{id}', {}, 0, 'metrics', 1, 0, '{name}', 1, 5, '{body}')",
@@ -180,9 +180,9 @@ async fn from_before(old: String, new: String) {
             ))
             .await;
     }
-    house.execute(&format!("UPDATE jobs SET last_seq = {} WHERE id = '{id}'", seq + 2)).await;
-    house.execute("UPDATE _sqlx_migrations SET version = 25").await;
-    house.stop().await;
+    server.execute(&format!("UPDATE jobs SET last_seq = {} WHERE id = '{id}'", seq + 2)).await;
+    server.execute("UPDATE _sqlx_migrations SET version = 25").await;
+    server.stop().await;
 
     // It is refused, every time, with the way over.
     for _ in 0..2 {
@@ -201,18 +201,18 @@ async fn from_before(old: String, new: String) {
     let file = files.path().join("backup");
     backup(&Location::parse(&old).unwrap(), &file).await.unwrap();
     restore(&Location::parse(&new).unwrap(), &file).await.unwrap();
-    let house = House::with(|c| c.database = Some(new)).await;
-    assert_eq!(house.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
-    let (_, told) = house.get(&format!("/jobs/{id}/metrics")).await;
+    let server = TestServer::with(|c| c.database = Some(new)).await;
+    assert_eq!(server.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
+    let (_, told) = server.get(&format!("/jobs/{id}/metrics")).await;
     let series = told["series"].as_array().unwrap();
     let seen: Vec<_> =
         series.iter().map(|s| (&s["name"], s["steps"].to_string(), s["mean"].to_string())).collect();
     assert_eq!(seen[0], (&"accuracy".into(), "[1,2]".into(), "[0.25,null]".into()), "{told}");
     assert_eq!((seen[1].0, &*seen[1].1), (&"loss".into(), "[1,2,3,4,5]"), "{told}");
-    let events = house.stored(&id).await;
+    let events = server.stored(&id).await;
     assert_eq!(events.len() as u64, seq + 2, "every event has the number that it had");
     assert_eq!(events.last().unwrap()["name"], "accuracy");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -231,30 +231,30 @@ async fn a_postgres_from_before_the_first_release_is_refused_and_comes_over_by_a
 async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
     let mut cluster = Cluster::new(false);
     let url = cluster.database("away");
-    let house = House::with(|c| {
+    let server = TestServer::with(|c| {
         c.database = Some(url);
         // This agent sends no heartbeats.
         c.lease = Duration::from_secs(300);
     })
     .await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     for kill in [false, true] {
         let from = if kill { 21 } else { 11 };
-        let mut watching: Stream = house.stream(&id, 0).await;
+        let mut watching: Stream = server.stream(&id, 0).await;
         watching.until(|frame| frame["type"] == "live").await;
         if kill {
             cluster.kill()
         } else {
             cluster.stop()
         }
-        let (status, body) = house.get("/jobs").await;
+        let (status, body) = server.get("/jobs").await;
         assert_eq!(status, 503, "{body}");
         assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
-        assert_eq!(house.text("/readyz").await.0, 503);
-        assert_eq!(house.text("/healthz").await.0, 200, "the process itself is well");
+        assert_eq!(server.text("/readyz").await.0, 503);
+        assert_eq!(server.text("/healthz").await.0, 200, "the process itself is well");
         let first = from / 10 + 1;
         let events = vec![losses(0, from..=from + 9)];
         agent
@@ -267,13 +267,13 @@ async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
             .await;
         let told = agent.next().await;
         assert!(matches!(&told, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{told:?}");
-        assert_eq!(house.text("/readyz").await.0, 200);
+        assert_eq!(server.text("/readyz").await.0, 200);
     }
-    let events = house.stored(&id).await;
+    let events = server.stored(&id).await;
     let numbers: Vec<_> = events.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
-    let (_, metrics) = house.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
+    let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
     let steps: Vec<u64> = serde_json::from_value(metrics["series"][0]["steps"].clone()).unwrap();
     assert_eq!(steps, (1..=30).collect::<Vec<_>>());
-    tokio::time::timeout(Duration::from_secs(20), house.stop()).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(20), server.stop()).await.unwrap();
 }

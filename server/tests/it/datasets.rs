@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, info, running},
-    house::{House, spec},
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
     agent::{Ending, Source},
@@ -12,15 +12,15 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let first = house.submit(|s| s["name"] = json!("first")).await.id.to_string();
-    let second = house.submit(|s| s["name"] = json!("second")).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
+    let second = server.submit(|s| s["name"] = json!("second")).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
-        let (status, body) = house.delete("/datasets/pictures").await;
+        let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
         for (id, name, state) in all {
@@ -32,54 +32,54 @@ async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let attempt = agent.started().await.attempt;
     refused(&[(&second, "second", "starting")], &[&first]).await;
-    assert_eq!(house.get("/datasets/pictures").await.0, 200, "it is still there");
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
     // A database may read a name up to its NUL.
     for path in ["/datasets/pictures%00", "/datasets/%00", "/jobs?q=%00"] {
-        let (status, body) = house.get(path).await;
+        let (status, body) = server.get(path).await;
         assert!(status == 400 && body["detail"].as_str().unwrap().contains("%00"), "{path}: {body}");
     }
-    assert_eq!(house.delete("/datasets/pictures%00").await.0, 400);
-    assert_eq!(house.get("/datasets/pictures").await.0, 200, "it is still there");
-    let (status, body) = house.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
+    assert_eq!(server.delete("/datasets/pictures%00").await.0, 400);
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
+    let (status, body) = server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
     assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
     agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-    house.until(&second, JobState::Failed).await;
+    server.until(&second, JobState::Failed).await;
 
-    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
-    assert_eq!(house.delete("/datasets/pictures").await.0, 404);
-    assert_eq!(house.get("/datasets/pictures").await.0, 404);
-    assert_eq!(house.number("SELECT count(*) FROM datasets").await, 0);
+    assert_eq!(server.delete("/datasets/pictures").await.0, 204);
+    assert_eq!(server.delete("/datasets/pictures").await.0, 404);
+    assert_eq!(server.get("/datasets/pictures").await.0, 404);
+    assert_eq!(server.number("SELECT count(*) FROM datasets").await, 0);
 
     // What trained on it keeps its name, and says why it cannot be run again.
     for id in [&first, &second] {
-        assert_eq!(house.job(id).await.spec.data.dataset, "pictures");
+        assert_eq!(server.job(id).await.spec.data.dataset, "pictures");
     }
-    let (status, body) = house.post(&format!("/jobs/{second}/retry"), &Value::Null).await;
+    let (status, body) = server.post(&format!("/jobs/{second}/retry"), &Value::Null).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("\"pictures\" is no longer registered"), "{detail}");
-    assert_eq!(house.job(&second).await.state, JobState::Failed, "it was not queued");
+    assert_eq!(server.job(&second).await.state, JobState::Failed, "it was not queued");
     // A state that forbids it is said first.
-    assert_eq!(house.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
-    let (status, body) = house.post("/jobs", &spec()).await;
+    assert_eq!(server.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
+    let (status, body) = server.post("/jobs", &spec()).await;
     assert!(status == 422 && body["detail"].as_str().unwrap().contains("none is registered"), "{body}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refused() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let (mut submitted, mut removed) = (0, 0);
     for round in 0..40 {
         let spec = spec();
-        let submit = house.post("/jobs", &spec);
+        let submit = server.post("/jobs", &spec);
         let remove = async {
             // The later it comes, the further the submission is.
             for _ in 0..round {
                 tokio::task::yield_now().await;
             }
-            house.delete("/datasets/pictures").await
+            server.delete("/datasets/pictures").await
         };
         let ((created, job), (deleted, told)) = tokio::join!(submit, remove);
         match (created, deleted) {
@@ -95,20 +95,20 @@ async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refus
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
                 let new = json!({"name": "pictures", "path": "/some/pictures"});
                 let ((status, body), ()) =
-                    tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info())));
+                    tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
                 assert_eq!(status, 201, "{body}");
             }
             other => panic!("round {round}: {other:?} {job} {told}"),
         }
     }
     assert_eq!(submitted + removed, 40);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_name_that_is_none_is_told_what_names_are() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 1).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 1).await;
     for (name, said) in [
         (String::new(), "this one is empty".to_owned()),
         ("my pictures".into(), "this one has ' '".into()),
@@ -116,31 +116,31 @@ async fn a_name_that_is_none_is_told_what_names_are() {
         (".hidden".into(), "begins with a dot".into()),
         ("a".repeat(101), "this one has 101".into()),
     ] {
-        let (status, told) = house.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
+        let (status, told) = server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
         let detail = told["errors"][0]["detail"].as_str().unwrap();
         assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/name")), "{told}");
         for words in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &said] {
             assert!(detail.contains(words), "{words:?} in {detail:?}");
         }
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_refusal_names_ten_jobs_and_counts_the_others() {
-    let house = House::new().await;
-    Agent::with_pictures(&house, 2).await.vanish();
+    let server = TestServer::new().await;
+    Agent::with_pictures(&server, 2).await.vanish();
     let mut ids = Vec::new();
     for (jobs, words) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
         while ids.len() < jobs {
-            ids.push(house.submit(|_| {}).await.id.to_string());
+            ids.push(server.submit(|_| {}).await.id.to_string());
         }
-        let (status, body) = house.delete("/datasets/pictures").await;
+        let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap();
         assert!(status == 409 && detail.starts_with(words), "{body}");
         assert_eq!(ids.iter().filter(|id| detail.contains(*id)).count(), jobs.min(10), "{detail}");
         assert_eq!(detail.contains("and 1 more"), jobs == 11, "{detail}");
     }
-    assert_eq!(house.get("/datasets/pictures").await.0, 200);
-    house.stop().await;
+    assert_eq!(server.get("/datasets/pictures").await.0, 200);
+    server.stop().await;
 }

@@ -2,8 +2,8 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    house::{DEADLINE, House},
     postgres,
+    test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -13,39 +13,39 @@ use std::time::{Duration, Instant};
 /// Events of the large job.
 const EVENTS: u32 = 120_000;
 
-async fn story(house: House) {
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let large = house.submit(|_| {}).await.id.to_string();
+async fn scenario(server: TestServer) {
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let large = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let body = format!("'{{\"type\":\"rank\",\"filling\":\"{}\"}}'", "x".repeat(500));
-    house.execute(&format!(
+    server.execute(&format!(
         "WITH RECURSIVE n (n) AS (SELECT 100 UNION ALL SELECT n + 1 FROM n WHERE n < {EVENTS}) \
          INSERT INTO events (job_id, seq, at, kind, attempt, rank, body) SELECT '{large}', n, 0, 'rank', 1, 0, {body} FROM n"
     ))
     .await;
-    house
+    server
         .execute(&format!(
             "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
          INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) \
          SELECT '{large}', 'loss', 0, 1, 0, n, n, CAST('' AS {}) FROM n",
-            if house.database.starts_with("postgres") { "BYTEA" } else { "BLOB" }
+            if server.database.starts_with("postgres") { "BYTEA" } else { "BLOB" }
         ))
         .await;
-    let small = house.submit(|_| {}).await.id.to_string();
+    let small = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let asked = Instant::now();
-    assert_eq!(house.delete(&format!("/jobs/{large}")).await.0, 204);
+    assert_eq!(server.delete(&format!("/jobs/{large}")).await.0, 204);
     let answered = asked.elapsed();
     // Nobody finds it any more, and it cannot be deleted twice.
     for path in ["", "/attempts", "/metrics?name=loss", "/logs", "/checkpoints"] {
-        assert_eq!(house.get(&format!("/jobs/{large}{path}")).await.0, 404, "{path}");
+        assert_eq!(server.get(&format!("/jobs/{large}{path}")).await.0, 404, "{path}");
     }
-    assert_eq!(house.delete(&format!("/jobs/{large}")).await.0, 404);
-    assert_eq!(house.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 1);
+    assert_eq!(server.delete(&format!("/jobs/{large}")).await.0, 404);
+    assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 1);
 
     // Meanwhile others write: a report every few milliseconds, each stored and acknowledged.
     let rows = format!(
@@ -53,7 +53,7 @@ async fn story(house: House) {
     );
     let (mut slowest, mut steps, mut beside) = (Duration::ZERO, 0, 0);
     loop {
-        let left = house.number(&rows).await;
+        let left = server.number(&rows).await;
         if left == 0 {
             break;
         }
@@ -70,20 +70,20 @@ async fn story(house: House) {
     );
     assert!(beside >= 3, "the deletion was in one piece: {beside} reports came between");
     let chunks = format!("SELECT count(*) FROM metric_chunks WHERE job_id = '{large}'");
-    assert_eq!(house.number(&chunks).await, 0);
+    assert_eq!(server.number(&chunks).await, 0);
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(house.job(&small).await.last.loss, Some(f64::from(1.0 / steps as f32)));
-    house.stop().await;
+    assert_eq!(server.job(&small).await.last.loss, Some(f64::from(1.0 / steps as f32)));
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_large_job_is_deleted_bit_by_bit() {
-    story(House::new().await).await;
+    scenario(TestServer::new().await).await;
 }
 
 #[tokio::test]
 async fn a_large_job_is_deleted_bit_by_bit_from_postgres() {
-    story(House::with(|c| c.database = Some(postgres::database())).await).await;
+    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }
 
 /// Both take longer than the database's limit of a statement, which holds for all else.
@@ -101,18 +101,18 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
     .await
     .unwrap();
     let limited = format!("{url}?options=-c%20statement_timeout=2s");
-    let house = House::with(|c| c.database = Some(limited)).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::with(|c| c.database = Some(limited)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     // It does hold: a request that waits for a table is told so, and not after a minute.
     let mut lock = db.begin().await.unwrap();
     sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
-    let (status, told) = house.get("/datasets").await;
+    let (status, told) = server.get("/datasets").await;
     assert!(
         status == 503 && told["detail"].as_str().unwrap().contains("statement timeout"),
         "{status} {told}"
     );
     lock.rollback().await.unwrap();
-    let id = house.submit(|_| {}).await.id.to_string();
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // A millisecond for every tenth row: four seconds all of them, a fraction of one a bit.
@@ -127,60 +127,60 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
     .await
     .unwrap();
     let began = Instant::now();
-    assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let rows = format!("SELECT count(*) FROM jobs WHERE id = '{id}'");
-    while house.number(&rows).await > 0 {
+    while server.number(&rows).await > 0 {
         assert!(began.elapsed() < 3 * DEADLINE, "it does not end");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(began.elapsed() > Duration::from_secs(3), "the rows were too quick to prove anything");
-    assert_eq!(house.number("SELECT count(*) FROM events").await, 0);
-    house.stop().await;
+    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_an_earlier_server_did_not_get_to_is_removed_by_the_next() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // As if it had been stopped between the two.
-    house.execute(&format!("UPDATE jobs SET deleted_at = 1 WHERE id = '{id}'")).await;
-    assert_eq!(house.get(&format!("/jobs/{id}")).await.0, 404);
-    let house = House::open(house.stop().await, |_| {}).await;
+    server.execute(&format!("UPDATE jobs SET deleted_at = 1 WHERE id = '{id}'")).await;
+    assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
     let began = Instant::now();
-    while house.number("SELECT count(*) FROM jobs").await > 0 {
+    while server.number("SELECT count(*) FROM jobs").await > 0 {
         assert!(began.elapsed() < DEADLINE);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(house.number("SELECT count(*) FROM events").await, 0);
-    house.stop().await;
+    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_cursor_outlives_the_job_that_it_was_taken_from() {
-    let house = House::new().await;
-    Agent::with_pictures(&house, 2).await.vanish();
+    let server = TestServer::new().await;
+    Agent::with_pictures(&server, 2).await.vanish();
     let mut ids = Vec::new();
     for _ in 0..5 {
-        ids.push(house.submit(|_| {}).await.id.to_string());
+        ids.push(server.submit(|_| {}).await.id.to_string());
     }
     ids.reverse();
-    let (_, page) = house.get("/jobs?limit=2").await;
+    let (_, page) = server.get("/jobs?limit=2").await;
     let cursor = page["next"].as_str().unwrap().to_owned();
     // The last one of the page, whose place the cursor is, and the first one.
     for id in &ids[..2] {
-        assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
-        assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+        assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+        assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
-    let (status, page) = house.get(&format!("/jobs?limit=2&cursor={cursor}")).await;
+    let (status, page) = server.get(&format!("/jobs?limit=2&cursor={cursor}")).await;
     assert_eq!(status, 200);
     let told: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
     assert_eq!(told, [json!(ids[2]), json!(ids[3])]);
     // The page of a browser without scripts, too.
-    let (_, page) = house.text(&format!("/jobs?cursor={cursor}")).await;
+    let (_, page) = server.text(&format!("/jobs?cursor={cursor}")).await;
     assert!(ids[2..].iter().all(|id| page.contains(id)), "{page}");
-    house.stop().await;
+    server.stop().await;
 }

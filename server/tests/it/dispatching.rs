@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, hello_gpus, line, losses, running},
-    house::House,
+    test_server::TestServer,
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -17,9 +17,9 @@ fn failed(reason: &str, retriable: bool) -> Ending {
 
 #[tokio::test]
 async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_until_none_is_left() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.started().await;
     assert_eq!(first.resume, None);
     let checkpoint =
@@ -30,49 +30,49 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
 
     let second = agent.started().await;
     assert_eq!((second.attempt.attempt, second.resume.as_deref()), (2, Some("1-50")));
-    let states = house.stored(&id).await;
+    let states = server.stored(&id).await;
     let reason = states.iter().find(|e| e["state"] == "restarting").unwrap()["reason"].as_str().unwrap();
     assert_eq!(reason, "rank 1 was killed by signal 9 at step 60; attempt 2 starts from step 50");
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50)]).await;
-    assert_eq!(house.job(&id).await.step, 50);
+    assert_eq!(server.job(&id).await.step, 50);
     agent.end(&second.attempt, failed("rank 0 was killed by signal 9", true)).await;
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!(job.state, JobState::Failed);
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
     // A reason that no restart mends.
-    let (status, _) = house.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
+    let (status, _) = server.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let third = agent.started().await;
     assert_eq!(third.resume.as_deref(), Some("1-50"));
     agent.end(&third.attempt, failed("/some/pictures is gone", false)).await;
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some("/some/pictures is gone")));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
-    let house = House::with(|c| {
+    let server = TestServer::with(|c| {
         c.lease = Duration::from_millis(800);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let mut silent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let mut silent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let first = silent.started().await.attempt;
     silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     silent.vanish();
 
-    house.until(&id, JobState::Lost).await;
-    let stored = house.stored(&id).await;
+    server.until(&id, JobState::Lost).await;
+    let stored = server.stored(&id).await;
     let lost = stored.iter().find(|e| e["state"] == "lost").unwrap();
     assert_eq!(lost["reason"], "agent \"a\" was silent for 0.8 s at step 3");
 
-    let mut other = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
+    let mut other = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     let second = other.started().await.attempt;
     assert_eq!(second.attempt, 2);
     // The first one comes back: it is told to end its ranks, and what they write is refused.
-    let mut back = Agent::greet(&house, hello("a", 2, vec![first.clone()])).await.unwrap();
+    let mut back = Agent::greet(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
     assert_eq!(back.welcome.1, std::slice::from_ref(&first));
     let zombie = FromAgent::Report {
         attempt: first.clone(),
@@ -92,31 +92,31 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     }
     other.report(&second, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert!(other.heartbeats > 0);
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!((job.state, job.attempt, job.agents), (JobState::Running, 2, vec!["b".to_owned()]));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_restarted_server_gives_a_lease_to_come_back_and_no_more() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    let dir = house.stop().await;
-    let house = House::open(dir, |c| c.lease = Duration::from_millis(500)).await;
-    let job = house.until(&id, JobState::Failed).await;
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |c| c.lease = Duration::from_millis(500)).await;
+    let job = server.until(&id, JobState::Failed).await;
     assert!(job.reason.unwrap().contains("was silent"));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let one = house.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let two = house.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let one = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    let two = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     let first = agent.started().await.attempt;
     let second = agent.started().await.attempt;
     for attempt in [&first, &second] {
@@ -127,7 +127,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     agent.end(&first, Ending::Stopped).await;
     agent.vanish();
     for id in [&one, &two] {
-        let mut stream = house.stream(id, 0).await;
+        let mut stream = server.stream(id, 0).await;
         // Not its first wait, which has no reason or another one.
         let put_back =
             |e: &Value| e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("goes on"));
@@ -139,65 +139,65 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
         );
     }
     // The next agent takes both up, and it is no restart.
-    let mut agent = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     assert_eq!(agent.started().await.attempt.attempt, 2);
     assert_eq!(agent.started().await.attempt.attempt, 2);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let ranks = |n: u32, priority: i32| {
         move |s: &mut Value| {
             s["parallel"]["ranks"] = json!(n);
             s["priority"] = json!(priority);
         }
     };
-    let running_job = house.submit(ranks(1, 0)).await;
+    let running_job = server.submit(ranks(1, 0)).await;
     let first = agent.started().await;
     assert_eq!((first.attempt.job.clone(), first.ranks), (running_job.id, vec![(0, 0)]));
-    let large = house.submit(ranks(2, 0)).await;
-    let small = house.submit(ranks(1, 0)).await;
-    let urgent = house.submit(ranks(1, 5)).await;
+    let large = server.submit(ranks(2, 0)).await;
+    let small = server.submit(ranks(1, 0)).await;
+    let urgent = server.submit(ranks(1, 5)).await;
     // The urgent one fits beside the first. The small one would, but the large one is before it.
     let second = agent.started().await;
     assert_eq!((second.attempt.job.clone(), second.ranks), (urgent.id, vec![(0, 1)]));
     agent.end(&second.attempt, Ending::Succeeded { step: 1 }).await;
-    let mut stream = house.stream(large.id.as_str(), 0).await;
+    let mut stream = server.stream(large.id.as_str(), 0).await;
     stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("waits for 2 slots: 1 of 2"))).await;
     agent.end(&first.attempt, Ending::Succeeded { step: 1 }).await;
     let third = agent.started().await;
     assert_eq!((third.attempt.job.clone(), third.ranks), (large.id, vec![(0, 0), (1, 1)]));
     agent.end(&third.attempt, Ending::Succeeded { step: 1 }).await;
     assert_eq!(agent.started().await.attempt.job, small.id);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn without_an_agent_a_job_waits_and_says_for_what() {
-    let house = House::new().await;
-    let agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let agent = Agent::with_pictures(&server, 2).await;
     agent.vanish();
-    let deadline = tokio::time::Instant::now() + crate::house::DEADLINE;
-    while house.get("/agents").await.1["agents"][0]["online"] == true {
+    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
-    let id = house.submit(|_| {}).await.id.to_string();
-    let mut stream = house.stream(&id, 0).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let mut stream = server.stream(&id, 0).await;
     stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("lockstep agent"))).await;
-    let (status, _) = house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    let (status, _) = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
     assert_eq!(status, 202);
-    let (status, body) = house.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
+    let (status, body) = server.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
     assert_eq!(status, 503, "{body}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn an_agent_that_does_not_fit_is_told_why() {
-    let house = House::new().await;
-    let _agent = Agent::join(&house, 1).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::join(&server, 1).await;
     let mut same_name = hello("a", 1, Vec::new());
     let mut other_version = hello("b", 1, Vec::new());
     let mut no_name = hello("c", 1, Vec::new());
@@ -216,37 +216,37 @@ async fn an_agent_that_does_not_fit_is_told_why() {
         (no_name, "--name"),
         (FromAgent::Heartbeat { attempts: Vec::new() }, "must be Hello"),
     ] {
-        let refused = Agent::greet(&house, hello).await.err().expect("refused");
+        let refused = Agent::greet(&server, hello).await.err().expect("refused");
         assert!(refused.contains(why), "{refused}");
     }
     // The same agent, connected anew, is welcome: its old connection is over.
-    assert!(Agent::greet(&house, hello("a", 1, Vec::new())).await.is_ok());
-    house.stop().await;
+    assert!(Agent::greet(&server, hello("a", 1, Vec::new())).await.is_ok());
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), line(0, 1, "x")]).await;
     agent.vanish();
-    let deadline = tokio::time::Instant::now() + crate::house::DEADLINE;
-    while house.get("/agents").await.1["agents"][0]["online"] == true {
+    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
-    let (_, body) = house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    let (_, body) = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
     assert_eq!(body["state"], "cancelled");
-    let agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    let agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.1, [attempt]);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn jobs_go_where_their_device_is() {
-    let house = House::new().await;
-    let mut cpu = Agent::with_pictures(&house, 4).await;
+    let server = TestServer::new().await;
+    let mut cpu = Agent::with_pictures(&server, 4).await;
     let wants = |device: &'static str, precision: &'static str| {
         move |spec: &mut Value| {
             spec["parallel"] = json!({"ranks": 2, "device": device});
@@ -255,9 +255,9 @@ async fn jobs_go_where_their_device_is() {
     };
     // Nobody has a GPU: said at once, with what would do.
     let refused = async |change: &dyn Fn(&mut Value), pointer: &str, hint: &str| {
-        let mut spec = crate::house::spec();
+        let mut spec = crate::test_server::spec();
         change(&mut spec);
-        let (status, body) = house.post("/jobs", &spec).await;
+        let (status, body) = server.post("/jobs", &spec).await;
         assert_eq!(status, 422, "{body}");
         let error = &body["errors"][0];
         assert_eq!(error["pointer"], pointer, "{body}");
@@ -266,39 +266,39 @@ async fn jobs_go_where_their_device_is() {
     refused(&wants("cuda", "auto"), "/parallel/device", "no machine online has a GPU").await;
     refused(&wants("auto", "bf16"), "/train/precision", "fp32").await;
 
-    let mut gpu = Agent::greet(&house, hello_gpus("gpus", 4)).await.unwrap();
-    let (_, list) = house.get("/agents").await;
+    let mut gpu = Agent::greet(&server, hello_gpus("gpus", 4)).await.unwrap();
+    let (_, list) = server.get("/agents").await;
     let machine = list["agents"].as_array().unwrap().iter().find(|a| a["name"] == "gpus").unwrap();
     let slot = &machine["slots"][2];
     assert_eq!((&slot["device"], &slot["name"]), (&json!("cuda"), &json!("NVIDIA H200")));
     assert!(slot["uuid"].as_str().unwrap().starts_with("GPU-2"), "{slot}");
     assert_eq!(slot["memory_bytes"], json!(150_754_820_096u64));
 
-    house.submit(wants("cpu", "auto")).await;
+    server.submit(wants("cpu", "auto")).await;
     cpu.started().await;
-    house.submit(wants("cuda", "fp16")).await;
+    server.submit(wants("cuda", "fp16")).await;
     gpu.started().await;
     // Half precision is for GPUs, also where the device is left open.
-    house.submit(wants("auto", "bf16")).await;
+    server.submit(wants("auto", "bf16")).await;
     gpu.started().await;
     // All four are taken: the next one waits, and says for what.
-    let waiting = house.submit(wants("cuda", "auto")).await.id.to_string();
-    let mut stream = house.stream(&waiting, 0).await;
+    let waiting = server.submit(wants("cuda", "auto")).await.id.to_string();
+    let mut stream = server.stream(&waiting, 0).await;
     let frames = stream.until(|f| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for"))).await;
     let reason = frames.last().unwrap()["reason"].as_str().unwrap();
     assert_eq!(reason, "waits for 2 GPUs: 0 of 4 on \"gpus\" free");
     refused(&|spec| spec["parallel"] = json!({"ranks": 8, "device": "cuda"}), "/parallel/ranks", "4 GPUs")
         .await;
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
-    let house = House::new().await;
-    let _pictures = Agent::with_pictures(&house, 1).await;
-    let mut gpu = Agent::greet(&house, hello_gpus("gpus", 2)).await.unwrap();
-    house.submit(|spec| spec["parallel"] = json!({"ranks": 2, "device": "cpu"})).await;
+    let server = TestServer::new().await;
+    let _pictures = Agent::with_pictures(&server, 1).await;
+    let mut gpu = Agent::greet(&server, hello_gpus("gpus", 2)).await.unwrap();
+    server.submit(|spec| spec["parallel"] = json!({"ranks": 2, "device": "cpu"})).await;
     let start = gpu.started().await;
     assert_eq!(start.ranks, [(0, 0), (1, 1)]);
-    house.stop().await;
+    server.stop().await;
 }

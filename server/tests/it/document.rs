@@ -3,11 +3,11 @@
 
 use crate::{
     agent::{Agent, info, line, losses, running},
-    house::{House, spec},
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
-    agent::{Answer, AttemptEvent, CheckpointInfo, Ending, FromAgent, Question, Source, ToAgent},
-    look::{ModelEvaluation, Prediction, Samples},
+    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    inspect::{ModelEvaluation, Prediction, Samples},
 };
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 
 /// What has been asked, held against the document.
 struct Held<'a> {
-    house: &'a House,
+    server: &'a TestServer,
     document: Value,
     /// Calls and statuses that were given.
     given: BTreeSet<(String, u16)>,
@@ -31,7 +31,7 @@ impl Held<'_> {
         change: impl FnOnce(RequestBuilder) -> RequestBuilder,
     ) -> (u16, Value) {
         let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
-        let request = change(self.house.http.request(verb, self.house.url(place)));
+        let request = change(self.server.http.request(verb, self.server.url(place)));
         let answer = request.send().await.unwrap();
         let status = answer.status().as_u16();
         let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
@@ -62,16 +62,16 @@ impl Held<'_> {
 /// Answers whatever it is asked.
 async fn answer_all(mut agent: Agent) {
     while let Some(message) = agent.next().await {
-        let ToAgent::Ask { request, question } = message else { continue };
-        let answer = match question {
-            Question::HasFiles { paths } => Answer::Files { there: vec![true; paths.len()] },
-            Question::InspectDataset { path } => Answer::Dataset { path, info: info() },
-            Question::InspectProgress { .. } => Answer::Progress { looked: None },
-            Question::Fingerprint { .. } => Answer::Fingerprint { found: None },
-            Question::Samples { .. } => {
-                Answer::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
+        let ToAgent::Request { id, request } = message else { continue };
+        let answer = match request {
+            AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
+            AgentRequest::InspectDataset { path } => AgentReply::Dataset { path, info: info() },
+            AgentRequest::InspectProgress { .. } => AgentReply::Progress { looked: None },
+            AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
+            AgentRequest::Samples { .. } => {
+                AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
             }
-            Question::Evaluate(_) => Answer::Evaluation(Box::new(ModelEvaluation {
+            AgentRequest::Evaluate(_) => AgentReply::Evaluation(Box::new(ModelEvaluation {
                 samples: 1,
                 accuracy: 1.0,
                 loss: 0.0,
@@ -81,21 +81,21 @@ async fn answer_all(mut agent: Agent) {
                 mistakes: Vec::new(),
                 right: Vec::new(),
             })),
-            Question::FitWeights(_) => Answer::Weights { mistake: None },
-            Question::Predict { pictures, .. } => Answer::Predictions {
+            AgentRequest::FitWeights(_) => AgentReply::Weights { mistake: None },
+            AgentRequest::Predict { pictures, .. } => AgentReply::Predictions {
                 predictions: pictures
                     .into_iter()
                     .map(|p| Prediction { name: p.name, classes: Vec::new(), error: None })
                     .collect(),
             },
         };
-        agent.send(FromAgent::Answer { request, answer: Ok(answer) }).await;
+        agent.send(FromAgent::Reply { id, reply: Ok(answer) }).await;
     }
 }
 
 /// A job that has run and left a checkpoint, its files and all.
-async fn a_job(house: &House, agent: &mut Agent) -> (String, String) {
-    let id = house.submit(|_| {}).await.id.to_string();
+async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
@@ -109,7 +109,7 @@ async fn a_job(house: &House, agent: &mut Agent) -> (String, String) {
         vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), AttemptEvent::Checkpoint(checkpoint)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     std::fs::create_dir_all(&folder).unwrap();
     for file in ["model.safetensors", "optimizer.safetensors", "state.json"] {
         std::fs::write(folder.join(file), "0123456789").unwrap();
@@ -118,17 +118,17 @@ async fn a_job(house: &House, agent: &mut Agent) -> (String, String) {
     let file = json!({"size_bytes": 10, "sha256": sum});
     let manifest = json!({"files": {"model.safetensors": file, "state.json": file}});
     std::fs::write(folder.join("MANIFEST.json"), manifest.to_string()).unwrap();
-    let (_, list) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     (id, list["checkpoints"][0]["id"].as_str().unwrap().to_owned())
 }
 
 #[tokio::test]
 async fn what_is_answered_is_documented() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let (job, checkpoint) = a_job(&house, &mut agent).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (job, checkpoint) = a_job(&server, &mut agent).await;
     let answering = tokio::spawn(answer_all(agent));
-    let (_, document) = house.get("/openapi.json").await;
+    let (_, document) = server.get("/openapi.json").await;
     let calls: Vec<(String, String, Value)> = document["paths"]
         .as_object()
         .unwrap()
@@ -138,7 +138,7 @@ async fn what_is_answered_is_documented() {
             methods.map(move |(m, operation)| (m.clone(), path.clone(), operation.clone()))
         })
         .collect();
-    let mut held = Held { house: &house, document, given: BTreeSet::new() };
+    let mut held = Held { server: &server, document, given: BTreeSet::new() };
     // No job starts before the end, so what happens to each is known.
     let drain = ("/api/v1/agents/{id}/drain", "/api/v1/agents/id-a/drain");
     assert_eq!(held.ask("post", drain.0, drain.1, |r| r).await.0, 204);
@@ -308,7 +308,7 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("post", "/api/v1/jobs/{id}/cancel", &place("/cancel"), |r| r).await.0, 202);
     }
     assert_eq!(held.ask("delete", "/api/v1/datasets/{name}", "/api/v1/datasets/more", |r| r).await.0, 204);
-    let (_, list) = house.get("/jobs?state=cancelled").await;
+    let (_, list) = server.get("/jobs?state=cancelled").await;
     let over = list["jobs"][0]["id"].as_str().expect("a cancelled job").to_owned();
     let place = format!("/api/v1/jobs/{over}");
     assert_eq!(held.ask("delete", "/api/v1/jobs/{id}", &place, |r| r).await.0, 204);
@@ -334,5 +334,5 @@ async fn what_is_answered_is_documented() {
         }
     }
     answering.abort();
-    house.stop().await;
+    server.stop().await;
 }

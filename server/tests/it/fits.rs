@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, info, running},
-    house::House,
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
@@ -16,9 +16,9 @@ fn words(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
-async fn register(house: &House, agent: &mut Agent, name: &str, info: DatasetInfo) {
+async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
@@ -34,8 +34,8 @@ fn write_checkpoint(job_dir: &Path) {
 }
 
 /// A job that failed after its checkpoint of step 50.
-async fn failed_job(house: &House, agent: &mut Agent) -> String {
-    let job = house.submit(|_| {}).await;
+async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
+    let job = server.submit(|_| {}).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let written =
@@ -43,25 +43,25 @@ async fn failed_job(house: &House, agent: &mut Agent) -> String {
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-    house.until(job.id.as_str(), JobState::Failed).await;
+    server.until(job.id.as_str(), JobState::Failed).await;
     job.id.to_string()
 }
 
 #[tokio::test]
 async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_asked_for() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = failed_job(&house, &mut agent).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = failed_job(&server, &mut agent).await;
     let like = |classes: &[&str]| DatasetInfo { classes: words(classes), ..info() };
-    register(&house, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
-    register(&house, &mut agent, "others", like(&["cat", "fox"])).await;
-    register(&house, &mut agent, "turned", like(&["dog", "cat"])).await;
-    register(&house, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
-    register(&house, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..info() }).await;
-    register(&house, &mut agent, "again", info()).await;
+    register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
+    register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
+    register(&server, &mut agent, "turned", like(&["dog", "cat"])).await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
+    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..info() }).await;
+    register(&server, &mut agent, "again", info()).await;
 
     let path = format!("/jobs/{id}/fork");
-    let fork = async |set: Value| house.post(&path, &json!({ "set": set })).await;
+    let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
     for (set, pointer, detail) in [
         (
             json!({"data.dataset": "more"}),
@@ -99,7 +99,7 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
     let (status, body) = fork(json!({"model.pretrained": "other.safetensors"})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/model/pretrained")), "{body}");
     assert!(body.to_string().contains("begins with its checkpoint's weights"), "{body}");
-    let (_, jobs) = house.get("/jobs").await;
+    let (_, jobs) = server.get("/jobs").await;
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "none of these made a job");
 
     // The same classes at another size, or under another name of the same stem, fit.
@@ -111,18 +111,18 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
         let (status, body) = fork(set.clone()).await;
         assert_eq!(status, 202, "{set}: {body}");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_in_words() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = failed_job(&house, &mut agent).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = failed_job(&server, &mut agent).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    register(&house, &mut agent, "untested", DatasetInfo { splits: only_train, ..info() }).await;
-    register(&house, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
-    register(&house, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
+    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..info() }).await;
+    register(&server, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
     for (name, said) in [
         ("untested", &["untested has no split to measure with: it has train", "one called test, val"][..]),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
@@ -130,29 +130,29 @@ async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_i
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
     ] {
         // Nobody is asked: the agent answers nothing.
-        let (status, body) = house.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
+        let (status, body) = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
         assert_eq!(status, 422, "{name}: {body}");
         for words in said {
             assert!(body["detail"].as_str().unwrap().contains(words), "{words} in {body}");
         }
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the_split_was_given() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, splits) in
         [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
     {
         let split =
             |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
         let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..info() };
-        register(&house, &mut agent, name, info).await;
+        register(&server, &mut agent, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
-        let job = house
+        let job = server
             .submit(|spec| {
                 spec["data"]["dataset"] = json!(dataset);
                 spec["data"]["validation"] = validation.unwrap_or_default();
@@ -171,7 +171,7 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
         let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-        house.until(job.id.as_str(), JobState::Failed).await;
+        server.until(job.id.as_str(), JobState::Failed).await;
         job.id.to_string()
     };
     let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
@@ -184,23 +184,23 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
         (&chosen, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
         (&given, json!({"data.dataset": "val"}), json!("val")),
     ] {
-        let (status, body) = house.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
+        let (status, body) = server.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
         assert_eq!((status, &body["spec"]["data"]["validation"]), (202, &measured_by), "{set}: {body}");
         let id = body["id"].as_str().unwrap();
-        house.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
+        server.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
     }
     // One that was given stays what it was, and is refused where there is none.
     let (status, body) =
-        house.post(&format!("/jobs/{given}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
+        server.post(&format!("/jobs/{given}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{body}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let job = house.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let written =
@@ -208,7 +208,7 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     let path = format!("/jobs/{}/fork", job.id);
-    let fork = async |set: Value| house.post(&path, &json!({ "set": set })).await;
+    let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
     let (status, body) = fork(json!({"data.image_size": 96})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
     let text = body["errors"][0]["detail"].as_str().unwrap();
@@ -221,32 +221,32 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/mixup_alpha")), "{body}");
         assert_eq!(body["errors"][0]["detail"], "train.mixup_alpha is called train.mixup");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_retry_onto_a_dataset_that_was_registered_anew_is_refused_until_it_fits() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = failed_job(&house, &mut agent).await;
-    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = failed_job(&server, &mut agent).await;
+    assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let other = DatasetInfo { classes: words(&["cat", "fox"]), ..info() };
-    register(&house, &mut agent, "pictures", other).await;
-    let (status, body) = house.post(&format!("/jobs/{id}/retry"), &json!({})).await;
+    register(&server, &mut agent, "pictures", other).await;
+    let (status, body) = server.post(&format!("/jobs/{id}/retry"), &json!({})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
-    assert_eq!(house.job(&id).await.state, JobState::Failed);
-    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
-    register(&house, &mut agent, "pictures", info()).await;
-    assert_eq!(house.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
+    assert_eq!(server.job(&id).await.state, JobState::Failed);
+    assert_eq!(server.delete("/datasets/pictures").await.0, 204);
+    register(&server, &mut agent, "pictures", info()).await;
+    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_readable() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let evaluation = |step, accuracy, loss| {
         AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
@@ -259,14 +259,48 @@ async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_r
         evaluation(40, f64::NAN, 0.1),
     ];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!((job.best.unwrap().value, job.best.unwrap().step), (0.5, 10));
     assert_eq!((job.last.val_loss, job.last.val_accuracy), (None, None));
     agent.report(&attempt, Source::Rank(0), 5, vec![evaluation(50, 0.6, 0.9)]).await;
-    assert_eq!(house.job(&id).await.best.unwrap().step, 50);
-    let stored = house.stored(&id).await;
+    assert_eq!(server.job(&id).await.best.unwrap().step, 50);
+    let stored = server.stored(&id).await;
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
     assert_eq!(losses, [json!(1.0), json!(0.9)], "{stored:#?}");
-    house.stop().await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn names_of_the_last_version_are_taken_in_a_submission_and_a_fork_and_both_names_are_refused() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = failed_job(&server, &mut agent).await;
+    let mut old = spec();
+    old["train"]["rise"] = json!(0.125);
+    let (status, made) = server.post("/jobs", &old).await;
+    assert_eq!((status, &made["spec"]["train"]["pct_start"]), (201, &json!(0.125)), "{made}");
+    assert!(made["spec"]["train"].get("rise").is_none(), "{made}");
+    old["train"]["pct_start"] = json!(0.125);
+    let (status, body) = server.post("/jobs", &old).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/rise")), "{body}");
+
+    let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
+    for set in [json!({"train.rise": 0.125}), json!({"train": {"rise": 0.125}})] {
+        let (status, made) = fork(set).await;
+        assert_eq!((status, &made["spec"]["train"]["pct_start"]), (202, &json!(0.125)), "{made}");
+    }
+    for set in [
+        json!({"train.rise": 0.125, "train.pct_start": 0.25}),
+        json!({"train.pct_start": 0.25, "train": {"rise": 0.1}}),
+    ] {
+        let (status, body) = fork(set.clone()).await;
+        assert_eq!(status, 422, "{set}: {body}");
+        let detail = body["errors"][0]["detail"].as_str().unwrap();
+        assert_eq!(
+            detail,
+            "train.rise is the old name of train.pct_start: give train.pct_start alone, not both"
+        );
+    }
+    server.stop().await;
 }

@@ -2,16 +2,16 @@
 
 use crate::{
     agent::{Agent, hello, losses, running, stranger},
-    house::House,
+    test_server::TestServer,
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent};
 use serde_json::json;
 
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let all: Vec<AttemptEvent> =
         [running(10, 0)].into_iter().chain((1..=5).map(|s| losses(0, s..=s))).collect();
@@ -19,21 +19,21 @@ async fn overlapping_reports_are_stored_once() {
     assert_eq!(agent.report(&attempt, Source::Rank(0), 2, all[2..].to_vec()).await, 6);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all.clone()).await, 6);
     // queued, starting, running, plan, and the losses that each report was the first to bring.
-    let stored = house.stored(&id).await;
+    let stored = server.stored(&id).await;
     assert_eq!(stored.len(), 4 + 2);
     assert_eq!((&stored[4]["steps"], &stored[5]["steps"]), (&json!([1, 2, 3]), &json!([4, 5])));
     // Also when the attempt is over: the acknowledgement was lost, not the report.
     agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
     agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
-    assert_eq!(house.stored(&id).await.len(), 4 + 2 + 1);
-    house.stop().await;
+    assert_eq!(server.stored(&id).await.len(), 4 + 2 + 1);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn records_with_a_hole_before_them_are_not_stored_and_their_agent_begins_again() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let late = FromAgent::Report {
@@ -44,23 +44,23 @@ async fn records_with_a_hole_before_them_are_not_stored_and_their_agent_begins_a
     };
     agent.send(late).await;
     assert_eq!(agent.next().await, None, "the connection is closed");
-    let mut agent = Agent::greet(&house, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    let mut agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.0[0].records, 1);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=3)]).await, 2);
-    assert_eq!(house.stored(&id).await.len(), 4 + 1);
-    house.stop().await;
+    assert_eq!(server.stored(&id).await.len(), 4 + 1);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_may_not_write_writes_nothing() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let stored = house.stored(&id).await.len();
+    let stored = server.stored(&id).await.len();
 
     let mut old = attempt.clone();
-    old.token -= 1;
+    old.fencing_token -= 1;
     let mut next = attempt.clone();
     next.attempt += 1;
     for stale in [old, next, stranger()] {
@@ -73,7 +73,7 @@ async fn what_may_not_write_writes_nothing() {
         agent.send(report).await;
         assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == stale));
     }
-    assert_eq!(house.stored(&id).await.len(), stored);
+    assert_eq!(server.stored(&id).await.len(), stored);
 
     // Records that no rank writes become nothing.
     let odd = vec![
@@ -97,15 +97,15 @@ async fn what_may_not_write_writes_nothing() {
         },
     ];
     agent.report(&attempt, Source::Rank(0), 0, odd).await;
-    assert_eq!(house.stored(&id).await.len(), stored + 2, "running and plan");
-    house.stop().await;
+    assert_eq!(server.stored(&id).await.len(), stored + 2, "running and plan");
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_loss_that_is_not_a_number_is_null() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let column = lockstep_protocol::metric::MetricColumn {
         name: "loss".into(),
@@ -114,11 +114,11 @@ async fn a_loss_that_is_not_a_number_is_null() {
     };
     let metrics = AttemptEvent::Metrics { rank: 0, columns: vec![column] };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), metrics]).await;
-    let stored = house.stored(&id).await;
+    let stored = server.stored(&id).await;
     assert_eq!(stored.last().unwrap()["values"], serde_json::json!([1.5, null]));
-    let (_, metrics) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
     assert_eq!(metrics["series"][0]["mean"], serde_json::json!([1.5, null]));
-    let (_, job) = house.get(&format!("/jobs/{id}")).await;
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!(job["last"]["loss"], serde_json::Value::Null);
-    house.stop().await;
+    server.stop().await;
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    house::{DEADLINE, House},
+    test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, RankReport, Source, ToAgent},
@@ -24,9 +24,9 @@ fn checkpoint(step: u64, best: bool) -> AttemptEvent {
 
 #[tokio::test]
 async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let job = house.submit(|_| {}).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let job = server.submit(|_| {}).await;
     let id = job.id.to_string();
     assert_eq!((job.state, job.attempt, job.ranks), (JobState::Queued, 0, 2));
 
@@ -55,7 +55,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     agent.report(&attempt, Source::Rank(0), 1, first).await;
     agent.report(&attempt, Source::Rank(1), 0, vec![losses(1, 1..=50), line(1, 1, "hello from one")]).await;
 
-    let now = house.job(&id).await;
+    let now = server.job(&id).await;
     assert_eq!((now.state, now.step, now.epoch, now.total_steps), (JobState::Running, 50, 1, 100));
     assert_eq!(now.agents, ["a"]);
     assert!((now.last.loss.unwrap() - 0.02).abs() < 1e-6 && now.sparkline.len() == 20, "{now:?}");
@@ -69,36 +69,36 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     ];
     agent.report(&attempt, Source::Rank(0), 53, more).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let done = house.job(&id).await;
+    let done = server.job(&id).await;
     assert_eq!((done.state, done.step, done.reason.clone()), (JobState::Succeeded, 100, None));
     assert_eq!(done.best.unwrap().value, 0.84);
     assert!(done.finished_at.is_some() && done.eta_secs.is_none());
 
     // Metrics: every point, once; coarse when asked for; as CSV.
-    let (_, exact) = house.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
+    let (_, exact) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
     assert_eq!(exact["exact"], true);
     let steps: Vec<u64> = serde_json::from_value(exact["series"][0]["steps"].clone()).unwrap();
     assert_eq!(steps, (1..=100).collect::<Vec<_>>());
-    let (_, coarse) = house.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
+    let (_, coarse) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
     assert_eq!(coarse["exact"], false);
     assert_eq!(coarse["series"][0]["steps"].as_array().unwrap().len(), 10);
     assert_eq!(coarse["as_of_seq"], done.last_seq);
-    let (_, csv) = house.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+    let (_, csv) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(csv.lines().count(), 1 + 100 + 50, "a heading and every point");
     assert!(csv.contains("\n1,1,loss,50,0.02\n"), "{csv}");
 
     // Logs.
-    let (_, logs) = house.get(&format!("/jobs/{id}/logs")).await;
+    let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert_eq!(logs["lines"].as_array().unwrap().len(), 2);
     assert_eq!(logs["lines"][0]["number"], 1);
-    let (_, found) = house.get(&format!("/jobs/{id}/logs?q=from+one&rank=1")).await;
+    let (_, found) = server.get(&format!("/jobs/{id}/logs?q=from+one&rank=1")).await;
     assert_eq!(found["lines"][0]["text"], "hello from one");
-    let plain = house.http.get(house.url(&format!("/api/v1/jobs/{id}/logs?rank=0")));
+    let plain = server.http.get(server.url(&format!("/api/v1/jobs/{id}/logs?rank=0")));
     let plain = plain.header("accept", "text/plain").send().await.unwrap().text().await.unwrap();
     assert_eq!(plain, "epoch: 1 step: 1, loss is 2.3025854\n");
 
     // Checkpoints and their files.
-    let (_, list) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let ids: Vec<&str> =
         list["checkpoints"].as_array().unwrap().iter().map(|c| c["id"].as_str().unwrap()).collect();
     assert_eq!(list["checkpoints"][0]["step"], 100);
@@ -108,71 +108,71 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     std::fs::write(dir.join("model.safetensors"), b"hello world").unwrap();
     let manifest = json!({"files": {"model.safetensors": {"size": 11, "sha256": "abc123"}}});
     std::fs::write(dir.join("MANIFEST.json"), manifest.to_string()).unwrap();
-    let url = house.url(&format!("/api/v1/checkpoints/{}/model.safetensors", ids[0]));
-    let whole = house.http.get(&url).send().await.unwrap();
+    let url = server.url(&format!("/api/v1/checkpoints/{}/model.safetensors", ids[0]));
+    let whole = server.http.get(&url).send().await.unwrap();
     assert_eq!(whole.headers()["etag"], "\"abc123\"");
     assert_eq!(whole.text().await.unwrap(), "hello world");
-    let part = house.http.get(&url).header("range", "bytes=6-").send().await.unwrap();
+    let part = server.http.get(&url).header("range", "bytes=6-").send().await.unwrap();
     assert_eq!((part.status().as_u16(), part.text().await.unwrap().as_str()), (206, "world"));
     for path in [
         format!("{}/../spec.json", ids[0]),
         format!("{}/..%2f..%2fspec.json", ids[0]),
         format!("{}/x", ids[0]),
     ] {
-        let (status, _) = house.get(&format!("/checkpoints/{path}")).await;
+        let (status, _) = server.get(&format!("/checkpoints/{path}")).await;
         assert_eq!(status, 404, "{path}");
     }
 
     // Deleting takes the folder with it.
-    assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let asked = Instant::now();
     while folder.exists() {
         assert!(asked.elapsed() < DEADLINE, "{} is still there", folder.display());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(house.get(&format!("/jobs/{id}")).await.0, 404);
-    house.stop().await;
+    assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn cancel_ends_a_queued_job_at_once_and_a_running_one_when_its_ranks_are_gone() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let running_job = house.submit(|_| {}).await.id.to_string();
-    let queued = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let running_job = server.submit(|_| {}).await.id.to_string();
+    let queued = server.submit(|_| {}).await.id.to_string();
     let start = agent.started().await;
     assert_eq!(start.attempt.job.as_str(), running_job);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let (status, body) = house.post(&format!("/jobs/{queued}/cancel"), &Value::Null).await;
+    let (status, body) = server.post(&format!("/jobs/{queued}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (202, &json!("cancelled")));
-    let (status, body) = house.delete(&format!("/jobs/{running_job}")).await;
+    let (status, body) = server.delete(&format!("/jobs/{running_job}")).await;
     assert_eq!((status, &body["state"]), (409, &json!("running")), "a running job is not deleted");
 
-    let (status, body) = house.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
+    let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (202, &json!("running")), "its ranks are still there");
     assert!(body["reason"].as_str().unwrap().contains("cancel"));
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == start.attempt));
     agent.end(&start.attempt, Ending::Stopped).await;
-    assert_eq!(house.job(&running_job).await.state, JobState::Cancelled);
+    assert_eq!(server.job(&running_job).await.state, JobState::Cancelled);
 
-    let (status, body) = house.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
+    let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
     // Retried, it goes on as its next attempt.
-    let (status, _) = house.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
+    let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let again = agent.started().await;
     assert_eq!((again.attempt.attempt, again.resume), (2, None));
-    assert!(again.attempt.token > start.attempt.token);
-    house.stop().await;
+    assert!(again.attempt.fencing_token > start.attempt.fencing_token);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn pages_are_made_of_what_is_stored() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
     agent.started().await;
     for path in [
         "/jobs",
@@ -182,24 +182,24 @@ async fn pages_are_made_of_what_is_stored() {
         &format!("/jobs/{id}"),
         &format!("/jobs/new?from={id}"),
     ] {
-        let (status, html) = house.text(path).await;
+        let (status, html) = server.text(path).await;
         assert_eq!(status, 200, "{path} {html}");
         assert!(html.contains("<!doctype html>") || html.contains("<!DOCTYPE html>"), "{path}");
         assert!(!html.contains("<b>bold</b>"), "{path} escapes names");
     }
-    assert!(house.text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
-    assert!(house.text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
-    assert_eq!(house.text("/jobs/j00").await.0, 404);
-    let (status, script) = house.text("/static/stream.js").await;
+    assert!(server.text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
+    assert!(server.text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
+    assert_eq!(server.text("/jobs/j00").await.0, 404);
+    let (status, script) = server.text("/static/stream.js").await;
     assert!(status == 200 && script.contains("WebSocket"));
-    assert_eq!(house.text("/static/../Cargo.toml").await.0, 404);
+    assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
 
     // The form without scripts: mistakes come back beside the fields, with what was typed.
     let client = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().unwrap();
     let form = |lr: &str, dataset: &str| {
         let body =
             format!("name=from+a+form&data.dataset={dataset}&train.lr={lr}&train.epochs=1&parallel.ranks=2");
-        let request = client.post(house.url("/jobs/new")).body(body);
+        let request = client.post(server.url("/jobs/new")).body(body);
         request.header("content-type", "application/x-www-form-urlencoded").send()
     };
     let answer = form("fast", "pictures").await.unwrap();
@@ -209,23 +209,23 @@ async fn pages_are_made_of_what_is_stored() {
     let answer = form("0.1", "pictures").await.unwrap();
     assert_eq!(answer.status().as_u16(), 303);
     let place = answer.headers()["location"].to_str().unwrap().to_owned();
-    assert_eq!(house.text(&place).await.0, 200);
-    house.stop().await;
+    assert_eq!(server.text(&place).await.0, 200);
+    server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_note_and_tags_that_are_saved_at_once_are_both_kept() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let change =
-        |body: Value| house.send(house.http.patch(house.url(&format!("/api/v1/jobs/{id}"))).json(&body));
+        |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
     for round in 0..30 {
         let (note, tag) = (format!("note {round}"), format!("tag {round}"));
         let (first, second) = tokio::join!(change(json!({"note": note})), change(json!({"tags": [tag]})));
         assert_eq!((first.0, second.0), (200, 200));
-        let kept = &house.get("/annotations").await.1["jobs"][&id];
+        let kept = &server.get("/annotations").await.1["jobs"][&id];
         assert_eq!((&kept["note"], &kept["tags"]), (&json!(note), &json!([tag])));
     }
-    house.stop().await;
+    server.stop().await;
 }

@@ -2,13 +2,13 @@
 
 use crate::{
     agent::{Agent, hello, info, running},
-    house::{DEADLINE, House, Stream, spec},
+    test_server::{DEADLINE, Stream, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
-    agent::{Answer, AttemptEvent, CheckpointInfo, FromAgent, Question, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent},
+    inspect::Prediction,
     limits::{JSON_NESTING, KEY_BYTES, KEY_PARTS, MESSAGE_NESTING, PART_BYTES, SEARCH_CHARS, TOML_NESTING},
-    look::Prediction,
     wire::{self, Unfinished},
 };
 use serde_json::{Value, json};
@@ -29,8 +29,8 @@ fn nested(depth: usize) -> String {
 }
 
 /// A job with a checkpoint; its id and the checkpoint's.
-async fn with_checkpoint(house: &House, agent: &mut Agent) -> (String, String) {
-    let id = house.submit(|_| {}).await.id.to_string();
+async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let info = CheckpointInfo {
         epoch: 1,
@@ -41,18 +41,18 @@ async fn with_checkpoint(house: &House, agent: &mut Agent) -> (String, String) {
         size_bytes: 1,
     };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
-    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     std::fs::create_dir_all(folder).unwrap();
-    let (_, list) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     (id, list["checkpoints"][0]["id"].as_str().unwrap().to_owned())
 }
 
 #[tokio::test]
 async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let (id, _) = with_checkpoint(&house, &mut agent).await;
-    let fork = async |set: Value| house.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (id, _) = with_checkpoint(&server, &mut agent).await;
+    let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
     let mistakes = |body: &Value| body["errors"].to_string();
     // Within the limits a key is looked at, and nobody knows it.
     for key in [path(KEY_PARTS), "k".repeat(KEY_BYTES)] {
@@ -71,35 +71,35 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
     }
     let (status, body) = fork(json!({ "x": tables })).await;
     assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
-    assert_eq!(house.text("/healthz").await.0, 200);
-    house.stop().await;
+    assert_eq!(server.text("/healthz").await.0, 200);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn who_sends_far_more_than_is_taken_reads_why() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     // More than the buffers of a connection hold, so that the sender is still at it when the limit is passed.
     for (path, kind, words) in [
         ("/jobs", "application/json", "the body is larger than 1 MiB"),
         ("/jobs", "application/toml", "the body is larger than 1 MiB"),
         ("/datasets", "application/json", "the body is larger than 1 MiB"),
     ] {
-        let sent = house.http.post(house.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
+        let sent = server.http.post(server.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
         let answer = sent.header("content-type", kind).send().await.expect("an answer, and no broken pipe");
         assert_eq!(answer.status(), 413, "{path}");
         let told: Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
         assert_eq!(told["detail"], words);
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
     let send = async |kind: &str, body: String| {
-        let url = house.url("/api/v1/jobs/validate");
-        house.send(house.http.post(url).header("content-type", kind).body(body)).await
+        let url = server.url("/api/v1/jobs/validate");
+        server.send(server.http.post(url).header("content-type", kind).body(body)).await
     };
     let json = "application/json";
     // The object around it is one level.
@@ -115,7 +115,7 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
     assert_eq!(send(json, inner).await.0, 400);
     // A list's elements are no fields.
-    assert_eq!(house.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
+    assert_eq!(server.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
 
     let toml = "application/toml";
     let document = |x: &str| format!("x = {x}\n[data]\ndataset = \"pictures\"\n");
@@ -129,17 +129,17 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
         assert_eq!(send(kind, large.clone()).await.0, 413, "{kind}");
     }
     assert_eq!(send(toml, "#".repeat(1 << 20)).await.0, 422, "read, and it names no dataset");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_search_is_for_a_text_of_some_length() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
-            let ask = async |n: usize| house.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
+            let ask = async |n: usize| server.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
             assert_eq!(ask(SEARCH_CHARS).await.0, 200, "{path}");
             for chars in [SEARCH_CHARS + 1, 10_000] {
                 let (status, body) = ask(chars).await;
@@ -154,25 +154,25 @@ async fn a_search_is_for_a_text_of_some_length() {
         format!("/jobs/{id}/metrics?from={far}&to={far}"),
         format!("/jobs/{id}/metrics?ranks={}", vec!["4294967295"; 3000].join(",")),
     ] {
-        let (status, body) = house.get(&path).await;
+        let (status, body) = server.get(&path).await;
         assert_eq!(status, 200, "{body}");
     }
     // The longest head that is read at all.
-    let long = house.http.get(house.url(&format!("/healthz?{}", "x".repeat(60_000)))).send().await.unwrap();
+    let long = server.http.get(server.url(&format!("/healthz?{}", "x".repeat(60_000)))).send().await.unwrap();
     assert_eq!(long.status().as_u16(), 200);
-    let longer = house.http.get(house.url(&format!("/healthz?{}", "x".repeat(70_000)))).send().await;
+    let longer = server.http.get(server.url(&format!("/healthz?{}", "x".repeat(70_000)))).send().await;
     assert!(longer.is_err() || matches!(longer.unwrap().status().as_u16(), 414 | 431));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn notes_and_tags_are_of_some_length() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id;
     let change = async |body: Value| {
-        let request = house.http.patch(house.url(&format!("/api/v1/jobs/{id}"))).json(&body);
-        house.send(request).await.0
+        let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
+        server.send(request).await.0
     };
     let tags = |count: usize| (0..count).map(|i| format!("tag {i}")).collect::<Vec<_>>();
     for (allowed, refused) in [
@@ -183,7 +183,7 @@ async fn notes_and_tags_are_of_some_length() {
     ] {
         assert_eq!((change(allowed).await, change(refused).await), (200, 422));
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 /// The code and reason of the close frame that a socket gets.
@@ -201,8 +201,8 @@ async fn closed_with(
 
 #[tokio::test]
 async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
-    let house = House::new().await;
-    let url = format!("ws://{}/api/v1/agent/socket", house.address);
+    let server = TestServer::new().await;
+    let url = format!("ws://{}/api/v1/agent/socket", server.address);
     // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
     let mut deep = b"\x82\xa1x".to_vec();
     deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
@@ -233,14 +233,14 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
         let (found, reason) = closed_with(&mut socket).await;
         assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
     }
-    assert_eq!(house.text("/healthz").await.0, 200);
-    house.stop().await;
+    assert_eq!(server.text("/healthz").await.0, 200);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_reader_of_a_stream_may_send_little_and_is_told() {
-    let house = House::new().await;
-    let mut stream = Stream::open(format!("ws://{}/api/v1/stream", house.address)).await;
+    let server = TestServer::new().await;
+    let mut stream = Stream::open(format!("ws://{}/api/v1/stream", server.address)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");
     stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
     stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
@@ -250,7 +250,7 @@ async fn a_reader_of_a_stream_may_send_little_and_is_told() {
     }
     stream.0.send(Message::text("x".repeat(4097))).await.unwrap();
     assert_eq!(closed_with(&mut stream.0).await.0, 1009);
-    house.stop().await;
+    server.stop().await;
 }
 
 fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
@@ -266,7 +266,7 @@ async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
 #[tokio::test]
 async fn connections_that_say_nothing_end_in_time() {
     let patience = Duration::from_millis(400);
-    let house = House::with(|c| c.head_patience = patience).await;
+    let server = TestServer::with(|c| c.head_patience = patience).await;
     let began = Instant::now();
     let mut sockets = Vec::new();
     for said in [
@@ -274,7 +274,7 @@ async fn connections_that_say_nothing_end_in_time() {
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ] {
-        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
         socket.write_all(said.as_bytes()).await.unwrap();
         sockets.push(tokio::spawn(ends_within(socket, DEADLINE)));
     }
@@ -282,12 +282,12 @@ async fn connections_that_say_nothing_end_in_time() {
         assert!(socket.await.unwrap(), "it is not kept for ever");
     }
     assert!(began.elapsed() >= patience, "nor ended before its time");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn idle_connections_make_room_for_others() {
-    let house = House::with(|c| {
+    let server = TestServer::with(|c| {
         c.connections = Some(8);
         c.head_patience = Duration::from_secs(600);
     })
@@ -295,7 +295,7 @@ async fn idle_connections_make_room_for_others() {
     // As many as there may be stay.
     let mut idle = Vec::new();
     for i in 0..8 {
-        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
         if i % 2 == 0 {
             socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: loc").await.unwrap();
         }
@@ -307,19 +307,19 @@ async fn idle_connections_make_room_for_others() {
     // One more, and the oldest goes.
     for _ in 0..3 {
         let fresh = reqwest::Client::new();
-        let answer = timeout(DEADLINE, fresh.get(house.url("/healthz")).send()).await.expect("at once");
+        let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
         assert_eq!(answer.unwrap().status().as_u16(), 200);
     }
     assert!(ends_within(first, DEADLINE).await);
     // Ten times as many, and there still is an answer.
     for _ in 0..80 {
-        idle.push(TcpStream::connect(house.address).await.unwrap());
+        idle.push(TcpStream::connect(server.address).await.unwrap());
     }
     let fresh = reqwest::Client::new();
-    let answer = timeout(DEADLINE, fresh.get(house.url("/healthz")).send()).await.expect("at once");
+    let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
     assert_eq!(answer.unwrap().status().as_u16(), 200);
     drop(idle);
-    house.stop().await;
+    server.stop().await;
 }
 
 /// Everything an agent is told, parts put together.
@@ -339,14 +339,14 @@ async fn told(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
 
 #[tokio::test]
 async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let (_, checkpoint) = with_checkpoint(&house, &mut agent).await;
-    let url = house.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let url = server.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
     const LIMIT: usize = 24 << 20;
     let post = |bytes: usize| {
-        let body = house.http.post(&url).header("content-type", "application/octet-stream");
-        house.send(body.body(vec![7_u8; bytes]))
+        let body = server.http.post(&url).header("content-type", "application/octet-stream");
+        server.send(body.body(vec![7_u8; bytes]))
     };
     let form = |sizes: &[usize]| {
         let mut body = Vec::new();
@@ -358,13 +358,13 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
             body.extend(b"\r\n");
         }
         body.extend(b"--B--\r\n");
-        let request = house.http.post(&url).header("content-type", "multipart/form-data; boundary=B");
-        house.send(request.body(body))
+        let request = server.http.post(&url).header("content-type", "multipart/form-data; boundary=B");
+        server.send(request.body(body))
     };
     let mut unfinished = Unfinished::default();
     for count in [1, 3] {
         let answering = async {
-            let ToAgent::Ask { request, question: Question::Predict { pictures, .. } } =
+            let ToAgent::Request { id, request: AgentRequest::Predict { pictures, .. } } =
                 told(&mut agent, &mut unfinished).await
             else {
                 panic!("another question")
@@ -376,7 +376,7 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
                 .into_iter()
                 .map(|p| Prediction { name: p.name, classes: Vec::new(), error: Some("is none".into()) })
                 .collect();
-            let answer = FromAgent::Answer { request, answer: Ok(Answer::Predictions { predictions }) };
+            let answer = FromAgent::Reply { id, reply: Ok(AgentReply::Predictions { predictions }) };
             agent.send(answer).await;
         };
         let asking = async {
@@ -394,24 +394,24 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
     // The connection lived through it all.
     agent.heartbeat(&[]).await;
     let again = json!({"name": "more", "path": "/more"});
-    let add = house.post("/datasets", &again);
+    let add = server.post("/datasets", &again);
     assert_eq!(tokio::join!(add, agent.answer(Ok(info()))).0.0, 201);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_body_that_stops_coming_is_answered_in_time() {
     let patience = Duration::from_millis(400);
-    let house = House::with(|c| c.body_patience = patience).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let (_, checkpoint) = with_checkpoint(&house, &mut agent).await;
+    let server = TestServer::with(|c| c.body_patience = patience).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
     for (path, kind) in [
         ("/api/v1/jobs".to_owned(), "application/json"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "multipart/form-data; boundary=B"),
     ] {
         let began = Instant::now();
-        let mut socket = TcpStream::connect(house.address).await.unwrap();
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
         let head = format!(
             "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n"
         );
@@ -428,15 +428,15 @@ async fn a_body_that_stops_coming_is_answered_in_time() {
         assert!(answer.contains("application/problem+json") && answer.contains("no byte of the body"));
         assert!(began.elapsed() >= patience * 5 / 2, "not before its time");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let (id, checkpoint) = with_checkpoint(&house, &mut agent).await;
-    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (id, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     let pipe = |name: &str| {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         let path = folder.join(name);
@@ -444,7 +444,7 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
         path
     };
     let refused = async |path: String, words: &str| {
-        let (status, body) = house.get(&path).await;
+        let (status, body) = server.get(&path).await;
         assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{path} {status} {body}");
     };
     let of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
@@ -463,10 +463,10 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
         refused(of(&format!("/{name}")), "is no regular file").await;
     }
     refused(format!("/jobs/{id}/evaluation"), "model.safetensors is no regular file").await;
-    let predict = house.http.post(house.url(&format!("/api/v1{}", of("/predict")))).body("a picture");
-    assert_eq!(house.send(predict).await.0, 422);
+    let predict = server.http.post(server.url(&format!("/api/v1{}", of("/predict")))).body("a picture");
+    assert_eq!(server.send(predict).await.0, 422);
     // What it was trained on stands in that file: a fork is refused, and waits for nobody.
-    let (status, body) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+    let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert!(status == 503 && body["detail"].as_str().unwrap().contains("no regular file"), "{body}");
     // So is one whose files are not those of its manifest, and nothing of it is kept.
     for name in ["state.json", "model.safetensors"] {
@@ -475,7 +475,7 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
     let sum = "486ea46224d1bb4fb680f34f7c9ad96a8f24ec88be73ea8e5a6c65260e9cb8a7";
     let files = json!({ "state.json": { "size_bytes": 5, "sha256": sum } });
     std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
-    let jobs = || std::fs::read_dir(house.dir.path().join("jobs")).unwrap().count();
+    let jobs = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
     let before = jobs();
     for (content, words) in [
         (None, "state.json is missing"),
@@ -485,11 +485,11 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
         if let Some(content) = content {
             std::fs::write(folder.join("state.json"), content).unwrap();
         }
-        let (status, body) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+        let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
         assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{status} {body}");
     }
     assert_eq!(jobs(), before);
     std::fs::write(folder.join("state.json"), "world").unwrap();
-    assert_eq!(house.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 202);
-    house.stop().await;
+    assert_eq!(server.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 202);
+    server.stop().await;
 }

@@ -3,8 +3,9 @@
 #![allow(unreachable_pub)] // Everything here is for the tests of this one binary.
 
 mod agent;
-mod house;
+mod agent_requests;
 mod postgres;
+mod test_server;
 
 mod databases;
 mod datasets;
@@ -17,7 +18,6 @@ mod life;
 mod limits;
 mod metrics;
 mod quarantine;
-mod questions;
 mod reasons;
 mod refusals;
 mod safety;

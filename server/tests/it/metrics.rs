@@ -1,9 +1,9 @@
-//! Charts of long runs: what the pyramid tells is what the points are, at every zoom, sealed or not.
+//! Charts of long runs: what rollups say is what the points are, at every zoom, compacted or not.
 
 use crate::{
     agent::{Agent, running},
-    house::{DEADLINE, House},
     postgres,
+    test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -69,9 +69,9 @@ fn check(answer: &Value, from: u64, to: u64, most: usize) {
 
 #[tokio::test]
 async fn a_long_run_is_told_truly_at_every_zoom() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let mut told = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
     let mut other = 0;
@@ -84,7 +84,7 @@ async fn a_long_run_is_told_truly_at_every_zoom() {
         }
     }
     let get = async |query: &str| {
-        let (status, answer) = house.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
+        let (status, answer) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
         assert_eq!(status, 200, "{answer}");
         answer
     };
@@ -108,35 +108,35 @@ async fn a_long_run_is_told_truly_at_every_zoom() {
     assert_eq!(near["series"][0]["steps"].as_array().unwrap().len(), 151);
     assert_eq!(near["series"][0]["min"], near["series"][0]["max"]);
     // A few points far apart are exact however far apart they are.
-    let (_, sparse) = house.get(&format!("/jobs/{id}/metrics?name=val_loss&points=50")).await;
+    let (_, sparse) = server.get(&format!("/jobs/{id}/metrics?name=val_loss&points=50")).await;
     assert_eq!(sparse["exact"], true);
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
     // The database itself says how far events have become chunks.
     let start = Instant::now();
     let (first, last) = loop {
-        let (sealed, extent) = house.sealed(&id).await;
+        let (watermark, extent) = server.watermark(&id).await;
         // Two events a row.
-        if sealed > 50 {
+        if watermark > 50 {
             break extent;
         }
-        assert!(start.elapsed() < DEADLINE, "events become chunks: {sealed}");
+        assert!(start.elapsed() < DEADLINE, "events become chunks: {watermark}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     assert!(first == 1 && last >= 12_000, "{first} to {last}");
     agent.end(&attempt, Ending::Succeeded { step: STEPS }).await;
-    let dir = house.stop().await;
-    let house = House::open(dir, |_| {}).await;
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |_| {}).await;
     for ((query, ..), before) in asked.iter().zip(before) {
-        let (_, answer) = house.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
+        let (_, answer) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
         assert_eq!(answer["series"], before, "{query}");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 /// The lines of a job's CSV file, sorted: name by name or event by event, they are the same.
-async fn csv(house: &House, id: &str) -> Vec<String> {
-    let (status, text) = house.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+async fn csv(server: &TestServer, id: &str) -> Vec<String> {
+    let (status, text) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(status, 200);
     let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
     lines.sort_unstable();
@@ -151,9 +151,9 @@ async fn points_leave_the_events(database: Option<String>) {
             config.database = database.or(config.database.take());
         }
     };
-    let house = House::with(open(Duration::from_secs(3600))).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::with(open(Duration::from_secs(3600))).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
@@ -161,42 +161,42 @@ async fn points_leave_the_events(database: Option<String>) {
         let all = (1..=300).map(|step| points(rank, step, step)).collect();
         agent.report(&attempt, Source::Rank(rank), first, all).await;
     }
-    let seq = house.job(&id).await.last_seq;
+    let seq = server.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
-    assert_eq!(house.number(&rows).await, 2, "a row a report");
-    let told = async |house: &House| {
+    assert_eq!(server.number(&rows).await, 2, "a row a report");
+    let told = async |server: &TestServer| {
         let mut told = Vec::new();
         for query in ["", "?name=loss&points=20", "?name=accuracy", "?ranks=1&from=10&to=50"] {
-            let (status, mut answer) = house.get(&format!("/jobs/{id}/metrics{query}")).await;
+            let (status, mut answer) = server.get(&format!("/jobs/{id}/metrics{query}")).await;
             assert_eq!(status, 200);
             answer["as_of_seq"].take();
             told.push(answer);
         }
         told
     };
-    let (before, lines) = (told(&house).await, csv(&house, &id).await);
+    let (before, lines) = (told(&server).await, csv(&server, &id).await);
     assert_eq!(lines.len(), 1 + 2 * 300);
-    let events = house.stored(&id).await;
+    let events = server.stored(&id).await;
     assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 2);
-    let dir = house.stop().await;
+    let dir = server.stop().await;
 
-    let house = House::open(dir, open(Duration::from_millis(200))).await;
+    let server = TestServer::open(dir, open(Duration::from_millis(200))).await;
     let start = Instant::now();
-    while house.number(&rows).await > 0 {
+    while server.number(&rows).await > 0 {
         assert!(start.elapsed() < DEADLINE, "points leave the events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(told(&house).await, before);
-    assert_eq!(csv(&house, &id).await, lines);
+    assert_eq!(told(&server).await, before);
+    assert_eq!(csv(&server, &id).await, lines);
     // Its stream begins after them, wherever it is asked to, and its logs and the rest stay.
     for since in [0, 3, seq] {
-        let frames = house.stream(&id, since).await.until(|f| f["type"] == "live").await;
+        let frames = server.stream(&id, since).await.until(|f| f["type"] == "live").await;
         assert_eq!((&frames[0]["first_seq"], &frames[0]["last_seq"]), (&json!(seq + 1), &json!(seq + 1)));
         assert_eq!(frames[1], *events.last().unwrap(), "since {since}");
         assert_eq!(frames.len(), 3);
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    house::House,
+    test_server::TestServer,
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
@@ -11,53 +11,53 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-async fn set(house: &House, table: &str, column: &str, value: &str, condition: &str) {
+async fn set(server: &TestServer, table: &str, column: &str, value: &str, condition: &str) {
     let value = value.replace('\'', "''");
-    let rows = house.execute(&format!("UPDATE {table} SET {column} = '{value}' WHERE {condition}")).await;
+    let rows = server.execute(&format!("UPDATE {table} SET {column} = '{value}' WHERE {condition}")).await;
     assert!(rows > 0, "{table}.{column}");
 }
 
 #[tokio::test]
 async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     // One that runs, so that the others wait.
-    let runs = house.submit(|_| {}).await.id.to_string();
+    let runs = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
-    let newer = house.submit(|s| s["priority"] = json!(9)).await;
-    let broken = house.submit(|s| s["priority"] = json!(8)).await;
-    let archived = house.submit(|s| s["priority"] = json!(7)).await;
-    let sound = house.submit(|_| {}).await.id.to_string();
+    let newer = server.submit(|s| s["priority"] = json!(9)).await;
+    let broken = server.submit(|s| s["priority"] = json!(8)).await;
+    let archived = server.submit(|s| s["priority"] = json!(7)).await;
+    let sound = server.submit(|_| {}).await.id.to_string();
     let of = |id: &dyn std::fmt::Display| format!("id = '{id}'");
 
     let mut spec = serde_json::to_value(&newer.spec).unwrap();
     spec["train"]["optimizer"] = json!("of another age");
     spec["train"]["lr"] = json!(0.25);
     spec["moon"] = json!({"phase": 3});
-    set(&house, "jobs", "spec", &spec.to_string(), &of(&newer.id)).await;
-    set(&house, "jobs", "spec", "no JSON at all", &of(&broken.id)).await;
-    set(&house, "jobs", "state", "archived", &of(&archived.id)).await;
+    set(&server, "jobs", "spec", &spec.to_string(), &of(&newer.id)).await;
+    set(&server, "jobs", "spec", "no JSON at all", &of(&broken.id)).await;
+    set(&server, "jobs", "state", "archived", &of(&archived.id)).await;
     // The one that runs has a specification of a newer version, too, and more that cannot be read.
-    set(&house, "jobs", "spec", &spec.to_string(), &of(&runs)).await;
+    set(&server, "jobs", "spec", &spec.to_string(), &of(&runs)).await;
     for column in ["progress", "agents", "last", "best", "cause"] {
-        set(&house, "jobs", column, "{\"torn\": ", &of(&runs)).await;
+        set(&server, "jobs", column, "{\"torn\": ", &of(&runs)).await;
     }
 
     // The list tells all of them, with what can be read.
-    let (status, list) = house.get("/jobs").await;
+    let (status, list) = server.get("/jobs").await;
     assert_eq!(status, 200, "{list}");
     assert_eq!(list["jobs"].as_array().unwrap().len(), 5);
-    let (_, told) = house.get(&format!("/jobs/{}", newer.id)).await;
+    let (_, told) = server.get(&format!("/jobs/{}", newer.id)).await;
     let flaw = told["unreadable"].as_str().unwrap();
     assert!(flaw.contains("/train/optimizer") && flaw.contains("moon"), "{flaw}");
     assert_eq!(told["spec"]["train"]["lr"], 0.25);
-    let (_, told) = house.get(&format!("/jobs/{}", archived.id)).await;
+    let (_, told) = server.get(&format!("/jobs/{}", archived.id)).await;
     assert!(told["unreadable"].as_str().unwrap().contains("archived"), "{told}");
-    let (status, told) = house.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
+    let (status, told) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
     assert!(status == 409 && told["detail"].as_str().unwrap().contains("archived"), "{told}");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
-        assert_eq!(house.text(path).await.0, 200, "{path}");
+        assert_eq!(server.text(path).await.0, 200, "{path}");
     }
 
     // The page of each says what cannot be read and what to do.
@@ -67,7 +67,7 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
         (archived.id.as_str(), "its state &#34;archived&#34;"),
         (&runs, "/train/optimizer"),
     ] {
-        let (_, page) = house.text(&format!("/jobs/{id}")).await;
+        let (_, page) = server.text(&format!("/jobs/{id}")).await;
         let (_, verdict) = page.split_once("id=\"verdict\"").unwrap();
         let (verdict, _) = verdict.split_once("</section>").unwrap();
         assert!(!verdict.split_once('>').unwrap().0.contains("hidden"), "{verdict}");
@@ -82,10 +82,10 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
     // What the running one reports is stored, and it ends.
     agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(house.job(&runs).await.state, JobState::Succeeded);
+    assert_eq!(server.job(&runs).await.state, JobState::Succeeded);
     // An attempt whose state has no word here is told of all the same.
-    set(&house, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
-    let (status, told) = house.get(&format!("/jobs/{runs}/attempts")).await;
+    set(&server, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
+    let (status, told) = server.get(&format!("/jobs/{runs}/attempts")).await;
     assert_eq!((status, &told["attempts"][0]["state"]), (200, &json!("unknown")), "{told}");
     assert_eq!(told["attempts"][0]["step"], 100, "{told}");
 
@@ -93,50 +93,50 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
     let next = agent.started().await.attempt;
     assert_eq!(next.job.to_string(), sound);
     for id in [&newer.id, &broken.id] {
-        let mut stream = house.stream(id.as_str(), 0).await;
+        let mut stream = server.stream(id.as_str(), 0).await;
         stream.until(|f| f["cause"]["code"] == "unreadable_spec").await;
-        let job = house.job(id.as_str()).await;
+        let job = server.job(id.as_str()).await;
         assert_eq!(job.state, JobState::Queued);
         assert!(job.reason.unwrap().contains("another version of lockstep"));
     }
     // A change of priority leaves what is stored as it is.
-    let patch = house.http.patch(house.url(&format!("/api/v1/jobs/{}", newer.id)));
-    assert_eq!(house.send(patch.json(&json!({"priority": 3}))).await.0, 200);
+    let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{}", newer.id)));
+    assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
-    assert_eq!(house.number(kept).await, 1);
+    assert_eq!(server.number(kept).await, 1);
     // Nothing is overwritten by being looked at.
-    assert_eq!(house.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
-    let (status, told) = house.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
+    assert_eq!(server.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
+    let (status, told) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
     assert_eq!(status, 409, "{told}");
 
     // After a restart the same; the version that can read them starts them.
     agent.vanish();
-    let house = House::open(house.stop().await, |_| {}).await;
-    assert_eq!(house.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
     let spec = serde_json::to_string(&newer.spec).unwrap();
-    set(&house, "jobs", "spec", &spec, &of(&newer.id)).await;
-    assert_eq!(house.get(&format!("/jobs/{}", newer.id)).await.1.get("unreadable"), None);
-    assert_eq!(house.post(&format!("/jobs/{}/cancel", broken.id), &Value::Null).await.0, 202);
+    set(&server, "jobs", "spec", &spec, &of(&newer.id)).await;
+    assert_eq!(server.get(&format!("/jobs/{}", newer.id)).await.1.get("unreadable"), None);
+    assert_eq!(server.post(&format!("/jobs/{}/cancel", broken.id), &Value::Null).await.0, 202);
     for id in [&broken.id, &archived.id] {
-        assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
+        assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_job_that_was_stored_with_old_names_of_keys_is_shown_with_new_ones_and_starts() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    house.submit(|_| {}).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    server.submit(|_| {}).await;
     let attempt = agent.started().await.attempt;
-    let waits = house.submit(|_| {}).await;
+    let waits = server.submit(|_| {}).await;
     let mut spec = serde_json::to_value(&waits.spec).unwrap();
     spec["train"].as_object_mut().unwrap().remove("mixup");
     spec["train"]["mixup_alpha"] = json!(0.5);
     spec["recipe"] = json!("cifar");
     spec["data"]["image_size"] = json!([{"epoch": 1, "size": 24}, {"epoch": 2, "size": 32}]);
-    set(&house, "jobs", "spec", &spec.to_string(), &format!("id = '{}'", waits.id)).await;
-    let (_, told) = house.get(&format!("/jobs/{}", waits.id)).await;
+    set(&server, "jobs", "spec", &spec.to_string(), &format!("id = '{}'", waits.id)).await;
+    let (_, told) = server.get(&format!("/jobs/{}", waits.id)).await;
     assert_eq!(told.get("unreadable"), None, "{told}");
     let shown = &told["spec"];
     assert_eq!(
@@ -147,16 +147,16 @@ async fn a_job_that_was_stored_with_old_names_of_keys_is_shown_with_new_ones_and
     let next = agent.started().await;
     assert_eq!((next.attempt.job.as_str(), next.spec.train.mixup), (waits.id.as_str(), 0.5));
     // But nobody submits it.
-    let (status, told) = house.post("/jobs", &spec).await;
+    let (status, told) = server.post("/jobs", &spec).await;
     assert_eq!((status, told["errors"].as_array().unwrap().len()), (422, 3), "{told}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_else_cannot_be_read_is_passed_over() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent
         .report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), line(0, 1, "one")])
@@ -166,45 +166,45 @@ async fn what_else_cannot_be_read_is_passed_over() {
     let copy = |table: &str, columns: &str, values: &str| {
         format!("INSERT INTO {table} ({columns}) SELECT {values} FROM {table}")
     };
-    house.execute(&copy("datasets", "name, path, info, added_at", "'torn', path, '{', added_at")).await;
-    house
+    server.execute(&copy("datasets", "name, path, info, added_at", "'torn', path, '{', added_at")).await;
+    server
         .execute(&copy(
             "agents",
             "id, name, machine, slots, last_seen_at",
             "'x', 'torn', '{', slots, last_seen_at",
         ))
         .await;
-    house.execute(&format!("INSERT INTO annotations (job_id, note, tags) VALUES ('{id}', 'n', '{{')")).await;
-    let bytes = if house.database.starts_with("postgres") { "BYTEA" } else { "BLOB" };
+    server.execute(&format!("INSERT INTO annotations (job_id, note, tags) VALUES ('{id}', 'n', '{{')")).await;
+    let bytes = if server.database.starts_with("postgres") { "BYTEA" } else { "BLOB" };
     for (kind, column, damage) in
         [("metrics", "points", format!("CAST('{{' AS {bytes})")), ("log", "body", "'{'".into())]
     {
         let first = format!("kind = '{kind}' AND seq = (SELECT min(seq) FROM events WHERE kind = '{kind}')");
-        assert_eq!(house.execute(&format!("UPDATE events SET {column} = {damage} WHERE {first}")).await, 1);
+        assert_eq!(server.execute(&format!("UPDATE events SET {column} = {damage} WHERE {first}")).await, 1);
     }
     for path in ["/datasets", "/agents", "/annotations", "/jobs"] {
-        let (status, told) = house.get(path).await;
+        let (status, told) = server.get(path).await;
         assert_eq!(status, 200, "{path}: {told}");
     }
-    assert_eq!(house.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
-    let (status, told) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!(server.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
+    let (status, told) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
     assert_eq!((status, &told["series"][0]["steps"]), (200, &json!([4, 5, 6])), "{told}");
-    let (status, told) = house.get(&format!("/jobs/{id}/logs")).await;
+    let (status, told) = server.get(&format!("/jobs/{id}/logs")).await;
     assert_eq!((status, &told["lines"][0]["text"]), (200, &json!("two")), "{told}");
     // Jobs are still submitted, and end.
-    house.submit(|_| {}).await;
+    server.submit(|_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     agent.started().await;
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_record_that_the_database_refuses_holds_nobody_up() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let mut attempts = Vec::new();
     for _ in 0..2 {
-        house.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
+        server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
         attempts.push(agent.started().await.attempt);
     }
     // Two checkpoints of steps that no database tells apart, as 64 bits with a sign do not hold them.
@@ -241,32 +241,32 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
     assert_eq!((acknowledged[0].2, acknowledged[1].2), (2, 5), "all of it is acknowledged");
     // What came before and after the one that was refused is there, and was numbered without a gap.
     let id = attempts[0].job.to_string();
-    let (_, told) = house.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    let (_, told) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
     assert_eq!(told["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
-    let (_, told) = house.get(&format!("/jobs/{id}/checkpoints")).await;
+    let (_, told) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(told["checkpoints"].as_array().unwrap().len(), 1);
-    let numbers: Vec<_> = house.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    let numbers: Vec<_> = server.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     for attempt in &attempts {
         agent.end(attempt, Ending::Succeeded { step: 100 }).await;
-        assert_eq!(house.job(attempt.job.as_str()).await.state, JobState::Succeeded);
+        assert_eq!(server.job(attempt.job.as_str()).await.state, JobState::Succeeded);
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn an_evaluation_that_is_no_number_is_no_result_and_all_else_is_read_back() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
     let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
     agent.report(&attempt, Source::Rank(0), 0, records).await;
-    let frames = house.stored(&id).await;
+    let frames = server.stored(&id).await;
     assert!(!frames.iter().any(|f| f["type"] == "evaluation"), "{frames:?}");
     for frame in frames {
         serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));
     }
-    house.stop().await;
+    server.stop().await;
 }

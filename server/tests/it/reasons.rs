@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, losses, running},
-    house::{House, spec},
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, OLDEST_PROTOCOL_VERSION, Source},
@@ -17,8 +17,8 @@ fn killed(rank: u32, step: u64) -> Ending {
 }
 
 /// The files of checkpoint 1-50, as far as a fork looks at them.
-fn checkpoint_folder(house: &House, id: &str) {
-    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
+fn checkpoint_folder(server: &TestServer, id: &str) {
+    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
 }
@@ -36,24 +36,24 @@ fn checkpoint(step: u64) -> AttemptEvent {
 
 #[tokio::test]
 async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempts = format!("/jobs/{id}/attempts");
 
     let first = agent.started().await.attempt;
     let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
     agent.report(&first, Source::Rank(0), 0, records).await;
-    let (_, told) = house.get(&attempts).await;
+    let (_, told) = server.get(&attempts).await;
     assert_eq!(
         (&told["attempts"][0]["state"], &told["attempts"][0]["ended_at"]),
         (&json!("running"), &Value::Null)
     );
     agent.end(&first, killed(1, 41)).await;
     let second = agent.started().await.attempt;
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!((job.reason, job.cause), (None, None), "the job itself has moved on");
-    let restarting = house.stored(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
+    let restarting = server.stored(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(
         restarting["reason"],
         "rank 1 was killed by signal 9 at step 41; attempt 2 starts from step 40"
@@ -64,20 +64,20 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     );
     // A pause, a cancellation and an end as it should be.
     agent.report(&second, Source::Rank(0), 0, vec![running(100, 40)]).await;
-    assert_eq!(house.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
     agent.next().await;
     agent.end(&second, Ending::Stopped).await;
-    assert_eq!(house.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
     let third = agent.started().await.attempt;
-    assert_eq!(house.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
     agent.next().await;
     agent.end(&third, Ending::Stopped).await;
-    assert_eq!(house.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
     let fourth = agent.started().await.attempt;
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
 
-    let (_, told) = house.get(&attempts).await;
+    let (_, told) = server.get(&attempts).await;
     let from = json!(format!("{id}-1-40"));
     let expected = [
         ("failed", json!("rank_killed"), Value::Null, json!(41)),
@@ -100,59 +100,59 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     let why = &told["attempts"][0]["reason"];
     assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
     assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
-    let (_, page) = house.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.text(&format!("/jobs/{id}")).await;
     assert!(page.contains("data-code=\"rank_killed\"") && page.contains("rank 1 was killed by signal 9"));
 
     // Also after the server has started again.
-    let house = House::open(house.stop().await, |_| {}).await;
-    assert_eq!(house.get(&attempts).await.1, told);
-    assert_eq!(house.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.get(&attempts).await.1, told);
+    assert_eq!(server.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
     // Nobody is there to begin one.
-    let waiting = house.submit(|_| {}).await.id;
-    assert_eq!(house.get(&format!("/jobs/{waiting}/attempts")).await, (200, json!({"attempts": []})));
-    house.stop().await;
+    let waiting = server.submit(|_| {}).await.id;
+    assert_eq!(server.get(&format!("/jobs/{waiting}/attempts")).await, (200, json!({"attempts": []})));
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_change_of_format_is_told_while_the_job_runs_on() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
     let words = "float16 could not hold the gradients of 5 steps in a row: goes on in bfloat16 after step 41";
-    let job = house.job(&id).await;
+    let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
-    let told = house.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
+    let told = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
     assert_eq!((&told["state"], &told["cause"]["code"]), (&json!("running"), &json!("precision_fallback")));
-    let (_, page) = house.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.text(&format!("/jobs/{id}")).await;
     assert!(page.contains(words));
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(house.job(&id).await.reason, None, "a job that has succeeded has no reason");
-    house.stop().await;
+    assert_eq!(server.job(&id).await.reason, None, "a job that has succeeded has no reason");
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
-    let house = House::new().await;
-    Agent::with_pictures(&house, 1).await.vanish();
+    let server = TestServer::new().await;
+    Agent::with_pictures(&server, 1).await.vanish();
     // One that could not read the jobs that it is given.
     let mut earlier = hello("b", 2, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
         *protocol = OLDEST_PROTOCOL_VERSION - 1;
     }
-    let told = Agent::greet(&house, earlier).await.err().unwrap();
+    let told = Agent::greet(&server, earlier).await.err().unwrap();
     assert!(told.contains("run the same version of lockstep on both"), "{told}");
-    let mut agent = Agent::greet(&house, hello("b", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     for reason in [
         // Words alone.
         json!("rank 0 was killed by signal 9 at step 3"),
         // A code and facts of a version to come.
         json!({"code": "eclipse", "moons": 2, "words": "too dark", "next": {"does": "wait", "nights": 1}}),
     ] {
-        let id = house.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+        let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
         let attempt = agent.started().await.attempt;
         let event = json!({"type": "ended", "how": "failed", "reason": reason, "retriable": true});
         let unknown = json!({"type": "weather", "wind": 7});
@@ -160,11 +160,11 @@ async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
             .send(json!({"type": "report", "attempt": attempt, "source": "agent", "first": 0, "events": [unknown, event]}))
             .await;
         agent.next().await;
-        let job = house.job(&id).await;
+        let job = server.job(&id).await;
         let words = reason.as_str().unwrap_or("too dark");
         let whole = format!("{words}; no restart is allowed (recovery.max_restarts = 0)");
         assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some(whole.as_str())));
-        let (_, told) = house.get(&format!("/jobs/{id}/attempts")).await;
+        let (_, told) = server.get(&format!("/jobs/{id}/attempts")).await;
         let code = reason["code"].as_str().unwrap_or("unspecified");
         assert_eq!(told["attempts"][0]["reason"]["code"], code, "{told}");
         assert_eq!(told["attempts"][0]["reason"]["words"], words, "{told}");
@@ -173,52 +173,52 @@ async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
     if let FromAgent::Hello { protocol, .. } = &mut later {
         *protocol += 1;
     }
-    let told = Agent::greet(&house, later).await.err().unwrap();
+    let told = Agent::greet(&server, later).await.err().unwrap();
     assert!(told.contains("run the same version of lockstep on both"), "{told}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_fork_tells_its_parent_also_when_that_is_gone() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    checkpoint_folder(&house, &id);
-    let (status, fork) = house.post(&format!("/jobs/{id}/fork"), &json!({})).await;
+    checkpoint_folder(&server, &id);
+    let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert_eq!(status, 202, "{fork}");
     let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
     assert_eq!(fork["parent"], parent);
     assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
     let forked = fork["id"].as_str().unwrap();
     agent.started().await;
-    assert_eq!(house.delete(&format!("/jobs/{id}")).await.0, 204);
-    assert_eq!(house.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
-    let (_, told) = house.get(&format!("/jobs/{forked}/attempts")).await;
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(server.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
+    let (_, told) = server.get(&format!("/jobs/{forked}/attempts")).await;
     assert_eq!(told["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
-    let (_, page) = house.text(&format!("/jobs/{forked}")).await;
+    let (_, page) = server.text(&format!("/jobs/{forked}")).await;
     assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to it");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_key_belongs_to_the_path_that_it_came_with() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let mut checkpoints = Vec::new();
     for _ in 0..2 {
-        let id = house.submit(|_| {}).await.id.to_string();
+        let id = server.submit(|_| {}).await.id.to_string();
         let attempt = agent.started().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
         agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-        checkpoint_folder(&house, &id);
+        checkpoint_folder(&server, &id);
         checkpoints.push(id);
     }
     let fork = |id: &str| {
-        let url = house.url(&format!("/api/v1/jobs/{id}/fork"));
-        house.send(house.http.post(url).header("idempotency-key", "k").json(&json!({})))
+        let url = server.url(&format!("/api/v1/jobs/{id}/fork"));
+        server.send(server.http.post(url).header("idempotency-key", "k").json(&json!({})))
     };
     let (status, one) = fork(&checkpoints[0]).await;
     assert_eq!(status, 202, "{one}");
@@ -226,52 +226,53 @@ async fn a_key_belongs_to_the_path_that_it_came_with() {
     assert_eq!((status, &same["id"]), (200, &one["id"]));
     // The same body and key, of another job: not answered with the first one's fork.
     assert_eq!(fork(&checkpoints[1]).await.0, 409);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_list_holds_as_many_jobs_as_is_documented() {
-    let house = House::new().await;
-    Agent::with_pictures(&house, 2).await.vanish();
-    let one = house.submit(|_| {}).await;
+    let server = TestServer::new().await;
+    Agent::with_pictures(&server, 2).await.vanish();
+    let one = server.submit(|_| {}).await;
     // As many more as make 1,001: only their number matters.
     let stored = spec().to_string().replace('\'', "''");
-    house
+    server
         .execute(&format!(
             "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
              INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) \
              SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{stored}', 2, n FROM n"
         ))
         .await;
-    let (status, page) = house.get("/jobs?limit=1000").await;
+    let (status, page) = server.get("/jobs?limit=1000").await;
     assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
     assert_eq!(page["jobs"][0]["id"], one.id.as_str());
-    let (_, rest) = house.get(&format!("/jobs?limit=1000&cursor={}", page["next"].as_str().unwrap())).await;
+    let (_, rest) = server.get(&format!("/jobs?limit=1000&cursor={}", page["next"].as_str().unwrap())).await;
     assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next"]), (1, &Value::Null));
     for limit in ["0", "1001"] {
-        let (status, told) = house.get(&format!("/jobs?limit={limit}")).await;
+        let (status, told) = server.get(&format!("/jobs?limit={limit}")).await;
         assert_eq!(status, 400);
         assert!(told["detail"].as_str().unwrap().contains("1 to 1000"), "{told}");
     }
-    let (_, document) = house.get("/openapi.json").await;
+    let (_, document) = server.get("/openapi.json").await;
     let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
     let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();
     assert_eq!((&limit["schema"]["minimum"], &limit["schema"]["maximum"]), (&json!(1), &json!(1000)));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_body_that_is_too_large_is_that_in_every_format() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     for kind in ["application/json", "application/toml"] {
         for (bytes, expected) in [(1 << 20, 422), ((1 << 20) + 1, 413)] {
             // Sound in both formats but for its size: an empty table, and a comment.
             let mut body = if kind.ends_with("json") { "{}".to_owned() } else { "#".to_owned() };
             body += &" ".repeat(bytes - body.len());
-            let request = house.http.post(house.url("/api/v1/jobs")).header("content-type", kind).body(body);
-            let (status, told) = house.send(request).await;
+            let request =
+                server.http.post(server.url("/api/v1/jobs")).header("content-type", kind).body(body);
+            let (status, told) = server.send(request).await;
             assert_eq!(status, expected, "{kind} {bytes}: {told}");
         }
     }
-    house.stop().await;
+    server.stop().await;
 }

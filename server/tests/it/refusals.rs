@@ -2,15 +2,15 @@
 
 use crate::{
     agent::{Agent, info},
-    house::{House, spec},
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
 
 #[tokio::test]
 async fn every_mistake_of_a_specification_is_named_with_its_place() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
     let cases: Vec<(&str, Value, &str)> = vec![
         ("/train", json!({"epoch": 3}), "epochs"),
         ("/train", json!({"lr": "fast"}), ""),
@@ -32,7 +32,7 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
         let mut document = spec();
         document[place.trim_start_matches('/')] = value.clone();
         for path in ["/jobs", "/jobs/validate"] {
-            let (status, body) = house.post(path, &document).await;
+            let (status, body) = server.post(path, &document).await;
             assert_eq!(status, 422, "{path} {value}: {body}");
             let errors = body["errors"].as_array().unwrap();
             assert!(errors.iter().any(|e| e["pointer"].as_str().unwrap().starts_with(place)), "{body}");
@@ -40,53 +40,54 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
         }
     }
     let both = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
-    let (_, body) = house.post("/jobs", &both).await;
+    let (_, body) = server.post("/jobs", &both).await;
     assert!(body["errors"].as_array().unwrap().len() >= 3, "all at once: {body}");
-    let (_, list) = house.get("/jobs").await;
+    let (_, list) = server.get("/jobs").await;
     assert_eq!(list["jobs"], json!([]), "nothing was made");
-    assert_eq!(std::fs::read_dir(house.dir.path().join("jobs")).unwrap().count(), 0, "no folder either");
+    assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 0, "no folder either");
 
-    let (status, plan) = house.post("/jobs/validate", &spec()).await;
+    let (status, plan) = server.post("/jobs/validate", &spec()).await;
     assert_eq!(status, 200, "{plan}");
     assert_eq!(
         (&plan["global_batch_size"], &plan["steps_per_epoch"], &plan["total_steps"]),
         (&json!(20), &json!(50), &json!(100))
     );
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_same_request_twice_is_one_job() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
     let send = |body: Value| {
-        let request = house.http.post(house.url("/api/v1/jobs")).header("idempotency-key", "k1").json(&body);
-        house.send(request)
+        let request =
+            server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k1").json(&body);
+        server.send(request)
     };
     let (first, second) = tokio::join!(send(spec()), send(spec()));
     let mut statuses = [first.0, second.0];
     statuses.sort_unstable();
     assert_eq!((statuses, &first.1["id"]), ([200, 201], &second.1["id"]));
-    assert_eq!(std::fs::read_dir(house.dir.path().join("jobs")).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 1);
     let mut other = spec();
     other["name"] = json!("another");
     assert_eq!(send(other).await.0, 409);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_is_no_request_is_a_problem_too() {
-    let house = House::new().await;
-    let jobs = house.url("/api/v1/jobs");
+    let server = TestServer::new().await;
+    let jobs = server.url("/api/v1/jobs");
     let json =
-        |body: &'static str| house.http.post(&jobs).header("content-type", "application/json").body(body);
-    assert_eq!(house.send(json("{")).await.0, 400);
-    assert_eq!(house.send(json("\u{0}")).await.0, 400);
-    assert_eq!(house.send(house.http.post(&jobs).body("name = 1")).await.0, 415);
-    assert_eq!(house.send(json("[]")).await.0, 422);
-    let large = house.http.post(&jobs).header("content-type", "application/json").body("x".repeat(2 << 20));
-    assert_eq!(house.send(large).await.0, 413);
-    assert_eq!(house.send(house.http.put(&jobs)).await.0, 405);
+        |body: &'static str| server.http.post(&jobs).header("content-type", "application/json").body(body);
+    assert_eq!(server.send(json("{")).await.0, 400);
+    assert_eq!(server.send(json("\u{0}")).await.0, 400);
+    assert_eq!(server.send(server.http.post(&jobs).body("name = 1")).await.0, 415);
+    assert_eq!(server.send(json("[]")).await.0, 422);
+    let large = server.http.post(&jobs).header("content-type", "application/json").body("x".repeat(2 << 20));
+    assert_eq!(server.send(large).await.0, 413);
+    assert_eq!(server.send(server.http.put(&jobs)).await.0, 405);
     for path in [
         "/nothing",
         "/jobs/j00000000000000000000000000",
@@ -98,23 +99,23 @@ async fn what_is_no_request_is_a_problem_too() {
         "/checkpoints/x/model.safetensors",
         "/datasets/x",
     ] {
-        let (status, body) = house.get(path).await;
+        let (status, body) = server.get(path).await;
         assert!(matches!(status, 404 | 426), "{path}: {status} {body}");
     }
     for path in ["/jobs?state=asleep", "/jobs?limit=many", "/jobs?cursor=x", "/jobs?cursor=1-x"] {
-        let (status, body) = house.get(path).await;
+        let (status, body) = server.get(path).await;
         assert_eq!(status, 400, "{path} {body}");
     }
-    let (status, body) = house.get("/jobs?state=asleep").await;
+    let (status, body) = server.get("/jobs?state=asleep").await;
     assert!(status == 400 && body["detail"].as_str().unwrap().contains("queued, starting"), "{body}");
-    assert_eq!(house.get("/stream").await.0, 426);
-    house.stop().await;
+    assert_eq!(server.get("/stream").await.0, 426);
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_dataset_is_looked_at_by_an_agent_before_it_is_registered() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     for (new, place) in [
         (json!({"name": "", "path": "/x"}), "/name"),
         (json!({"name": "../up", "path": "/x"}), "/name"),
@@ -122,48 +123,48 @@ async fn a_dataset_is_looked_at_by_an_agent_before_it_is_registered() {
         (json!({"name": "ok", "path": "relative"}), "/path"),
         (json!({"name": "ok", "path": format!("/{}", "x".repeat(5000))}), "/path"),
     ] {
-        let (status, body) = house.post("/datasets", &new).await;
+        let (status, body) = server.post("/datasets", &new).await;
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!(place)), "{body}");
     }
     let broken = json!({"name": "broken", "path": "/broken"});
     let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
-    let add = house.post("/datasets", &broken);
+    let add = server.post("/datasets", &broken);
     let ((status, body), ()) = tokio::join!(add, agent.answer(Err(why.into())));
     assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
 
-    assert_eq!(house.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
+    assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
     let more = json!({"name": "more", "path": "/more"});
-    let add = house.post("/datasets", &more);
+    let add = server.post("/datasets", &more);
     let ((status, _), ()) = tokio::join!(add, agent.answer(Ok(info())));
     assert_eq!(status, 201);
-    let id = house.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
+    let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
     agent.started().await;
-    let (status, body) = house.delete("/datasets/more").await;
+    let (status, body) = server.delete("/datasets/more").await;
     assert!(status == 409 && body["detail"].as_str().unwrap().contains(id.as_str()), "{body}");
-    assert_eq!(house.delete("/datasets/pictures").await.0, 204);
-    let (_, list) = house.get("/datasets").await;
+    assert_eq!(server.delete("/datasets/pictures").await.0, 204);
+    let (_, list) = server.get("/datasets").await;
     assert_eq!(list["datasets"].as_array().unwrap().len(), 1);
     // An agent that goes away while it is asked.
     let third = json!({"name": "third", "path": "/third"});
-    let add = house.post("/datasets", &third);
+    let add = server.post("/datasets", &third);
     let ((status, _), ()) = tokio::join!(add, async { agent.vanish() });
     assert_eq!(status, 503);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_list_is_narrowed_and_paged() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
     let mut ids = Vec::new();
     for i in 0..5 {
-        ids.push(house.submit(|s| s["name"] = json!(format!("Run {i}"))).await.id.to_string());
+        ids.push(server.submit(|s| s["name"] = json!(format!("Run {i}"))).await.id.to_string());
     }
     ids.reverse();
     let mut seen = Vec::new();
     let mut cursor = String::new();
     loop {
-        let (_, page) = house.get(&format!("/jobs?limit=2{cursor}")).await;
+        let (_, page) = server.get(&format!("/jobs?limit=2{cursor}")).await;
         seen.extend(page["jobs"].as_array().unwrap().iter().map(|j| j["id"].as_str().unwrap().to_owned()));
         match page["next"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
@@ -171,17 +172,17 @@ async fn the_list_is_narrowed_and_paged() {
         }
     }
     assert_eq!(seen, ids, "newest first, each once");
-    let (_, one) = house.get("/jobs?name=run%203").await;
+    let (_, one) = server.get("/jobs?name=run%203").await;
     assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
-    let (_, none) = house.get("/jobs?state=succeeded").await;
+    let (_, none) = server.get("/jobs?state=succeeded").await;
     assert_eq!(none["jobs"], json!([]));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_no_dataset_can_be_is_not_stored_though_an_agent_says_it() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     for (found, words) in [
         (DatasetInfo { classes: Vec::new(), ..info() }, "no classes"),
         (DatasetInfo { channels: 4, ..info() }, "4 channels"),
@@ -190,10 +191,10 @@ async fn what_no_dataset_can_be_is_not_stored_though_an_agent_says_it() {
         (DatasetInfo { std: vec![0.0], ..info() }, "standard deviation"),
     ] {
         let new = json!({"name": "odd", "path": "/some/odd"});
-        let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(found)));
+        let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(found)));
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
         assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
     }
-    assert_eq!(house.get("/datasets/odd").await.0, 404);
-    house.stop().await;
+    assert_eq!(server.get("/datasets/odd").await.0, 404);
+    server.stop().await;
 }

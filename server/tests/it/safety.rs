@@ -1,6 +1,6 @@
 //! What a page of somebody else's may not do, and that the document of the API is complete.
 
-use crate::{agent::Agent, house::House};
+use crate::{agent::Agent, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
 use tokio_tungstenite::{
@@ -10,20 +10,20 @@ use tokio_tungstenite::{
 
 #[tokio::test]
 async fn only_our_own_pages_change_anything_or_open_sockets() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 1).await;
-    let own = format!("http://{}", house.address);
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 1).await;
+    let own = format!("http://{}", server.address);
     let refused = ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
-    let url = house.url("/api/v1/jobs");
+    let url = server.url("/api/v1/jobs");
     for origin in refused {
-        let request = house.http.post(&url).header("origin", origin).json(&crate::house::spec());
-        assert_eq!(house.send(request).await.0, 403, "{origin}");
-        let request = house.http.delete(house.url("/api/v1/datasets/pictures")).header("origin", origin);
-        assert_eq!(house.send(request).await.0, 403, "{origin}");
+        let request = server.http.post(&url).header("origin", origin).json(&crate::test_server::spec());
+        assert_eq!(server.send(request).await.0, 403, "{origin}");
+        let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
+        assert_eq!(server.send(request).await.0, 403, "{origin}");
         for path in
             ["/api/v1/stream", "/api/v1/agent/socket", "/api/v1/jobs/j00000000000000000000000000/stream"]
         {
-            let mut request = format!("ws://{}{path}", house.address).into_client_request().unwrap();
+            let mut request = format!("ws://{}{path}", server.address).into_client_request().unwrap();
             request.headers_mut().insert("origin", origin.parse().unwrap());
             match connect_async(request).await {
                 Err(tungstenite::Error::Http(answer)) => {
@@ -33,39 +33,40 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
             }
         }
     }
-    let request = house.http.post(&url).header("sec-fetch-site", "cross-site").json(&crate::house::spec());
-    assert_eq!(house.send(request).await.0, 403, "a browser that hides its origin");
-    let mut spec = crate::house::spec();
+    let request =
+        server.http.post(&url).header("sec-fetch-site", "cross-site").json(&crate::test_server::spec());
+    assert_eq!(server.send(request).await.0, 403, "a browser that hides its origin");
+    let mut spec = crate::test_server::spec();
     spec["parallel"]["ranks"] = 1.into();
-    let request = house.http.post(&url).header("origin", &own).json(&spec);
-    assert_eq!(house.send(request).await.0, 201, "our own page");
-    let mut request = format!("ws://{}/api/v1/stream", house.address).into_client_request().unwrap();
+    let request = server.http.post(&url).header("origin", &own).json(&spec);
+    assert_eq!(server.send(request).await.0, 201, "our own page");
+    let mut request = format!("ws://{}/api/v1/stream", server.address).into_client_request().unwrap();
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn another_name_for_this_machine_is_not_answered() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     for host in ["evil.example", "evil.example:7070", "127.0.0.1.evil.example", "0.0.0.0"] {
         for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
-            let answer = house.http.get(house.url(path)).header("host", host).send().await.unwrap();
+            let answer = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
             assert_eq!(answer.status().as_u16(), 421, "{host} {path}");
         }
     }
     for host in ["localhost", "localhost:1", "[::1]:7070"] {
-        let answer = house.http.get(house.url("/healthz")).header("host", host).send().await.unwrap();
+        let answer = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
         assert_eq!(answer.status().as_u16(), 200, "{host}");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn every_answer_carries_the_headers() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     for path in ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"] {
-        let answer = house.http.get(house.url(path)).send().await.unwrap();
+        let answer = server.http.get(server.url(path)).send().await.unwrap();
         let headers = answer.headers();
         let csp = headers["content-security-policy"].to_str().unwrap();
         assert!(csp.contains("default-src 'none'") && csp.contains("frame-ancestors 'none'"), "{path}");
@@ -73,21 +74,21 @@ async fn every_answer_carries_the_headers() {
         assert_eq!(headers["x-content-type-options"], "nosniff", "{path}");
         assert_eq!(headers["referrer-policy"], "same-origin", "{path}");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_document_names_every_call_and_every_call_is_there() {
-    let house = House::new().await;
-    let (status, served) = house.get("/openapi.json").await;
+    let server = TestServer::new().await;
+    let (status, served) = server.get("/openapi.json").await;
     assert_eq!(status, 200);
     assert_eq!(served, serde_json::to_value(openapi()).unwrap());
     let mut named = BTreeSet::new();
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {
             named.insert(format!("{method} {path}"));
-            let url = house.url(&path.replace(['{', '}'], ""));
-            let request = house.http.request(method.to_uppercase().parse().unwrap(), url);
+            let url = server.url(&path.replace(['{', '}'], ""));
+            let request = server.http.request(method.to_uppercase().parse().unwrap(), url);
             let answer = request.send().await.unwrap();
             let status = answer.status().as_u16();
             let text = answer.text().await.unwrap();
@@ -139,7 +140,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
     .collect();
     assert_eq!(named, expected);
     for path in ["/healthz", "/readyz", "/metrics"] {
-        assert_eq!(house.text(path).await.0, 200);
+        assert_eq!(server.text(path).await.0, 200);
     }
-    house.stop().await;
+    server.stop().await;
 }

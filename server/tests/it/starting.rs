@@ -1,6 +1,6 @@
 //! A server that cannot start says what to change, with exit status 2, and touches nothing.
 
-use crate::house::{DEADLINE, House, config};
+use crate::test_server::{DEADLINE, TestServer, config};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use sqlx::{Connection, SqliteConnection};
 use std::{
@@ -33,18 +33,18 @@ async fn an_address_that_others_can_reach_is_refused() {
 
 #[tokio::test]
 async fn a_port_and_a_directory_belong_to_one_server() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     let dir = tempfile::tempdir().unwrap();
     let mut taken = config(&dir);
-    taken.listen = house.address;
+    taken.listen = server.address;
     let error = refused(taken).await.to_string();
     assert!(error.contains("is taken by another program") && error.contains("--listen"), "{error}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 
-    let error = refused(config(&house.dir)).await.to_string();
+    let error = refused(config(&server.dir)).await.to_string();
     assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
-    let dir = house.stop().await;
-    House::open(dir, |_| {}).await.stop().await;
+    let dir = server.stop().await;
+    TestServer::open(dir, |_| {}).await.stop().await;
 }
 
 #[tokio::test]
@@ -60,7 +60,7 @@ async fn a_directory_that_cannot_be_used_is_named() {
 
 #[tokio::test]
 async fn a_database_of_a_newer_version_is_left_alone() {
-    let dir = House::with(|c| c.database = None).await.stop().await;
+    let dir = TestServer::with(|c| c.database = None).await.stop().await;
     let path = dir.path().join("lockstep.db");
     let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
     sqlx::query("INSERT INTO _sqlx_migrations SELECT 99999, description, installed_on, success, checksum, execution_time FROM _sqlx_migrations LIMIT 1")
@@ -94,13 +94,13 @@ async fn a_database_that_is_none_is_named() {
 
 #[tokio::test]
 async fn a_database_has_one_server_whatever_its_name() {
-    let house = House::with(|c| c.database = None).await;
-    let file = house.dir.path().join("lockstep.db");
+    let server = TestServer::with(|c| c.database = None).await;
+    let file = server.dir.path().join("lockstep.db");
     let other = tempfile::tempdir().unwrap();
     // A link to the file, one to a link, one to its folder, and a path with detours.
     symlink(&file, other.path().join("link.db")).unwrap();
     symlink("link.db", other.path().join("twice.db")).unwrap();
-    symlink(house.dir.path(), other.path().join("folder")).unwrap();
+    symlink(server.dir.path(), other.path().join("folder")).unwrap();
     for name in ["link.db", "twice.db", "folder/lockstep.db", "folder/jobs/../lockstep.db"] {
         let dir = tempfile::tempdir().unwrap();
         let mut config = config(&dir);
@@ -109,25 +109,25 @@ async fn a_database_has_one_server_whatever_its_name() {
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
     }
     // A hard link is the file itself under another name, and has another lock beside it.
-    let hard = house.dir.path().join("hard.db");
+    let hard = server.dir.path().join("hard.db");
     fs::hard_link(&file, &hard).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let mut second = config(&dir);
     second.database = Some(format!("sqlite://{}", hard.display()));
     let error = refused(second).await;
     assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
-    house.stop().await;
+    server.stop().await;
     // A link to nothing: the file is made where it points, with its lock beside it.
     let target = other.path().join("real.db");
     symlink(&target, other.path().join("dangling.db")).unwrap();
     let url = format!("sqlite://{}", other.path().join("dangling.db").display());
-    let house = House::with(|c| c.database = Some(url)).await;
+    let server = TestServer::with(|c| c.database = Some(url)).await;
     assert!(other.path().join("real.db.lock").exists() && !other.path().join("dangling.db.lock").exists());
     let dir = tempfile::tempdir().unwrap();
     let mut second = config(&dir);
     second.database = Some(format!("sqlite://{}", target.display()));
     assert!(matches!(refused(second).await, ServeError::DatabaseInUse { .. }));
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -155,53 +155,53 @@ async fn a_data_directory_is_closed_to_others_and_somebody_else_s_folder_is_not(
     let dir = tempfile::tempdir().unwrap();
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     open(dir.path());
-    let dir = House::open(dir, |c| c.database = None).await.stop().await;
+    let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;
     let path = |name: &str| dir.path().join(name);
     assert_eq!((mode(dir.path()), mode(&path("jobs"))), (0o700, 0o700));
     assert_eq!((mode(&path("lockstep.db")), mode(&path("server.lock"))), (0o600, 0o600));
     // One that an older version made.
     open(dir.path());
     fs::set_permissions(path("lockstep.db"), fs::Permissions::from_mode(0o644)).unwrap();
-    let dir = House::open(dir, |c| c.database = None).await.stop().await;
+    let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;
     assert_eq!((mode(dir.path()), mode(&dir.path().join("lockstep.db"))), (0o700, 0o600));
 
     // A folder with something else in it: only what is the server's is closed.
     let shared = tempfile::tempdir().unwrap();
     open(shared.path());
     fs::write(shared.path().join("of somebody"), "").unwrap();
-    let shared = House::open(shared, |c| c.database = None).await.stop().await;
+    let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
     // Also the second time.
-    let shared = House::open(shared, |c| c.database = None).await.stop().await;
+    let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
     assert_eq!((mode(shared.path()), mode(&shared.path().join("jobs"))), (0o755, 0o700));
     assert_eq!(mode(&shared.path().join("lockstep.db")), 0o600);
 }
 
 #[tokio::test]
 async fn ready_is_who_can_write() {
-    let house = House::with(|c| c.database = None).await;
-    assert_eq!(house.text("/readyz").await, (200, "ready\n".into()));
-    let jobs = house.dir.path().join("jobs");
+    let server = TestServer::with(|c| c.database = None).await;
+    assert_eq!(server.text("/readyz").await, (200, "ready\n".into()));
+    let jobs = server.dir.path().join("jobs");
     assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "what was written to see is gone");
 
     // Whoever runs these tests may be root, whom no permission stops: a folder that is not there stops everybody.
-    fs::rename(&jobs, house.dir.path().join("away")).unwrap();
-    let (status, body) = house.text("/readyz").await;
+    fs::rename(&jobs, server.dir.path().join("away")).unwrap();
+    let (status, body) = server.text("/readyz").await;
     assert!(status == 503 && body.contains("jobs"), "{status} {body}");
-    fs::rename(house.dir.path().join("away"), &jobs).unwrap();
-    assert_eq!(house.text("/readyz").await.0, 200);
+    fs::rename(server.dir.path().join("away"), &jobs).unwrap();
+    assert_eq!(server.text("/readyz").await.0, 200);
 
     // A table that takes no row, as a database does that is full or read-only.
-    let url = format!("sqlite://{}", house.dir.path().join("lockstep.db").display());
+    let url = format!("sqlite://{}", server.dir.path().join("lockstep.db").display());
     let mut db = SqliteConnection::connect(&url).await.unwrap();
     let full = "CREATE TRIGGER full BEFORE INSERT ON draining BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END";
     sqlx::query(full).execute(&mut db).await.unwrap();
-    let (status, body) = house.text("/readyz").await;
+    let (status, body) = server.text("/readyz").await;
     assert!(status == 503 && body.contains("is full"), "{status} {body}");
-    assert_eq!(house.text("/healthz").await.0, 200, "it is alive all the same");
+    assert_eq!(server.text("/healthz").await.0, 200, "it is alive all the same");
     sqlx::query("DROP TRIGGER full").execute(&mut db).await.unwrap();
-    assert_eq!(house.text("/readyz").await.0, 200);
+    assert_eq!(server.text("/readyz").await.0, 200);
     db.close().await.unwrap();
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -213,7 +213,7 @@ async fn a_database_that_was_half_migrated_or_is_of_another_build_says_what_to_d
         ),
         ("UPDATE _sqlx_migrations SET checksum = x'00' WHERE version = 100", ["another build", "restore"]),
     ] {
-        let dir = House::with(|c| c.database = None).await.stop().await;
+        let dir = TestServer::with(|c| c.database = None).await.stop().await;
         let path = dir.path().join("lockstep.db");
         let mut db = SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
         let changed = sqlx::query(change).execute(&mut db).await.unwrap();

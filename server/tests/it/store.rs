@@ -1,4 +1,4 @@
-//! One story of the store, for every database that implements it.
+//! One scenario of the store, for every database that implements it.
 
 use crate::agent::{info, losses, running};
 use lockstep_protocol::{
@@ -25,7 +25,7 @@ fn dataset(added_at: jiff::Timestamp) -> Dataset {
     Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at }
 }
 
-async fn story(store: &dyn Store) {
+async fn scenario(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
@@ -83,7 +83,7 @@ async fn story(store: &dyn Store) {
         })
     };
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
-    nobody.attempt.token += 1;
+    nobody.attempt.fencing_token += 1;
     let answers = store
         .ingest(&[
             report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),
@@ -125,7 +125,10 @@ async fn story(store: &dyn Store) {
     let ended = vec![AttemptEvent::Ended(Ending::Failed { reason: "no".into(), retriable: false })];
     store.ingest(&[report(Source::Agent, 0, ended)]).await.unwrap();
     let row = store.job(&id).await.unwrap().unwrap();
-    assert_eq!((row.job.state, row.token, row.job.reason.as_deref()), (JobState::Failed, None, Some("no")));
+    assert_eq!(
+        (row.job.state, row.fencing_token, row.job.reason.as_deref()),
+        (JobState::Failed, None, Some("no"))
+    );
     assert!(store.live_attempts().await.unwrap().is_empty());
     let late = store.ingest(&[report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
     assert!(matches!(late[0], Ingested::Stale));
@@ -142,7 +145,7 @@ async fn story(store: &dyn Store) {
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
     let again = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
     assert_eq!((again.resume.as_deref(), again.attempt.attempt), (Some("1-4"), 2));
-    assert!(again.attempt.token > attempt.token);
+    assert!(again.attempt.fencing_token > attempt.fencing_token);
     store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
 
     let page =
@@ -169,10 +172,10 @@ async fn story(store: &dyn Store) {
 #[tokio::test]
 async fn sqlite_keeps_what_it_is_told() {
     let dir = tempfile::tempdir().unwrap();
-    story(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_keeps_what_it_is_told() {
-    story(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    house::{DEADLINE, House, Stream},
+    test_server::{DEADLINE, Stream, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
@@ -60,13 +60,13 @@ async fn read(url: String, since: u64, seed: u64) -> Vec<Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
 
-    let url = format!("ws://{}/api/v1/jobs/{id}/stream", house.address);
+    let url = format!("ws://{}/api/v1/jobs/{id}/stream", server.address);
     let mut readers = Vec::new();
     let mut numbers = Numbers(7);
     let mut acknowledged = 0;
@@ -101,7 +101,7 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
     }
     agent.end(&attempt, Ending::Succeeded { step: 1300 }).await;
 
-    let stored = house.stored(&id).await;
+    let stored = server.stored(&id).await;
     let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
     // A line and of each rank two metrics a burst; nobody's points are lost.
@@ -117,16 +117,16 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
         assert_eq!(read.len(), stored.len() - since as usize);
         assert!(read == stored[since as usize..], "since {since}: the same events, word for word");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
-    let house = House::with(|c| c.stream_patience = Duration::from_millis(300)).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let mut slow = house.stream(&id, 0).await;
+    let mut slow = server.stream(&id, 0).await;
     slow.until(|f| f["type"] == "live").await;
 
     // More than the sockets between them hold.
@@ -137,7 +137,7 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
     }
     // Only the server's clock can tell that it has waited; the number of open streams shows that it did.
     let deadline = tokio::time::Instant::now() + DEADLINE;
-    while !house.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
+    while !server.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
         assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");
         tokio::task::yield_now().await;
     }
@@ -158,24 +158,24 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
     let closed = closed.expect("a close frame");
     assert_eq!(u16::from(closed.code), 4008);
     assert_eq!(closed.reason.parse::<u64>().unwrap(), last);
-    let stored = house.job(&id).await.last_seq;
+    let stored = server.job(&id).await.last_seq;
     assert!(last < stored, "it was closed before it had all");
-    let rest = house.stream(&id, last).await.until(|f| f["type"] == "live").await;
+    let rest = server.stream(&id, last).await.until(|f| f["type"] == "live").await;
     assert_eq!(rest[1]["seq"], last + 1);
     assert_eq!(rest.len() as u64, stored - last + 2, "coming back gives the rest");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_number_from_the_future_is_waited_for() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    let seen = house.job(&id).await.last_seq;
+    let seen = server.job(&id).await.last_seq;
 
-    let mut ahead = house.stream(&id, seen + 3).await;
+    let mut ahead = server.stream(&id, seen + 3).await;
     let frames = ahead.until(|f| f["type"] == "live").await;
     assert_eq!(frames[0]["last_seq"], seen, "the hello tells that the reader is ahead");
     assert_eq!(frames.len(), 2, "nothing that it did not ask for: {frames:?}");
@@ -186,51 +186,51 @@ async fn a_number_from_the_future_is_waited_for() {
     agent.report(&attempt, Source::Rank(0), 1, vec![metrics]).await;
     assert_eq!(ahead.next().await.unwrap()["seq"], seen + 4);
     assert_eq!(ahead.next().await.unwrap()["seq"], seen + 5);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_list_tells_every_change_and_a_deletion() {
-    let house = House::new().await;
-    let mut list = Stream::open(format!("ws://{}/api/v1/stream", house.address)).await;
+    let server = TestServer::new().await;
+    let mut list = Stream::open(format!("ws://{}/api/v1/stream", server.address)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
     let frames = list.until(|f| f["job"]["state"] == "succeeded").await;
     assert!(frames.iter().all(|f| f["job"]["id"] == id.as_str()));
-    house.delete(&format!("/jobs/{id}")).await;
+    server.delete(&format!("/jobs/{id}")).await;
     list.until(|f| f["type"] == "job_deleted" && f["id"] == id.as_str()).await;
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn what_was_acknowledged_is_there_after_a_restart_and_a_running_job_is_taken_up_again() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
-    let before = house.stored(&id).await;
-    let dir = house.stop().await;
+    let before = server.stored(&id).await;
+    let dir = server.stop().await;
     agent.vanish();
 
-    let house = House::open(dir, |_| {}).await;
-    assert_eq!(house.stored(&id).await, before);
-    assert_eq!(house.job(&id).await.state, JobState::Running, "its agent has a lease to come back");
+    let server = TestServer::open(dir, |_| {}).await;
+    assert_eq!(server.stored(&id).await, before);
+    assert_eq!(server.job(&id).await.state, JobState::Running, "its agent has a lease to come back");
     let back = crate::agent::hello("a", 2, vec![attempt.clone()]);
-    let mut agent = Agent::greet(&house, back).await.unwrap();
+    let mut agent = Agent::greet(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
     // It sends what it is not sure of once more, and goes on.
     let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;
-    let after = house.stored(&id).await;
+    let after = server.stored(&id).await;
     assert_eq!(after[..before.len()], before[..]);
     assert_eq!(after.len(), before.len() + 2, "the new column and the end, nothing twice");
-    house.stop().await;
+    server.stop().await;
 }

@@ -3,18 +3,18 @@
 
 use crate::{
     agent::{Agent, info},
-    house::{House, spec},
+    test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
-    agent::{Answer, FromAgent, Question, ToAgent},
+    agent::{AgentReply, AgentRequest, FromAgent, ToAgent},
     dataset::{BrokenFile, DatasetInfo, SplitInfo},
-    look::FitWeights,
+    inspect::FitWeights,
 };
 use serde_json::{Value, json};
 
-async fn register(house: &House, agent: &mut Agent, name: &str, info: DatasetInfo) {
+async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(house.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
@@ -25,8 +25,8 @@ fn with_splits(names: &[&str]) -> DatasetInfo {
 
 #[tokio::test]
 async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
-    let house = House::new().await;
-    let _agent = Agent::with_pictures(&house, 4).await;
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 4).await;
     for (train, ranks, batch) in [
         (json!({}), 2, json!({"batch_size": 32, "accumulate": 1, "global_batch_size": 64})),
         (
@@ -43,20 +43,20 @@ async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
         let mut submitted = spec();
         submitted["train"] = train;
         submitted["parallel"]["ranks"] = json!(ranks);
-        let (status, job) = house.post("/jobs", &submitted).await;
+        let (status, job) = server.post("/jobs", &submitted).await;
         assert_eq!((status, &job["batch"]), (201, &batch), "{job}");
-        let (_, shown) = house.get(&format!("/jobs/{}", job["id"].as_str().unwrap())).await;
+        let (_, shown) = server.get(&format!("/jobs/{}", job["id"].as_str().unwrap())).await;
         assert_eq!(shown["batch"], batch);
         // What was given stays what it was: a fork may give another size of batch in another way.
         assert_eq!(shown["spec"]["train"]["batch_size"], submitted["train"]["batch_size"]);
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let given = |validation: Option<Value>, recipe: Option<&str>| {
         let mut spec = spec();
         if let Some(validation) = validation {
@@ -75,52 +75,55 @@ async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
         ("hub", &["train", "test", "validation"], "test", "validation"),
         ("long-word", &["train", "validation"], "validation", "validation"),
     ] {
-        register(&house, &mut agent, name, with_splits(splits)).await;
+        register(&server, &mut agent, name, with_splits(splits)).await;
         for (recipe, expected) in [(None, usual), (Some("imagenet"), of_recipe)] {
             for validation in [None, Some(Value::Null)] {
                 let mut document = given(validation, recipe);
                 document["data"]["dataset"] = json!(name);
-                let (status, plan) = house.post("/jobs/validate", &document).await;
+                let (status, plan) = server.post("/jobs/validate", &document).await;
                 let split = &plan["spec"]["data"]["validation"];
                 assert_eq!((status, split), (200, &json!(expected)), "{name} {recipe:?}: {plan}");
             }
         }
     }
     // What somebody asks for is not replaced, nor is what has no such name.
-    register(&house, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
+    register(&server, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
         let mut document = given(validation, None);
         document["data"]["dataset"] = json!(name);
-        let (status, told) = house.post("/jobs", &document).await;
+        let (status, told) = server.post("/jobs", &document).await;
         assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{told}");
         assert!(told["detail"].as_str().unwrap().contains("no split \"test\""), "{told}");
     }
     for validation in [json!("none"), json!(0.25)] {
         let mut document = given(Some(validation.clone()), None);
         document["data"]["dataset"] = json!("like-imagenet");
-        assert_eq!(house.post("/jobs/validate", &document).await.1["spec"]["data"]["validation"], validation);
+        assert_eq!(
+            server.post("/jobs/validate", &document).await.1["spec"]["data"]["validation"],
+            validation
+        );
     }
     // The form without a script, as it stands there untouched, sends what a file would say.
     let fields = "name=x&data.dataset=like-imagenet&data.validation=test&model.arch=resnet20";
-    let sent = house.http.post(house.url("/jobs/new")).body(fields);
+    let sent = server.http.post(server.url("/jobs/new")).body(fields);
     let sent = sent.header("content-type", "application/x-www-form-urlencoded").send().await.unwrap();
     assert_eq!(sent.status(), 200, "{}", sent.text().await.unwrap());
-    let (_, jobs) = house.get("/jobs").await;
+    let (_, jobs) = server.get("/jobs").await;
     assert_eq!(jobs["jobs"][0]["spec"]["data"]["validation"], "val");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let broken = |n: usize| DatasetInfo {
         broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
         broken_count: n as u64,
         ..info()
     };
-    register(&house, &mut agent, "one", broken(1)).await;
-    register(&house, &mut agent, "five", broken(5)).await;
+    register(&server, &mut agent, "one", broken(1)).await;
+    register(&server, &mut agent, "five", broken(5)).await;
     let on = |name: &str, what: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": what});
@@ -131,7 +134,7 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
         ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
     ] {
         for path in ["/jobs/validate", "/jobs"] {
-            let (status, told) = house.post(path, &on(name, "fail")).await;
+            let (status, told) = server.post(path, &on(name, "fail")).await;
             assert!(status == 200 || status == 201, "{told}");
             let warning = told["warnings"][0].as_str().unwrap();
             for words in said.iter().chain(&["data.broken_files = \"skip\""]) {
@@ -142,25 +145,25 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
     }
     // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.
     for (name, what) in [("five", "skip"), ("pictures", "fail")] {
-        let (status, told) = house.post("/jobs", &on(name, what)).await;
+        let (status, told) = server.post("/jobs", &on(name, what)).await;
         assert_eq!((status, told.get("warnings")), (201, None), "{told}");
     }
-    let (_, jobs) = house.get("/jobs").await;
+    let (_, jobs) = server.get("/jobs").await;
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
-    let (_, page) = house.text("/jobs/new").await;
+    let (_, page) = server.text("/jobs/new").await;
     assert!(
         page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
         "{page}"
     );
-    house.stop().await;
+    server.stop().await;
 }
 
-/// Answers the next question, which is about weights; the question.
-async fn weigh(agent: &mut Agent, answer: Answer) -> FitWeights {
+/// Replies to the next request, which is about weights, and returns it.
+async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
     match agent.next().await {
-        Some(ToAgent::Ask { request, question: Question::FitWeights(question) }) => {
-            agent.send(FromAgent::Answer { request, answer: Ok(answer) }).await;
-            question
+        Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) => {
+            agent.send(FromAgent::Reply { id, reply: Ok(answer) }).await;
+            request
         }
         other => panic!("{other:?}"),
     }
@@ -168,8 +171,8 @@ async fn weigh(agent: &mut Agent, answer: Answer) -> FitWeights {
 
 #[tokio::test]
 async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let with = |pretrained: &str| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(pretrained);
@@ -178,9 +181,9 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
     };
     // Its agent has looked at the file, and its words stand at the key.
     for path in ["/jobs", "/jobs/validate"] {
-        let no = Answer::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
+        let no = AgentReply::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
         let spec = with("/w.safetensors");
-        let ((status, told), asked) = tokio::join!(house.post(path, &spec), weigh(&mut agent, no));
+        let ((status, told), asked) = tokio::join!(server.post(path, &spec), weigh(&mut agent, no));
         let detail = "/w.safetensors does not hold a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &told["errors"]), (422, &errors), "{told}");
@@ -197,7 +200,7 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
     {
         let mut spec = with(pretrained);
         spec["data"]["validation"] = json!("holdout");
-        let (status, told) = house.post("/jobs", &spec).await;
+        let (status, told) = server.post("/jobs", &spec).await;
         let at = |pointer: &str| {
             let errors = told["errors"].as_array().unwrap();
             errors.iter().find(|e| e["pointer"] == pointer).map(|e| e["detail"].as_str().unwrap().to_owned())
@@ -206,10 +209,10 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         assert!(at("/data/validation").is_some(), "{told}");
     }
     // Weights that fit, and an agent that says something else: the job is taken, and its ranks look once more.
-    let answers = [Answer::Weights { mistake: None }, Answer::Files { there: vec![true] }];
+    let answers = [AgentReply::Weights { mistake: None }, AgentReply::Files { there: vec![true] }];
     for (number, answer) in answers.into_iter().enumerate() {
         let spec = with("/w.safetensors");
-        let ((status, told), _) = tokio::join!(house.post("/jobs", &spec), weigh(&mut agent, answer));
+        let ((status, told), _) = tokio::join!(server.post("/jobs", &spec), weigh(&mut agent, answer));
         assert_eq!(status, 201, "{told}");
         let warned = told["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(
@@ -217,15 +220,15 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
             number > 0,
             "{told}"
         );
-        if house.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
+        if server.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
             agent.started().await;
         }
     }
     // Nobody online: nobody can know, and the answer says so.
     agent.vanish();
-    let house = House::open(house.stop().await, |_| {}).await;
+    let server = TestServer::open(server.stop().await, |_| {}).await;
     for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
-        let (status, told) = house.post(path, &with("/w.safetensors")).await;
+        let (status, told) = server.post(path, &with("/w.safetensors")).await;
         assert_eq!(status, accepted, "{told}");
         let warning = told["warnings"][0].as_str().unwrap();
         for words in ["\"/w.safetensors\" was not looked at (no agent is online)", "fails when it starts"] {
@@ -233,8 +236,8 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         }
     }
     // What is called like a pickle is not taken on trust.
-    let (status, told) = house.post("/jobs", &with("/w/resnet18.pth")).await;
+    let (status, told) = server.post("/jobs", &with("/w/resnet18.pth")).await;
     assert!(status == 422 && told.to_string().contains("/w/resnet18.pth: is a pickle"), "{told}");
-    assert_eq!(house.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
-    house.stop().await;
+    assert_eq!(server.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
+    server.stop().await;
 }

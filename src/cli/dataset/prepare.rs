@@ -15,7 +15,7 @@ const NAMED: usize = 100;
 pub(super) struct Args {
     /// A dataset of pictures in files or shards, as for `dataset add`
     path: PathBuf,
-    /// The folder that the copy is written to. One that was interrupted goes on where it was
+    /// The folder that the copy is written to. An interrupted copy continues
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Pictures with a longer short side are resized to it, in pixels
@@ -28,10 +28,10 @@ pub(super) struct Args {
 /// How pictures of a copy are written, and which are left out.
 #[derive(Clone, Copy, clap::Args)]
 pub(super) struct Pictures {
-    /// Of the copy's JPEG
+    /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
-    /// What a picture does that cannot be decoded for a copy: end it, or be left out and named
+    /// When a picture cannot be decoded: fail, or skip it and name it
     #[arg(long, default_value = "fail")]
     broken_files: Policy,
 }

@@ -112,14 +112,14 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         "Training",
         &[
             field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
-            field("train.batch_size", "Batch size a rank", Kind::Integer, "pictures"),
+            field("train.batch_size", "Batch size per rank", Kind::Integer, "pictures"),
             field(
                 "train.global_batch_size",
-                "or of all ranks",
+                "Global batch size",
                 Kind::Integer,
-                "pictures; divided over ranks",
+                "pictures of all ranks, instead",
             ),
-            field("train.lr", "Learning rate", Kind::Number, "the highest"),
+            field("train.lr", "Learning rate", Kind::Number, "peak of the schedule"),
             field(
                 "train.schedule",
                 "Schedule",
@@ -145,10 +145,10 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
             more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),
             more("train.gamma", "Gamma", Kind::Number, "step: factor at a milestone"),
-            more("train.rise", "Rise", Kind::Number, "one_cycle: share of steps going up"),
+            more("train.pct_start", "Rising fraction", Kind::Number, "one_cycle: of all steps"),
             more(
-                "train.final_lr_share",
-                "Final share",
+                "train.final_lr_fraction",
+                "Final fraction",
                 Kind::Number,
                 "cosine, one_cycle: of the learning rate",
             ),

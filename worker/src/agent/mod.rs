@@ -260,8 +260,8 @@ impl Agent {
     }
 
     fn take(&mut self, attempt: Attempt) {
-        let AttemptRef { job, attempt: number, token } = attempt.attempt().clone();
-        self.attempts.insert((token, (job, number)), attempt);
+        let AttemptRef { job, attempt: number, fencing_token } = attempt.attempt().clone();
+        self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
     /// Every attempt that the server has not heard the end of.
@@ -346,7 +346,7 @@ impl Agent {
 
     /// The server says to start ranks.
     fn start(&mut self, mut start: StartAttempt) {
-        let key = (start.attempt.token, (start.attempt.job.clone(), start.attempt.attempt));
+        let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
         if self.attempts.contains_key(&key) || self.leaving.is_some() {
             return;
         }
@@ -380,7 +380,7 @@ impl Agent {
 
     /// The server knows all of an attempt that is over, or wants none of it.
     fn forget(&mut self, attempt: &AttemptRef) {
-        let key = (attempt.token, (attempt.job.clone(), attempt.attempt));
+        let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 self.only_job_failed = attempt.has_failed();

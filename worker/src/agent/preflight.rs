@@ -10,7 +10,7 @@ use crate::{
     look, net,
 };
 use lockstep_protocol::{
-    agent::{Answer, Question},
+    agent::{AgentReply, AgentRequest},
     dataset::PicturesFingerprint,
     reason::ReasonCode,
     spec::JobSpec,
@@ -99,9 +99,9 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
         |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
     // A job's first start looks at each file, so that ranks need not; later ones at folders.
     let by_pictures = |known: bool| {
-        let question = Question::Fingerprint { path: path.display().to_string(), known };
+        let question = AgentRequest::Fingerprint { path: path.display().to_string(), known };
         match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {
-            Ok(Answer::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
+            Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
             Ok(_) => Err(not_looked("the process that looks at files answered something else".into())),
             Err(detail) => Ok(Err(detail)),
         }

@@ -9,7 +9,7 @@ use super::{
 use crate::look;
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
-    agent::{Acknowledged, AttemptRef, FromAgent, PROTOCOL_VERSION, Question, ToAgent},
+    agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
     wire::{self, Unfinished},
 };
 use std::{
@@ -315,7 +315,7 @@ impl Connected {
                     self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                 }
             }
-            ToAgent::Ask { request, question } => self.ask(agent, request, question),
+            ToAgent::Request { id, request } => self.ask(agent, id, request),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
             // A part is no message before the last has come.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
@@ -330,11 +330,10 @@ impl Connected {
     }
 
     /// Questions are answered beside everything else, by a process each: looking takes its time and memory.
-    fn ask(&mut self, agent: &Agent, request: u64, question: Question) {
+    fn ask(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
         let program = agent.around.program.clone();
-        self.answers.spawn(async move {
-            FromAgent::Answer { request, answer: look::ask(&program, &question).await }
-        });
+        self.answers
+            .spawn(async move { FromAgent::Reply { id, reply: look::ask(&program, &request).await } });
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {

@@ -170,7 +170,7 @@ impl StateDir {
                 }
             })
             .collect();
-        all.sort_by_key(|held| held.start.attempt.token);
+        all.sort_by_key(|held| held.start.attempt.fencing_token);
         all
     }
 

@@ -4,7 +4,7 @@ use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::data::loader::DataSource;
 use lockstep_protocol::{
     dataset::classes_differ,
-    look::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
+    inspect::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
     spec::{DataSpec, ImageSize},
 };
 use std::{path::Path, time::Instant};

@@ -12,8 +12,8 @@ pub use predict::predict;
 
 use crate::data;
 use lockstep_protocol::{
-    agent::{Answer, Question},
-    look::{AT_ONCE, PROCESS_ENDED},
+    agent::{AgentReply, AgentRequest},
+    inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
     io::{Read, Write},
@@ -29,10 +29,10 @@ use tokio::{
 };
 
 /// Long questions and short ones wait for their own kind alone.
-static LONG: Semaphore = Semaphore::const_new(AT_ONCE);
-static SHORT: Semaphore = Semaphore::const_new(AT_ONCE);
+static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
+static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// A dataset of a million pictures takes all cores for minutes.
-static DATASETS: Semaphore = Semaphore::const_new(AT_ONCE);
+static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// Looks at paths; a file system that hangs holds one up for ever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// How far a look is, is asked again and again, of the very paths whose file system may hang.
@@ -46,17 +46,17 @@ const ASK_EVERY: Duration = Duration::from_millis(5);
 ///
 /// # Errors
 /// A sentence: what is wrong with the question, or with the process.
-pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> {
+pub async fn ask(program: &Path, question: &AgentRequest) -> Result<AgentReply, String> {
     let room = match question {
-        Question::HasFiles { .. } => {
+        AgentRequest::HasFiles { .. } => {
             let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
             return at_once(question.clone(), turn).await;
         }
-        Question::InspectProgress { .. } => {
-            let Ok(turn) = PROGRESS.try_acquire() else { return Ok(Answer::Progress { looked: None }) };
+        AgentRequest::InspectProgress { .. } => {
+            let Ok(turn) = PROGRESS.try_acquire() else { return Ok(AgentReply::Progress { looked: None }) };
             return at_once(question.clone(), turn).await;
         }
-        Question::InspectDataset { .. } => &DATASETS,
+        AgentRequest::InspectDataset { .. } => &DATASETS,
         _ if question.is_long() => &LONG,
         _ => &SHORT,
     };
@@ -87,7 +87,7 @@ pub async fn ask(program: &Path, question: &Question) -> Result<Answer, String> 
 }
 
 /// Without a process of its own: nothing is read of what somebody brings.
-async fn at_once(question: Question, turn: SemaphorePermit<'static>) -> Result<Answer, String> {
+async fn at_once(question: AgentRequest, turn: SemaphorePermit<'static>) -> Result<AgentReply, String> {
     let looked = tokio::task::spawn_blocking(move || {
         let _turn = turn;
         answer(question)
@@ -102,9 +102,9 @@ async fn at_once(question: Question, turn: SemaphorePermit<'static>) -> Result<A
 /// A sentence: what is wrong with the process.
 pub(crate) fn ask_and_wait(
     program: &Path,
-    question: &Question,
+    question: &AgentRequest,
     cancelled: &AtomicBool,
-) -> Result<Result<Answer, String>, String> {
+) -> Result<Result<AgentReply, String>, String> {
     let failed = |e: std::io::Error| format!("the process that looks at files failed: {e}");
     let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
     let mut child = std::process::Command::new(program)
@@ -149,7 +149,7 @@ pub fn run() -> std::io::Result<()> {
     std::io::stdin().read_to_end(&mut words)?;
     let question = serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}"));
     // A job waits for this one.
-    if !matches!(question, Ok(Question::Fingerprint { .. })) {
+    if !matches!(question, Ok(AgentRequest::Fingerprint { .. })) {
         // Without the right to, it is as urgent as the rest.
         let _ = rustix::process::nice(NICENESS);
     }
@@ -162,39 +162,41 @@ pub fn run() -> std::io::Result<()> {
 ///
 /// # Errors
 /// A sentence: what is wrong with the question or with the files.
-pub fn answer(question: Question) -> Result<Answer, String> {
+pub fn answer(question: AgentRequest) -> Result<AgentReply, String> {
     match question {
-        Question::HasFiles { paths } => {
-            Ok(Answer::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
+        AgentRequest::HasFiles { paths } => {
+            Ok(AgentReply::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
         }
-        Question::InspectProgress { path } => {
+        AgentRequest::InspectProgress { path } => {
             let path = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             let looked = data::index_progress(&path).map(|progress| (progress.done, progress.total));
-            Ok(Answer::Progress { looked })
+            Ok(AgentReply::Progress { looked })
         }
-        Question::Fingerprint { path, known } => {
+        AgentRequest::Fingerprint { path, known } => {
             let look = if known { data::Look::Folders } else { data::Look::Files };
             let found = data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
-            Ok(Answer::Fingerprint { found })
+            Ok(AgentReply::Fingerprint { found })
         }
-        Question::InspectDataset { path } => {
+        AgentRequest::InspectDataset { path } => {
             let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
             };
-            Ok(Answer::Dataset { path: resolved.into(), info })
+            Ok(AgentReply::Dataset { path: resolved.into(), info })
         }
-        Question::Samples { path, pick } => {
-            samples::pick(Path::new(&path), pick).map(Answer::Samples).map_err(|e| e.to_string())
+        AgentRequest::Samples { path, pick } => {
+            samples::pick(Path::new(&path), pick).map(AgentReply::Samples).map_err(|e| e.to_string())
         }
-        Question::FitWeights(question) => Ok(Answer::Weights { mistake: pretrained::mistake(&question) }),
-        Question::Evaluate(question) => {
-            evaluate::evaluate(&question).map(|found| Answer::Evaluation(Box::new(found)))
+        AgentRequest::FitWeights(question) => {
+            Ok(AgentReply::Weights { mistake: pretrained::mistake(&question) })
         }
-        Question::Predict { model, pictures } => {
+        AgentRequest::Evaluate(question) => {
+            evaluate::evaluate(&question).map(|found| AgentReply::Evaluation(Box::new(found)))
+        }
+        AgentRequest::Predict { model, pictures } => {
             let predictions = predict::named(Path::new(&model), pictures)?;
-            Ok(Answer::Predictions { predictions })
+            Ok(AgentReply::Predictions { predictions })
         }
     }
 }
@@ -202,17 +204,17 @@ pub fn answer(question: Question) -> Result<Answer, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::look::{Pick, was_killed};
+    use lockstep_protocol::inspect::{Pick, was_killed};
 
     #[tokio::test]
     async fn short_questions_do_not_wait_for_long_ones() {
-        let _evaluations = LONG.acquire_many(AT_ONCE as u32).await.unwrap();
+        let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let here = env!("CARGO_MANIFEST_DIR");
         let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
-        let looked = ask(Path::new("/bin/false"), &Question::HasFiles { paths }).await;
-        assert_eq!(looked, Ok(Answer::Files { there: vec![true, false, true] }));
+        let looked = ask(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
+        assert_eq!(looked, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
-        let question = Question::Samples { path: here.into(), pick };
+        let question = AgentRequest::Samples { path: here.into(), pick };
         let answering = ask(Path::new("/bin/false"), &question);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
@@ -221,10 +223,10 @@ mod tests {
     #[tokio::test]
     async fn who_asks_how_far_a_look_is_never_waits_for_another() {
         let _hanging = PROGRESS.acquire().await.unwrap();
-        let question = Question::InspectProgress { path: "/nothing there".into() };
+        let question = AgentRequest::InspectProgress { path: "/nothing there".into() };
         let answering = ask(Path::new("/bin/false"), &question);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
-        assert_eq!(answer, Ok(Answer::Progress { looked: None }));
+        assert_eq!(answer, Ok(AgentReply::Progress { looked: None }));
     }
 
     #[test]
@@ -241,7 +243,7 @@ mod tests {
             assert!(made.unwrap().success());
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let question = Question::Fingerprint { path: "/data".into(), known: false };
+                let question = AgentRequest::Fingerprint { path: "/data".into(), known: false };
                 let _ = tell.send(ask_and_wait(&program, &question, &AtomicBool::new(false)));
             });
             told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")

@@ -3,7 +3,7 @@
 use super::model::{BATCH, Model, softmax};
 use crate::data::{Picture, loader::Batch};
 use base64::Engine as _;
-use lockstep_protocol::look::{NamedPicture, Prediction, Probability};
+use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 
 /// What the model at `path` (a checkpoint's folder, or a safetensors file) says of pictures, prepared as for its

@@ -5,7 +5,7 @@ use crate::{
     checkpoint, net,
     tensors::fit::{Shapes, compare, first_of},
 };
-use lockstep_protocol::look::FitWeights;
+use lockstep_protocol::inspect::FitWeights;
 use std::path::Path;
 
 /// Tensors that are named; all are counted.

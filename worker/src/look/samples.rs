@@ -3,7 +3,7 @@
 use crate::data::{DataError, Picture, loader::DataSource, stored};
 use base64::Engine as _;
 use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder, imageops::FilterType};
-use lockstep_protocol::look::{Pick, Sample, Samples};
+use lockstep_protocol::inspect::{Pick, Sample, Samples};
 use std::path::Path;
 
 /// Pictures of one answer.

@@ -22,7 +22,7 @@ use sqlx::Row;
 impl SqlStore {
     pub(super) async fn list_attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         let rows = sqlx::query(
-            "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.token AS job_token FROM attempts a \
+            "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
              JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt",
         )
         .bind(job.as_str())
@@ -52,9 +52,9 @@ impl SqlStore {
         .fetch_optional(&mut *db)
         .await?;
         let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
-        let token: i64 = sqlx::query_scalar(
+        let fencing_token: i64 = sqlx::query_scalar(
             "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES ($1, $2, $3, $4, $5) \
-             RETURNING token",
+             RETURNING fencing_token",
         )
         .bind(claim.job.as_str())
         .bind(i64::from(attempt))
@@ -63,7 +63,7 @@ impl SqlStore {
         .bind(claim.at.as_millisecond())
         .fetch_one(&mut *db)
         .await?;
-        let token = uint(token);
+        let fencing_token = uint(fencing_token);
         let mut agents: Vec<String> = Vec::new();
         for place in &claim.places {
             if !agents.contains(&place.agent) {
@@ -72,7 +72,7 @@ impl SqlStore {
         }
         let row = load(&mut db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
         let changed = change(&mut db, row, claim.at, |row| {
-            row.token = Some(token);
+            row.fencing_token = Some(fencing_token);
             row.job.agents = agents;
             lifecycle::started(row, claim.at)
         })
@@ -80,13 +80,13 @@ impl SqlStore {
         reached("claim.commit")?;
         db.commit().await?;
         reached("claim.committed")?;
-        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, token }, resume, changed }))
+        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, fencing_token }, resume, changed }))
     }
 
     pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
         let rows = sqlx::query(
-            "SELECT a.token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
-             JOIN jobs j ON j.id = a.job_id AND j.token = a.token WHERE j.deleted_at IS NULL ORDER BY a.token",
+            "SELECT a.fencing_token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
+             JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
         )
         .fetch_all(&self.reader)
         .await?;
@@ -98,7 +98,7 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
                     attempt: small(row.try_get("attempt")?),
-                    token: uint(row.try_get("token")?),
+                    fencing_token: uint(row.try_get("fencing_token")?),
                 },
                 stop: row.try_get::<Option<String>, _>("stop")?.map(|text| stop_reason(&text)),
                 pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
@@ -118,7 +118,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
             agents.push(place.agent);
         }
     }
-    let live = row.try_get::<Option<i64>, _>("job_token")? == Some(row.try_get("token")?);
+    let live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = match text(state)? {

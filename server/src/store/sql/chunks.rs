@@ -1,4 +1,4 @@
-//! Chunks of metrics: written by the sealing task, read by charts.
+//! Chunks of metrics: written by the compaction task, read by charts.
 
 use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
 use crate::store::{
@@ -49,8 +49,8 @@ async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Re
     Ok(())
 }
 
-async fn sealed(db: &mut Connection, job: &JobId) -> Result<u64> {
-    let seq: Option<i64> = sqlx::query_scalar("SELECT seq FROM metric_sealed WHERE job_id = $1")
+async fn watermark(db: &mut Connection, job: &JobId) -> Result<u64> {
+    let seq: Option<i64> = sqlx::query_scalar("SELECT watermark FROM metric_compaction WHERE job_id = $1")
         .bind(job.as_str())
         .fetch_optional(db)
         .await?;
@@ -64,7 +64,7 @@ impl SqlStore {
         filter: &MetricFilter,
     ) -> Result<(u64, Option<(u64, u64)>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let sealed = sealed(&mut db, job).await?;
+        let watermark = watermark(&mut db, job).await?;
         // The coarsest level says the same and has the fewest rows.
         let ends: (Option<i64>, Option<i64>) = sqlx::query_as(
             "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = $1 AND level = 5 \
@@ -76,7 +76,7 @@ impl SqlStore {
         .fetch_one(&mut *db)
         .await?;
         db.rollback().await?;
-        Ok((sealed, ends.0.map(uint).zip(ends.1.map(uint))))
+        Ok((watermark, ends.0.map(uint).zip(ends.1.map(uint))))
     }
 
     pub(super) async fn read_metric_chunks(
@@ -86,7 +86,7 @@ impl SqlStore {
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<MetricChunk>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let sealed = sealed(&mut db, job).await?;
+        let watermark = watermark(&mut db, job).await?;
         let rows = sqlx::query(
             "SELECT name, rank, attempt, level, first_step, last_step, data FROM metric_chunks \
              WHERE job_id = $1 AND level = $2 AND ($3 IS NULL OR name = $3) \
@@ -103,12 +103,12 @@ impl SqlStore {
         .fetch_all(&mut *db)
         .await?;
         db.rollback().await?;
-        Ok((sealed, rows.iter().map(chunk).collect::<Result<_>>()?))
+        Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
 
     pub(super) async fn read_newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let sealed = sealed(&mut db, job).await?;
+        let watermark = watermark(&mut db, job).await?;
         let rows = sqlx::query(
             "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
              JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
@@ -120,7 +120,7 @@ impl SqlStore {
         .fetch_all(&mut *db)
         .await?;
         db.rollback().await?;
-        Ok((sealed, rows.iter().map(chunk).collect::<Result<_>>()?))
+        Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
 
     pub(super) async fn write_metric_chunks(
@@ -131,7 +131,7 @@ impl SqlStore {
         chunks: &[MetricChunk],
     ) -> Result<bool> {
         let mut db = self.begin().await?;
-        if sealed(&mut db, job).await? != after {
+        if watermark(&mut db, job).await? != after {
             return Ok(false);
         }
         let known: Option<i64> =
@@ -165,8 +165,8 @@ impl SqlStore {
             }
         }
         sqlx::query(
-            "INSERT INTO metric_sealed (job_id, seq) VALUES ($1, $2) \
-             ON CONFLICT (job_id) DO UPDATE SET seq = excluded.seq",
+            "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \
+             ON CONFLICT (job_id) DO UPDATE SET watermark = excluded.watermark",
         )
         .bind(job.as_str())
         .bind(int(until))

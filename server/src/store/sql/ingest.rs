@@ -26,15 +26,15 @@ fn source(number: i64) -> Source {
     u32::try_from(number).map_or(Source::Agent, Source::Rank)
 }
 
-/// The token that the server itself gave out with this attempt, however long ago.
-async fn token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
-    let token: Option<i64> =
-        sqlx::query_scalar("SELECT token FROM attempts WHERE job_id = $1 AND attempt = $2")
+/// The fencing token that the server itself gave out with this attempt, however long ago.
+async fn fencing_token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
+    let found: Option<i64> =
+        sqlx::query_scalar("SELECT fencing_token FROM attempts WHERE job_id = $1 AND attempt = $2")
             .bind(job.as_str())
             .bind(i64::from(attempt))
             .fetch_optional(db)
             .await?;
-    Ok(token.map(uint))
+    Ok(found.map(uint))
 }
 
 /// How many records of each source of an attempt are stored.
@@ -54,11 +54,11 @@ struct Loaded {
     attempts: HashMap<u32, Attempt>,
     /// Events of the transaction, and the first report that is to tell of them.
     events: Vec<EventRow>,
-    told_by: Option<usize>,
+    first_report: Option<usize>,
 }
 
 struct Attempt {
-    token: Option<u64>,
+    fencing_token: Option<u64>,
     records: HashMap<Source, u64>,
     /// Sources whose number has grown.
     grown: BTreeSet<Source>,
@@ -94,11 +94,11 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, Source, u64)]
 
 impl Loaded {
     fn new(row: JobRow) -> Self {
-        Self { row, attempts: HashMap::new(), events: Vec::new(), told_by: None }
+        Self { row, attempts: HashMap::new(), events: Vec::new(), first_report: None }
     }
 }
 
-fn told(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
+fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
     Acknowledged { attempt, source, records, watched: false }
 }
 
@@ -123,7 +123,7 @@ impl SqlStore {
                     let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
                     job.events.extend(new[before..].iter().map(|new| new.row.clone()));
                     if is_new {
-                        job.told_by.get_or_insert(answers.len());
+                        job.first_report.get_or_insert(answers.len());
                     }
                     answer
                 }
@@ -142,8 +142,8 @@ impl SqlStore {
         reached("ingest.commit")?;
         db.commit().await?;
         reached("ingest.committed")?;
-        for Loaded { row, events, told_by, .. } in jobs.into_values().flatten() {
-            if let Some(Ingested::Stored { changed, .. }) = told_by.and_then(|n| answers.get_mut(n)) {
+        for Loaded { row, events, first_report, .. } in jobs.into_values().flatten() {
+            if let Some(Ingested::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
                 *changed = Some(Box::new(Changed { job: row.job, events }));
             }
         }
@@ -152,11 +152,14 @@ impl SqlStore {
 
     pub(super) async fn read_acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        if token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.token) {
+        if fencing_token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.fencing_token) {
             return Ok(Vec::new());
         }
         let known = records(&mut db, &attempt.job, attempt.attempt).await?;
-        Ok(known.into_iter().map(|(source, records)| told(attempt.clone(), source, records)).collect())
+        Ok(known
+            .into_iter()
+            .map(|(source, records)| acknowledgement(attempt.clone(), source, records))
+            .collect())
     }
 }
 
@@ -173,19 +176,19 @@ async fn store_report(
     let known = match attempts.entry(attempt.attempt) {
         Entry::Occupied(known) => known.into_mut(),
         Entry::Vacant(unknown) => unknown.insert(Attempt {
-            token: token(db, &attempt.job, attempt.attempt).await?,
+            fencing_token: fencing_token(db, &attempt.job, attempt.attempt).await?,
             records: records(db, &attempt.job, attempt.attempt).await?,
             grown: BTreeSet::new(),
         }),
     };
-    if known.token != Some(attempt.token) {
+    if known.fencing_token != Some(attempt.fencing_token) {
         return Ok((Ingested::Stale, false));
     }
     let have = known.records.get(&source).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
         // Told twice, perhaps after the attempt's end: its agent only missed the acknowledgement.
-        let acknowledged = told(attempt.clone(), source, have);
+        let acknowledged = acknowledgement(attempt.clone(), source, have);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
     if row.live().as_ref() != Some(attempt) {
@@ -195,8 +198,8 @@ async fn store_report(
         return Ok((Ingested::Gap { stored: have }, false));
     }
     let known_already = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
-    for event in lifecycle::together(&events[known_already..]) {
-        if row.token.is_none() {
+    for event in lifecycle::merge_points(&events[known_already..]) {
+        if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
         // Only these move a job, and only a move can be refused half way.
@@ -217,5 +220,8 @@ async fn store_report(
     }
     known.records.insert(source, end);
     known.grown.insert(source);
-    Ok((Ingested::Stored { acknowledged: told(attempt.clone(), source, end), changed: None }, true))
+    Ok((
+        Ingested::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
+        true,
+    ))
 }

@@ -1,6 +1,6 @@
 //! Jobs: rows in and out, and changes.
 
-use super::{Connection, Db, DbRow, SqlStore, events, things};
+use super::{Connection, Db, DbRow, SqlStore, datasets, events};
 use crate::{
     lifecycle,
     store::{
@@ -45,9 +45,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     spec.name = row.try_get("name")?;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     let state: String = row.try_get("state")?;
-    let token = row.try_get::<Option<i64>, _>("token")?.map(uint);
+    let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?.map(uint);
     // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
-    let stands_for = if token.is_some() { JobState::Running } else { JobState::Failed };
+    let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = state.parse::<JobState>();
     let unknown_state = known.is_err().then_some((state, stands_for));
     if let Some((state, _)) = &unknown_state {
@@ -98,7 +98,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
         restarts: small(row.try_get("restarts")?),
-        token,
+        fencing_token,
         progress,
         ended: None,
         unknown_state,
@@ -135,7 +135,7 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
         "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
          total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
          finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
-         token = $20, cause = $21 WHERE id = $1",
+         fencing_token = $20, cause = $21 WHERE id = $1",
     )
     .bind(job.id.as_str())
     .bind(match &row.unknown_state {
@@ -159,11 +159,11 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     .bind(json(&row.progress)?)
     .bind(row.stop.as_ref().map(json).transpose()?)
     .bind(i64::from(row.restarts))
-    .bind(row.token.map(int))
+    .bind(row.fencing_token.map(int))
     .bind(job.cause.as_ref().map(json).transpose()?)
     .execute(&mut *db)
     .await?;
-    if row.token.is_none() {
+    if row.fencing_token.is_none() {
         let end = row.ended.as_ref();
         sqlx::query(
             "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5 \
@@ -273,7 +273,7 @@ impl SqlStore {
         {
             return Ok(Created::Before(Box::new(before)));
         }
-        things::require_dataset(&mut db, &new.spec.data.dataset).await?;
+        datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint) \
              VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8)",
@@ -356,7 +356,7 @@ impl SqlStore {
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
-        if let (Some((state, _)), None) = (&row.unknown_state, row.token) {
+        if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
             let detail =
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
@@ -365,7 +365,7 @@ impl SqlStore {
         let over = row.job.state.is_final();
         let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
         if over && !changed.job.state.is_final() {
-            things::require_dataset(&mut db, &changed.job.spec.data.dataset).await?;
+            datasets::require_dataset(&mut db, &changed.job.spec.data.dataset).await?;
         }
         db.commit().await?;
         Ok(changed)
@@ -375,7 +375,7 @@ impl SqlStore {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;
-        if !state.is_final() || row.token.is_some() {
+        if !state.is_final() || row.fencing_token.is_some() {
             let detail = format!("the job is {state}; cancel it before it is deleted");
             return Err(lifecycle::Refused { state, detail }.into());
         }

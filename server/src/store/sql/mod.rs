@@ -5,16 +5,17 @@
 //! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
 //! needs a page of bounds on every function.
 
+mod agents;
+mod annotations;
 mod attempts;
-mod by_hand;
 mod chunks;
 pub(in crate::store) mod copy;
+mod datasets;
 mod events;
 mod ingest;
 mod jobs;
 mod purge;
 mod reads;
-mod things;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,

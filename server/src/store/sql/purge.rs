@@ -18,10 +18,11 @@ fn found(id: Option<String>) -> Result<Option<JobId>> {
 
 impl SqlStore {
     pub(super) async fn read_first_seq(&self, job: &JobId) -> Result<u64> {
-        let removed: Option<i64> = sqlx::query_scalar("SELECT removed FROM metric_sealed WHERE job_id = $1")
-            .bind(job.as_str())
-            .fetch_optional(&self.reader)
-            .await?;
+        let removed: Option<i64> =
+            sqlx::query_scalar("SELECT removed FROM metric_compaction WHERE job_id = $1")
+                .bind(job.as_str())
+                .fetch_optional(&self.reader)
+                .await?;
         Ok(removed.map_or(0, uint) + 1)
     }
 
@@ -47,13 +48,15 @@ impl SqlStore {
         let id = job.as_str();
         let mut db = self.begin().await?;
         // Streams know first: what they are not told of may go.
-        sqlx::query("UPDATE metric_sealed SET removed = seq WHERE job_id = $1 AND removed < seq")
-            .bind(id)
-            .execute(&mut *db)
-            .await?;
+        sqlx::query(
+            "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark",
+        )
+        .bind(id)
+        .execute(&mut *db)
+        .await?;
         let done = sqlx::query(
             "DELETE FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT max(seq) FROM (SELECT seq \
-             FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT removed FROM metric_sealed \
+             FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT removed FROM metric_compaction \
              WHERE job_id = $1) ORDER BY seq LIMIT $2) AS first)",
         )
         .bind(id)

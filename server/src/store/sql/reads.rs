@@ -1,8 +1,9 @@
-//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints.
+//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; and counts for monitoring.
 
 use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
 use crate::store::{
-    CheckpointRow, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError, Stored,
+    CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
+    Stored,
     quarantine::readable,
     rows::ROW_COST,
     values::{from_json, int, plain, small, time, uint},
@@ -191,5 +192,14 @@ impl SqlStore {
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(checkpoint_row).transpose()
+    }
+
+    pub(super) async fn count(&self) -> Result<Counts> {
+        let rows: Vec<(String, i64)> =
+            sqlx::query_as("SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state")
+                .fetch_all(&self.reader)
+                .await?;
+        let count = |(state, n): (String, i64)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n)));
+        Ok(Counts { jobs: readable(rows.into_iter().map(count)) })
     }
 }

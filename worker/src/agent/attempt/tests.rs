@@ -26,7 +26,7 @@ fn place(ranks: u32, script: &str) -> Place {
     fs::write(&program, format!("#!/bin/sh\nR=$8\n{script}\n")).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, token: 1 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
         spec: JobSpec::default(),
         dataset_path: "/none".into(),
         world_size: ranks,
@@ -264,14 +264,15 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
 #[test]
 fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_ones() {
     use super::super::preflight::check;
-    use lockstep_protocol::{agent::Answer, dataset::PicturesFingerprint};
+    use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
     let found = PicturesFingerprint {
         pictures: 1,
         picture_bytes: 2,
         names_sha256: "aa".into(),
         contents_sha256: "bb".into(),
     };
-    let answer = serde_json::to_string(&Ok::<_, String>(Answer::Fingerprint { found: Some(found) })).unwrap();
+    let answer =
+        serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
     let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
     place.held.start.dataset_path = place.dir.path().join("data").display().to_string();

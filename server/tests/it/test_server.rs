@@ -21,7 +21,7 @@ use tokio_tungstenite::{
 /// Nothing here takes longer unless it hangs.
 pub const DEADLINE: Duration = Duration::from_secs(20);
 
-pub struct House {
+pub struct TestServer {
     pub dir: TempDir,
     pub address: SocketAddr,
     pub http: reqwest::Client,
@@ -47,7 +47,7 @@ fn database_of(dir: &TempDir) -> Option<String> {
     })
 }
 
-impl House {
+impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
     }
@@ -168,11 +168,11 @@ impl House {
     }
 
     /// Up to which event a job's metrics are in chunks, and the first and last step of its losses there.
-    pub async fn sealed(&self, id: &str) -> (i64, (i64, i64)) {
-        const QUERY: &str = "SELECT (SELECT seq FROM metric_sealed WHERE job_id = $1), min(first_step), max(last_step) \
+    pub async fn watermark(&self, id: &str) -> (i64, (i64, i64)) {
+        const QUERY: &str = "SELECT (SELECT watermark FROM metric_compaction WHERE job_id = $1), min(first_step), max(last_step) \
             FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
         type Found = (Option<i64>, Option<i64>, Option<i64>);
-        let (sealed, first, last): Found = match database_of(&self.dir) {
+        let (watermark, first, last): Found = match database_of(&self.dir) {
             Some(url) => {
                 let mut db = sqlx::PgConnection::connect(&url).await.unwrap();
                 sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
@@ -183,7 +183,7 @@ impl House {
                 sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
             }
         };
-        (sealed.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
+        (watermark.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
     }
 
     /// What the database holds of a job's events, as frames.

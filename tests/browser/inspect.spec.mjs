@@ -6,19 +6,19 @@ import { copyFile, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promi
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Eyes, House, until } from "./house.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
 
-let house, eyes, job, dir;
+let server, browser, job, dir;
 before(async () => {
-  [house, eyes, dir] = await Promise.all([House.open(), Eyes.open(), mkdtemp(join(tmpdir(), "lockstep-pictures-"))]);
-  job = await house.submit({ name: "looked at", train: { steps: 120 }, data: { crop_padding: 3, horizontal_flip: true } });
-  await until("a job has finished", async () => (await house.job(job.id)).state === "succeeded");
+  [server, browser, dir] = await Promise.all([TestServer.open(), Browser.open(), mkdtemp(join(tmpdir(), "lockstep-pictures-"))]);
+  job = await server.submit({ name: "looked at", train: { steps: 120 }, data: { crop_padding: 3, horizontal_flip: true } });
+  await until("a job has finished", async () => (await server.job(job.id)).state === "succeeded");
 });
-after(async () => { await eyes?.close(); await house?.close(); await rm(dir, { recursive: true, force: true }); });
+after(async () => { await browser?.close(); await server?.close(); await rm(dir, { recursive: true, force: true }); });
 
 /** The first test pictures as PNG files, as the server shows them. */
 async function pictures(n) {
-  const { samples, classes } = await house.ask(`/datasets/fashion-mnist/samples?split=test&limit=${n}`);
+  const { samples, classes } = await server.ask(`/datasets/fashion-mnist/samples?split=test&limit=${n}`);
   return Promise.all(samples.map(async (s) => {
     const file = join(dir, `${s.index}.png`);
     await writeFile(file, Buffer.from(s.png, "base64"));
@@ -28,9 +28,9 @@ async function pictures(n) {
 
 describe("a model", () => {
   test("is evaluated: scores and matrix agree, and a cell opens the pictures behind it", async () => {
-    const page = await eyes.page(house, `/jobs/${job.id}?tab=evaluation`);
+    const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`);
     await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
-    const told = await house.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await house.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
+    const told = await server.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
     assert.equal(told.samples, 160, "every validation picture once");
     assert.equal(told.confusion.flat().reduce((a, b) => a + b), 160);
     assert.ok(Math.abs(told.accuracy - checkpoint.val_accuracy) < 1e-9, "as training measured it itself");
@@ -53,7 +53,7 @@ describe("a model", () => {
   });
 
   test("classifies several dropped pictures as the command line does", async () => {
-    const files = await pictures(3), page = await eyes.page(house, `/jobs/${job.id}?tab=classify`);
+    const files = await pictures(3), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
     await writeFile(join(dir, "notes.png"), "no picture");
     // Dropped, as from a folder beside the browser.
     const dropped = await Promise.all([...files.map((f) => f.file), join(dir, "notes.png")].map(async (file) => [file.split("/").pop(), [...await readFile(file)]]));
@@ -66,22 +66,22 @@ describe("a model", () => {
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     const binary = process.env.LOCKSTEP_BIN ?? new URL("../../target/release/lockstep", import.meta.url).pathname;
-    const said = JSON.parse(execFileSync(binary, ["predict", "--server", house.url, "--job", job.id, "--json", ...files.map((f) => f.file)]));
+    const said = JSON.parse(execFileSync(binary, ["predict", "--server", server.url, "--job", job.id, "--json", ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {
       const lines = cards.nth(i).locator("ol li");
       assert.equal(await lines.count(), 5, "the top five");
       assert.equal(await lines.first().locator("span").textContent(), said[i].classes[0].class);
       assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - said[i].classes[0].probability) < 1e-6);
     }
-    const alone = JSON.parse(execFileSync(binary, ["predict", "--json", "--model", join(house.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-120") : a))));
+    const alone = JSON.parse(execFileSync(binary, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-120") : a))));
     assert.deepEqual(alone[0].classes, said[0].classes, "and so does the file itself, without a server");
     await page.end();
   });
 
   test("is downloaded whole, and looked at from its row", async () => {
-    const page = await eyes.page(house, `/jobs/${job.id}`);
+    const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
-    await row.getByText("Get", { exact: true }).click();
+    await row.getByText("Download", { exact: true }).click();
     for (const name of ["Weights", "Optimizer", "State"]) {
       const link = new URL(await row.getByRole("link", { name }).getAttribute("href"), page.url());
       assert.ok((await page.request.get(link.href)).ok(), name);
@@ -90,7 +90,7 @@ describe("a model", () => {
     page.on("download", (d) => files.push(d.suggestedFilename()));
     await row.getByRole("button", { name: /Everything/ }).click();
     await until("all four files come", async () => files.length === 4);
-    await row.getByRole("button", { name: /Look/ }).click();
+    await row.getByRole("button", { name: /Evaluate/ }).click();
     await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
     assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");
     await page.end();
@@ -99,8 +99,8 @@ describe("a model", () => {
 
 describe("data", () => {
   test("is shown by split and class, and as a job's augmentation makes it", async () => {
-    const page = await eyes.page(house, "/datasets");
-    const { info } = await house.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
+    const page = await browser.page(server, "/datasets");
+    const { info } = await server.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
     await card.getByText("Classes", { exact: true }).click();
     const train = info.splits.find((s) => s.name === "train"), row = card.locator("tr", { hasText: "Sandal" });
     assert.ok((await row.textContent()).includes(train.per_class[info.classes.indexOf("Sandal")].toLocaleString("en")), "pictures of each class are counted");
@@ -117,7 +117,7 @@ describe("data", () => {
     await until("five versions of each", async () => (await figures.count()) === 40);
     const shown = await page.locator("[data-g=grid] img").evaluateAll((all) => all.slice(0, 5).map((i) => i.src));
     assert.ok(new Set(shown).size > 1, "they differ");
-    const again = await house.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
+    const again = await server.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
     assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "seeded: the same every time");
     await page.end();
   });
@@ -129,10 +129,10 @@ describe("data", () => {
       for (let i = 0; i < 3; i++) await copyFile(one.file, join(folder, "train", name, `${i}.png`));
     }
     await writeFile(join(folder, "train/dog/torn.png"), "no picture");
-    const page = await eyes.page(house, "/datasets");
+    const page = await browser.page(server, "/datasets");
     await page.getByLabel("Name", { exact: true }).fill("pets");
     await page.getByLabel("Folder on the training machine").fill(folder);
-    await page.getByRole("button", { name: "Look and register" }).click();
+    await page.getByRole("button", { name: "Register" }).click();
     const card = page.locator("[data-dataset=pets]");
     await until("it is registered", () => card.isVisible());
     await card.locator(".broken summary").click();
@@ -142,13 +142,13 @@ describe("data", () => {
   });
 
   test("a folder is looked at while its path is typed", async () => {
-    const page = await eyes.page(house, "/datasets", { expected: [/422/] });
+    const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
     await until("it is missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
     await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);
     await until("what is there is told", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
     await page.getByLabel("Name", { exact: true }).fill("again");
-    await page.getByRole("button", { name: "Look and register" }).click();
+    await page.getByRole("button", { name: "Register" }).click();
     await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
     await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();

@@ -1,9 +1,10 @@
-//! Events into chunks: the task that keeps a chart of a million points as quick as one of a thousand.
+//! Compaction: a background task turns rows of events into chunks and rollups, so that a chart of a million points reads as
+//! little as one of a thousand.
 
 use super::chunk::{self, Bucket, LEVELS, capacity, width};
 use crate::{
     app::App,
-    sealer::enough,
+    compaction_queue::batch_cost,
     store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
@@ -12,23 +13,25 @@ use std::{
     time::Duration,
 };
 
-/// Between two rounds, so that training's reports go first.
+/// Pause between two compactions of a job: reports of training use the one writer first.
 const BETWEEN: Duration = Duration::from_millis(20);
 
-/// Makes chunks until `app` stops.
+/// Compacts until `app` stops.
 pub(crate) async fn run(app: App) {
-    // What was stored before the last stop is counted anew.
+    // The queue is in memory: after a start, every unfinished job is taken once.
     match app.store.unfinished().await {
-        Ok(jobs) => jobs.iter().for_each(|job| app.sealer.count(&job.id, job.ranks, enough(job.ranks))),
+        Ok(jobs) => {
+            jobs.iter().for_each(|job| app.compaction_queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
+        }
         Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
     }
     loop {
-        let Some((job, cost)) = app.sealer.take() else {
-            app.sealer.wake.notified().await;
+        let Some((job, cost)) = app.compaction_queue.take() else {
+            app.compaction_queue.wake.notified().await;
             continue;
         };
         loop {
-            match seal(app.store.as_ref(), &job, cost, false).await {
+            match compact(app.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
                 // A job may be deleted meanwhile; and what failed is tried again when more has come.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
@@ -41,21 +44,21 @@ pub(crate) async fn run(app: App) {
     }
 }
 
-/// Makes the next rows of a job that cost so much into chunks, or with `rest` as many as there are. False when there are
-/// not so many.
-pub(super) async fn seal(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
-    let (sealed, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: sealed, limit_cost: Some(cost), ..MetricFilter::default() };
+/// Compacts the next rows of a job, up to `cost`, and moves its watermark. With `rest` also fewer rows than that. False when
+/// there was nothing to do: too few rows, or another compaction was first.
+pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
+    let (watermark, newest) = store.newest_metric_chunks(job).await?;
+    let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
-    if !page.full && (!rest || page.last <= sealed) {
+    if !page.full && (!rest || page.last <= watermark) {
         return Ok(false);
     }
-    store.put_metric_chunks(job, sealed, page.last, &grow(newest, page.columns)).await
+    store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns)).await
 }
 
 type Key = (String, u32, u32);
 
-/// The chunks that change when `columns` come behind what `newest` ends with.
+/// The chunks that change when `columns` are appended to the series whose newest chunks are `newest`.
 fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec<MetricChunk> {
     let mut points: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
     for (rank, attempt, column) in columns {

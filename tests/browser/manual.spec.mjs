@@ -2,21 +2,21 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { Eyes, House, until } from "./house.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
 
-let house, eyes, done;
+let server, browser, done;
 before(async () => {
-  [house, eyes] = await Promise.all([House.open(), Eyes.open()]);
-  done = [await house.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await house.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
-  await until("two jobs have finished", async () => (await Promise.all(done.map((j) => house.job(j.id)))).every((j) => j.state === "succeeded"));
+  [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
+  done = [await server.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await server.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
+  await until("two jobs have finished", async () => (await Promise.all(done.map((j) => server.job(j.id)))).every((j) => j.state === "succeeded"));
 });
-after(async () => { await eyes?.close(); await house?.close(); });
+after(async () => { await browser?.close(); await server?.close(); });
 
-const annotations = async () => (await house.ask("/annotations")).jobs;
+const annotations = async () => (await server.ask("/annotations")).jobs;
 
 describe("a job as text", () => {
   test("TOML or JSON pasted beside the form fills it, and its mistakes are named while typing", async () => {
-    const page = await eyes.page(house, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const area = page.getByLabel("Specification");
     assert.match(await area.inputValue(), /^name = /, "the form is written there");
     await area.fill('name = "pasted"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
@@ -35,20 +35,20 @@ describe("a job as text", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
-    assert.equal((await house.job(id)).spec.train.steps, 100_000);
+    assert.equal((await server.job(id)).spec.train.steps, 100_000);
     await page.getByRole("link", { name: "Clone" }).click();
     await page.waitForURL(/from=/);
     assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has everything");
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 });
 
 describe("many jobs", () => {
   test("are paused, resumed and taken up again together", async () => {
-    const page = await eyes.page(house, "/jobs"), bulk = page.locator("#bulk");
-    const both = [await house.submit({ name: "first of two", train: { steps: 100_000 } }), await house.submit({ name: "second of two", train: { steps: 100_000 } })];
-    const states = async () => (await Promise.all(both.map((j) => house.job(j.id)))).map((j) => j.state).join();
+    const page = await browser.page(server, "/jobs"), bulk = page.locator("#bulk");
+    const both = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
+    const states = async () => (await Promise.all(both.map((j) => server.job(j.id)))).map((j) => j.state).join();
     const shown = async () => (await Promise.all(both.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
     /** Chooses both, does it, and waits until server and page agree on how they stand. */
     const together = async (what, how) => {
@@ -59,17 +59,17 @@ describe("many jobs", () => {
     await until("one runs, one waits", async () => (await shown()) === "running,queued");
     await together("Pause", /^paused,paused$/);
     await together("Resume", /running/);
-    for (const job of both) await house.ask(`/jobs/${job.id}/cancel`, {});
+    for (const job of both) await server.ask(`/jobs/${job.id}/cancel`, {});
     await until("both end", async () => (await shown()) === "cancelled,cancelled");
-    await together("Go on", /running/);
-    for (const job of both) await house.ask(`/jobs/${job.id}/cancel`, {});
+    await together("Retry", /running/);
+    for (const job of both) await server.ask(`/jobs/${job.id}/cancel`, {});
     await until("both end", async () => (await shown()) === "cancelled,cancelled");
     await page.end();
   });
 
   test("are chosen, tagged, filtered, cancelled and deleted together", async () => {
-    const page = await eyes.page(house, "/jobs");
-    const extra = [await house.submit({ name: "one of many", train: { steps: 100_000 } }), await house.submit({ name: "two of many", train: { steps: 100_000 } })];
+    const page = await browser.page(server, "/jobs");
+    const extra = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
     for (const job of extra) await until("it is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
     for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs chosen");
@@ -82,7 +82,7 @@ describe("many jobs", () => {
     for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     await page.locator("#bulk").getByRole("button", { name: "Cancel" }).click();
     await page.getByRole("button", { name: "Cancel 2 jobs" }).click();
-    await until("both end", async () => (await Promise.all(extra.map((j) => house.job(j.id)))).every((j) => j.state === "cancelled"));
+    await until("both end", async () => (await Promise.all(extra.map((j) => server.job(j.id)))).every((j) => j.state === "cancelled"));
     await until("the choice is done with", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
     await until("the page knows", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
     await until("both are offered for deletion", async () => {
@@ -101,12 +101,12 @@ describe("many jobs", () => {
   });
 
   test("note, tags and priority are kept", async () => {
-    const page = await eyes.page(house, `/jobs/${done[0].id}?tab=notes`);
+    const page = await browser.page(server, `/jobs/${done[0].id}?tab=notes`);
     await page.getByLabel("Note", { exact: true }).fill("learned too slowly");
     await page.getByLabel("Tags").fill("baseline, slow");
     await page.getByLabel("Priority").fill("7");
     await page.getByLabel("Note", { exact: true }).focus();
-    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await house.job(done[0].id)).spec.priority === 7);
+    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(done[0].id)).spec.priority === 7);
     await page.reload();
     await until("and there again", async () => (await page.getByLabel("Note", { exact: true }).inputValue()) === "learned too slowly");
     assert.equal(await page.getByLabel("Tags").inputValue(), "baseline, slow");
@@ -116,7 +116,7 @@ describe("many jobs", () => {
 
 describe("side by side", () => {
   test("curves, results, settings with the differences marked, and an address that holds it all", async () => {
-    const page = await eyes.page(house, "/compare");
+    const page = await browser.page(server, "/compare");
     assert.ok(await page.getByText("Nothing to compare yet").isVisible());
     for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
     await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
@@ -142,29 +142,29 @@ describe("side by side", () => {
 
 describe("machines", () => {
   test("a drained one takes no new work until it is told to", async () => {
-    const page = await eyes.page(house, "/machines");
+    const page = await browser.page(server, "/machines");
     await page.getByRole("button", { name: "Drain", exact: true }).click();
     await until("it is drained", () => page.getByText("drained", { exact: true }).isVisible());
-    const job = await house.submit({ name: "waits", train: { steps: 100_000 } });
-    await until("the job waits and says why", async () => { const j = await house.job(job.id); return j.state === "queued" && j.reason !== null; });
-    await page.getByRole("button", { name: "Take work again" }).click();
-    await until("and runs", async () => (await house.job(job.id)).state === "running");
-    await house.ask(`/jobs/${job.id}/cancel`, {});
+    const job = await server.submit({ name: "waits", train: { steps: 100_000 } });
+    await until("the job waits and says why", async () => { const j = await server.job(job.id); return j.state === "queued" && j.reason !== null; });
+    await page.getByRole("button", { name: "Undrain" }).click();
+    await until("and runs", async () => (await server.job(job.id)).state === "running");
+    await server.ask(`/jobs/${job.id}/cancel`, {});
     await page.end();
   });
 });
 
 describe("a run", () => {
   test("is paused, goes on, and is forked from its checkpoint with another learning rate", async () => {
-    const { id } = await house.submit({ name: "paused", train: { steps: 100_000 } });
-    const page = await eyes.page(house, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
-    await until("it trains", async () => (await house.job(id)).step > 5);
+    const { id } = await server.submit({ name: "paused", train: { steps: 100_000 } });
+    const page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
+    await until("it trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused", async () => (await state()) === "paused");
     await until("the reason stands there", async () => /Paused\./.test(await page.locator("#verdict").textContent()));
-    const { step } = await house.job(id);
+    const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
-    await until("it goes on from there", async () => { const job = await house.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
+    await until("it goes on from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
     await until("the page too", async () => (await state()) === "running");
     await page.locator("#log-attempt").selectOption("1");
     const whose = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
@@ -183,17 +183,17 @@ describe("a run", () => {
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
     await page.waitForURL((url) => url.pathname !== `/jobs/${id}`);
     const fork = new URL(page.url()).pathname.split("/").pop();
-    const made = await until("it goes on from the checkpoint", async () => { const job = await house.job(fork); return job.state === "running" && job.step > step && job; });
+    const made = await until("it goes on from the checkpoint", async () => { const job = await server.job(fork); return job.state === "running" && job.step > step && job; });
     assert.deepEqual([made.spec.train.lr, made.name], [0.2, "its fork"]);
-    for (const each of [id, fork]) await house.ask(`/jobs/${each}/cancel`, {});
+    for (const each of [id, fork]) await server.ask(`/jobs/${each}/cancel`, {});
     await page.end();
   });
 });
 
 describe("a job's page", () => {
   test("the log is held still while it is read, and follows again when asked to", async () => {
-    const { id } = await house.submit({ name: "talks on", train: { steps: 100_000 } });
-    const page = await eyes.page(house, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
+    const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
+    const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
     const box = page.locator("#log-lines"), newest = page.getByRole("button", { name: "Newest", exact: true }), last = () => lines.last().getAttribute("data-at");
     await until("there is more than fits", async () => (await lines.count()) > 60);
     assert.ok(await page.locator("#log-follow").isChecked());
@@ -209,12 +209,12 @@ describe("a job's page", () => {
     const then = await last();
     await until("and it follows", async () => (await last()) !== then && page.locator("#log-follow").isChecked());
     assert.equal(await newest.isVisible(), false);
-    await house.ask(`/jobs/${id}/cancel`, {});
+    await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
-    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    const page = await browser.page(server, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     for (const name of ["smooth 0.6", "log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
     await page.getByRole("button", { name: "rank 1" }).click();
@@ -231,7 +231,7 @@ describe("a job's page", () => {
   });
 
   test("a chart is saved as PNG, SVG and CSV", async () => {
-    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    const page = await browser.page(server, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     const save = async (kind) => {
       await page.getByLabel("Save Loss of each rank").click();
@@ -251,7 +251,7 @@ describe("a job's page", () => {
   });
 
   test("the log is searched, filtered and linked to by line", async () => {
-    const page = await eyes.page(house, `/jobs/${done[1].id}`);
+    const page = await browser.page(server, `/jobs/${done[1].id}`);
     const lines = page.locator("#log-lines p[data-at]");
     await until("it is there", async () => (await lines.count()) > 10);
     await page.getByLabel("Search the log").fill("VALIDATION ACCURACY");
@@ -275,7 +275,7 @@ describe("a job's page", () => {
 
 describe("the keyboard", () => {
   test("opens help, search, pages, jobs and panels", async () => {
-    const page = await eyes.page(house, "/jobs");
+    const page = await browser.page(server, "/jobs");
     await until("its scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("?");
     assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
@@ -290,7 +290,7 @@ describe("the keyboard", () => {
     await page.keyboard.press("g");
     await page.keyboard.press("j");
     await page.waitForURL(/\/jobs$/);
-    await page.goto(`${house.url}/jobs/${done[1].id}`);
+    await page.goto(`${server.url}/jobs/${done[1].id}`);
     await until("its scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("4");
     assert.ok(await page.locator("#spec-panel").isVisible());

@@ -34,17 +34,17 @@ const freePort = () => new Promise((done, failed) => {
 });
 
 /** A running server, its dataset registered. */
-export class House {
+export class TestServer {
   static async open({ dataset = true, agent = true, slots = 2 } = {}) {
-    const house = new House();
-    Object.assign(house, { agent, slots });
-    house.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
-    house.port = await freePort();
-    house.url = `http://127.0.0.1:${house.port}`;
-    house.output = "";
-    await house.start();
-    if (dataset) await house.register();
-    return house;
+    const server = new TestServer();
+    Object.assign(server, { agent, slots });
+    server.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
+    server.port = await freePort();
+    server.url = `http://127.0.0.1:${server.port}`;
+    server.output = "";
+    await server.start();
+    if (dataset) await server.register();
+    return server;
   }
 
   async start() {
@@ -98,20 +98,20 @@ export class House {
 }
 
 /** A browser whose pages fail the test for what they should not do. */
-export class Eyes {
+export class Browser {
   static async open() {
-    const eyes = new Eyes();
-    eyes.browser = await chromium.launch({
+    const browser = new Browser();
+    browser.chromium = await chromium.launch({
       executablePath: CHROMIUM,
       args: ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync"],
     });
-    return eyes;
+    return browser;
   }
 
   /** A page at `path`. `expected`: console errors that the test provokes, such as an answer of 422. */
-  async page(house, path, { expected = [], ...options } = {}) {
-    const context = await this.browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+  async page(server, path, { expected = [], ...options } = {}) {
+    const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
     // To try a change of a script or a style without building: they come from the tree.
     if (process.env.LOCKSTEP_STATIC) {
       await context.route("**/static/**", (route) => {
@@ -122,22 +122,22 @@ export class Eyes {
     }
     const page = await context.newPage();
     page.faults = [];
-    this.watch(page, house, expected);
-    page.tab = async (at) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, house, expected); await tab.goto(house.url + at); return tab; };
+    this.watch(page, server, expected);
+    page.tab = async (at) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + at); return tab; };
     page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "what pages did wrong"); };
-    await page.goto(house.url + path);
+    await page.goto(server.url + path);
     return page;
   }
 
-  watch(page, house, expected) {
+  watch(page, server, expected) {
     const fault = (what) => { if (!expected.some((e) => e.test(what))) page.faults.push(what); };
     page.on("console", (m) => { if (m.type() === "error" || m.type() === "warning") fault(`console: ${m.text()} ${m.location().url}`); });
     page.on("pageerror", (error) => fault(`error: ${error.stack}`));
-    page.on("request", (r) => { if (!r.url().startsWith(`${house.url}/`) && !r.url().startsWith("data:")) fault(`request to ${r.url()}`); });
-    page.on("websocket", (w) => { if (new URL(w.url()).host !== new URL(house.url).host) fault(`socket to ${w.url()}`); });
+    page.on("request", (r) => { if (!r.url().startsWith(`${server.url}/`) && !r.url().startsWith("data:")) fault(`request to ${r.url()}`); });
+    page.on("websocket", (w) => { if (new URL(w.url()).host !== new URL(server.url).host) fault(`socket to ${w.url()}`); });
   }
 
-  close() { return this.browser.close(); }
+  close() { return this.chromium.close(); }
 }
 
 /** What the loss chart holds: `{ "rank 0": { points, step, value }, ... }`, over all attempts. */

@@ -1,26 +1,28 @@
-//! Who is asked about models and data, and where a question waits.
+//! Which agent gets a request about models and data, and where a request waits.
 
 use crate::{
     agent::{Agent, hello, info, running},
-    house::{DEADLINE, House},
+    test_server::{DEADLINE, TestServer},
 };
-use lockstep_protocol::agent::{Answer, AttemptEvent, CheckpointInfo, FromAgent, Question, Source, ToAgent};
+use lockstep_protocol::agent::{
+    AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent,
+};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout};
 
-async fn join(house: &House, name: &str) -> Agent {
-    Agent::greet(house, hello(name, 2, Vec::new())).await.unwrap()
+async fn join(server: &TestServer, name: &str) -> Agent {
+    Agent::greet(server, hello(name, 2, Vec::new())).await.unwrap()
 }
 
-/// The next question, but those for files: these are answered, with whether this agent has them.
-async fn question(agent: &mut Agent, has_files: bool) -> (u64, Question) {
+/// The next request, except `HasFiles`: these are replied to, with whether this agent has the files.
+async fn next_request(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest) {
     loop {
-        match agent.next().await.expect("a question") {
-            ToAgent::Ask { request, question: Question::HasFiles { paths } } => {
+        match agent.next().await.expect("a request") {
+            ToAgent::Request { id, request: AgentRequest::HasFiles { paths } } => {
                 let there = vec![has_files; paths.len()];
-                agent.send(FromAgent::Answer { request, answer: Ok(Answer::Files { there }) }).await;
+                agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Files { there }) }).await;
             }
-            ToAgent::Ask { request, question } => return (request, question),
+            ToAgent::Request { id, request: asked } => return (id, asked),
             other => panic!("{other:?}"),
         }
     }
@@ -28,33 +30,33 @@ async fn question(agent: &mut Agent, has_files: bool) -> (u64, Question) {
 
 /// Says so whether it has files, and nothing else, until something else is asked.
 async fn only_looks(agent: &mut Agent, has_files: bool) {
-    let (_, question) = question(agent, has_files).await;
-    panic!("asked {question:?}");
+    let (_, asked) = next_request(agent, has_files).await;
+    panic!("asked {asked:?}");
 }
 
 /// Says how far it is, whenever it is asked.
 async fn only_progress(agent: &mut Agent, looked: Option<(u64, u64)>) {
     loop {
-        let (request, asked) = question(agent, true).await;
-        assert!(matches!(asked, Question::InspectProgress { .. }), "{asked:?}");
-        agent.send(FromAgent::Answer { request, answer: Ok(Answer::Progress { looked }) }).await;
+        let (id, asked) = next_request(agent, true).await;
+        assert!(matches!(asked, AgentRequest::InspectProgress { .. }), "{asked:?}");
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Progress { looked }) }).await;
     }
 }
 
 async fn answer(agent: &mut Agent, has_files: bool) {
-    let (request, question) = question(agent, has_files).await;
-    let Question::InspectDataset { path } = question else { panic!("{question:?}") };
-    agent.send(FromAgent::Answer { request, answer: Ok(Answer::Dataset { path, info: info() }) }).await;
+    let (id, asked) = next_request(agent, has_files).await;
+    let AgentRequest::InspectDataset { path } = asked else { panic!("{asked:?}") };
+    agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
 }
 
 #[tokio::test]
 async fn an_agent_that_has_the_files_is_asked() {
-    let house = House::new().await;
+    let server = TestServer::new().await;
     // By their names the first would be asked.
-    let (mut without, mut with) = (join(&house, "a").await, join(&house, "b").await);
+    let (mut without, mut with) = (join(&server, "a").await, join(&server, "b").await);
     let new = json!({"name": "there", "path": "/only/on/b"});
     let (status, body) = tokio::select! {
-        ((status, body), ()) = async { tokio::join!(house.post("/datasets", &new), answer(&mut with, true)) } => (status, body),
+        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &new), answer(&mut with, true)) } => (status, body),
         () = only_looks(&mut without, false) => unreachable!(),
     };
     assert_eq!(status, 201, "{body}");
@@ -62,7 +64,7 @@ async fn an_agent_that_has_the_files_is_asked() {
     // Nobody has them: the path is named, and who was asked.
     let nowhere = json!({"name": "nowhere", "path": "/nowhere"});
     let (status, body) = tokio::select! {
-        answer = house.post("/datasets", &nowhere) => answer,
+        answer = server.post("/datasets", &nowhere) => answer,
         () = only_looks(&mut without, false) => unreachable!(),
         () = only_looks(&mut with, false) => unreachable!(),
     };
@@ -70,14 +72,14 @@ async fn an_agent_that_has_the_files_is_asked() {
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("/nowhere") && detail.contains("a, b"), "{detail}");
 
-    // One that does not know the question is asked when nobody else has them.
+    // One that does not know the request is asked when nobody else has them.
     let silent = async {
         loop {
-            match without.next().await.expect("a question") {
-                ToAgent::Ask { question: Question::HasFiles { .. }, .. } => {}
-                ToAgent::Ask { request, question: Question::InspectDataset { path } } => {
-                    let answer = Ok(Answer::Dataset { path, info: info() });
-                    return without.send(FromAgent::Answer { request, answer }).await;
+            match without.next().await.expect("a request") {
+                ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
+                ToAgent::Request { id, request: AgentRequest::InspectDataset { path } } => {
+                    let answer = Ok(AgentReply::Dataset { path, info: info() });
+                    return without.send(FromAgent::Reply { id, reply: answer }).await;
                 }
                 other => panic!("{other:?}"),
             }
@@ -85,48 +87,48 @@ async fn an_agent_that_has_the_files_is_asked() {
     };
     let old = json!({"name": "old", "path": "/on/a"});
     let (status, body) = tokio::select! {
-        ((status, body), ()) = async { tokio::join!(house.post("/datasets", &old), silent) } => (status, body),
+        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &old), silent) } => (status, body),
         () = only_looks(&mut with, false) => unreachable!(),
     };
     assert_eq!(status, 201, "{body}");
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn the_one_with_the_least_to_do_is_asked() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     // It trains; the other one is idle.
-    house.submit(|_| {}).await;
+    server.submit(|_| {}).await;
     agent.started().await;
-    let mut idle = join(&house, "b").await;
+    let mut idle = join(&server, "b").await;
     let first = json!({"name": "first", "path": "/first"});
-    let asked = house.post("/datasets", &first);
+    let asked = server.post("/datasets", &first);
     let mut asked = Box::pin(asked);
-    let (request, _) = tokio::select! {
-        found = question(&mut idle, true) => found,
+    let (id, _) = tokio::select! {
+        found = next_request(&mut idle, true) => found,
         () = only_looks(&mut agent, true) => unreachable!(),
         answer = &mut asked => panic!("{answer:?}"),
     };
-    // Now the other one has a question to answer.
+    // Now the other one has a request to reply to.
     let second = json!({"name": "second", "path": "/second"});
     let ((status, body), ()) = tokio::select! {
-        both = async { tokio::join!(house.post("/datasets", &second), answer(&mut agent, true)) } => both,
-        found = question(&mut idle, true) => panic!("asked {found:?}"),
+        both = async { tokio::join!(server.post("/datasets", &second), answer(&mut agent, true)) } => both,
+        found = next_request(&mut idle, true) => panic!("asked {found:?}"),
         answer = &mut asked => panic!("{answer:?}"),
     };
     assert_eq!(status, 201, "{body}");
     let path = "/first".to_owned();
-    idle.send(FromAgent::Answer { request, answer: Ok(Answer::Dataset { path, info: info() }) }).await;
+    idle.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
     assert_eq!(timeout(DEADLINE, asked).await.unwrap().0, 201);
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn a_waiting_evaluation_says_where_it_waits() {
-    let house = House::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint = |step| {
         AttemptEvent::Checkpoint(CheckpointInfo {
@@ -142,9 +144,9 @@ async fn a_waiting_evaluation_says_where_it_waits() {
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let ask = async |step: u64| {
-        let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-{step}"));
+        let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-{step}"));
         std::fs::create_dir_all(folder).unwrap();
-        house.get(&format!("/jobs/{id}/evaluation?checkpoint={step}")).await
+        server.get(&format!("/jobs/{id}/evaluation?checkpoint={step}")).await
     };
     // Two are computed at a time.
     for (step, words, ahead) in [
@@ -164,25 +166,25 @@ async fn a_waiting_evaluation_says_where_it_waits() {
         assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
     }
     // The first ends, and the third is computed.
-    let (request, _) = question(&mut agent, true).await;
-    agent.send(FromAgent::Answer { request, answer: Err("no".into()) }).await;
+    let (id, _) = next_request(&mut agent, true).await;
+    agent.send(FromAgent::Reply { id, reply: Err("no".into()) }).await;
     let deadline = Instant::now() + DEADLINE;
     while ask(3).await.1["ahead"] != 1 {
         assert!(Instant::now() < deadline, "it moves up");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it_is() {
-    let house = House::new().await;
-    let mut agent = join(&house, "a").await;
+    let server = TestServer::new().await;
+    let mut agent = join(&server, "a").await;
     let new = json!({"name": "large", "path": "/large"});
-    let ask = async |wait: &str| house.post(&format!("/datasets?wait_secs={wait}"), &new).await;
+    let ask = async |wait: &str| server.post(&format!("/datasets?wait_secs={wait}"), &new).await;
     let (status, body) = ask("0").await;
     assert_eq!((status, &body["looked"]), (202, &Value::Null), "{body}");
-    let (request, looked_at) = question(&mut agent, true).await;
-    assert_eq!(looked_at, Question::InspectDataset { path: "/large".into() });
+    let (id, looked_at) = next_request(&mut agent, true).await;
+    assert_eq!(looked_at, AgentRequest::InspectDataset { path: "/large".into() });
     // Asked again, it is not looked at again: the agent only says how far it is.
     let (status, body) = tokio::select! {
         answer = ask("0") => answer,
@@ -193,91 +195,91 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         (202, &json!(300_000), &json!(1_300_000)),
         "{body}"
     );
-    assert_eq!(body["detail"], "a is looking at /large: 300000 of 1300000 so far; ask again");
+    assert_eq!(body["detail"], "a is inspecting /large: 300000 of 1300000 so far; ask again");
     // An agent looks at two at a time; the third waits.
     for path in ["/second", "/third"] {
         let new = json!({"name": &path[1..], "path": path});
-        assert_eq!(house.post("/datasets?wait_secs=0", &new).await.0, 202);
+        assert_eq!(server.post("/datasets?wait_secs=0", &new).await.0, 202);
         let asked = loop {
-            match question(&mut agent, true).await {
-                // Of the request before, which may have been quicker than the look.
-                (_, Question::InspectProgress { .. }) => {}
+            match next_request(&mut agent, true).await {
+                // Of the request before, which may have been quicker than the inspection.
+                (_, AgentRequest::InspectProgress { .. }) => {}
                 (_, asked) => break asked,
             }
         };
-        assert_eq!(asked, Question::InspectDataset { path: path.into() });
+        assert_eq!(asked, AgentRequest::InspectDataset { path: path.into() });
     }
     let third = json!({"name": "third", "path": "/third"});
     let (_, body) = tokio::select! {
-        answer = house.post("/datasets?wait_secs=0", &third) => answer,
+        answer = server.post("/datasets?wait_secs=0", &third) => answer,
         () = only_progress(&mut agent, None) => unreachable!(),
     };
-    assert_eq!(body["detail"], "the look at /third waits on a, behind 2 others; ask again");
+    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 others; ask again");
     // It ends while somebody waits, and for one who comes a moment later.
-    let done = Ok(Answer::Dataset { path: "/large".into(), info: info() });
-    let answered = agent.send(FromAgent::Answer { request, answer: done });
+    let done = Ok(AgentReply::Dataset { path: "/large".into(), info: info() });
+    let answered = agent.send(FromAgent::Reply { id, reply: done });
     let ((status, body), ()) = tokio::join!(ask("120"), answered);
     assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
     assert_eq!(ask("0").await.0, 409, "the name is taken");
-    let (status, body) = house.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
+    let (status, body) = server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
     assert!(status == 400 && body["detail"].as_str().unwrap().contains("it may be 0 to 120"), "{body}");
     // What is wrong with the files is told to whoever asks next, and then they are looked at anew.
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {
         let asked = async {
-            let (request, _) = question(&mut agent, true).await;
-            agent.send(FromAgent::Answer { request, answer: Err(detail.into()) }).await;
+            let (id, _) = next_request(&mut agent, true).await;
+            agent.send(FromAgent::Reply { id, reply: Err(detail.into()) }).await;
         };
-        let ((status, body), ()) = tokio::join!(house.post("/datasets", &wrong), asked);
+        let ((status, body), ()) = tokio::join!(server.post("/datasets", &wrong), asked);
         assert_eq!((status, &body["errors"][0]["detail"]), (422, &json!(detail)), "{body}");
     }
-    house.stop().await;
+    server.stop().await;
 }
 
 #[tokio::test]
 async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
-    let house = House::new().await;
-    let mut agent = Agent::with_pictures(&house, 2).await;
-    let id = house.submit(|_| {}).await.id.to_string();
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint =
         CheckpointInfo { epoch: 1, step: 1, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    let folder = house.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
+    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
     std::fs::create_dir_all(folder).unwrap();
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
     // What it says of the files is about the request, and stays so.
     let refuses = async {
-        let (request, _) = question(&mut agent, true).await;
-        agent.send(FromAgent::Answer { request, answer: Err("the model is of other classes".into()) }).await;
+        let (id, _) = next_request(&mut agent, true).await;
+        agent.send(FromAgent::Reply { id, reply: Err("the model is of other classes".into()) }).await;
     };
-    let ((status, body), ()) = tokio::join!(house.get(&path), refuses);
+    let ((status, body), ()) = tokio::join!(server.get(&path), refuses);
     assert_eq!((status, &body["detail"]), (422, &json!("the model is of other classes")), "{body}");
     // A group of processes that is ended together: the one that computes goes first, and its agent still says so.
     let killed = async {
-        let (request, _) = question(&mut agent, true).await;
+        let (id, _) = next_request(&mut agent, true).await;
         let said = "the process that looks at files ended with signal: 15 (SIGTERM)";
-        agent.send(FromAgent::Answer { request, answer: Err(said.into()) }).await;
+        agent.send(FromAgent::Reply { id, reply: Err(said.into()) }).await;
     };
-    let ((status, body), ()) = tokio::join!(house.get(&path), killed);
+    let ((status, body), ()) = tokio::join!(server.get(&path), killed);
     assert_eq!(status, 503, "{body}");
     assert!(body["detail"].as_str().unwrap().contains("signal: 15 (SIGTERM); try again"), "{body}");
     let dies = async {
-        let (_, asked) = question(&mut agent, true).await;
-        assert!(matches!(asked, Question::Evaluate(_)), "{asked:?}");
+        let (_, asked) = next_request(&mut agent, true).await;
+        assert!(matches!(asked, AgentRequest::Evaluate(_)), "{asked:?}");
         drop(agent);
     };
-    let ((status, body), ()) = tokio::join!(house.get(&path), dies);
+    let ((status, body), ()) = tokio::join!(server.get(&path), dies);
     assert_eq!(status, 503, "{body}");
     assert_eq!(body["detail"], "a went away or did not answer in time; try again");
     // Nobody is there now; one that comes is asked.
-    let (status, body) = house.get(&path).await;
+    let (status, body) = server.get(&path).await;
     assert_eq!(status, 503, "{body}");
-    let mut other = join(&house, "b").await;
+    let mut other = join(&server, "b").await;
     let asked = async {
-        tokio::select! { found = question(&mut other, true) => found, (status, body) = house.get(&path) => panic!("{status} {body}") }
+        tokio::select! { found = next_request(&mut other, true) => found, (status, body) = server.get(&path) => panic!("{status} {body}") }
     };
-    assert!(matches!(asked.await.1, Question::Evaluate(_)));
-    house.stop().await;
+    assert!(matches!(asked.await.1, AgentRequest::Evaluate(_)));
+    server.stop().await;
 }

@@ -1,10 +1,10 @@
-//! Datasets, agents, and numbers for monitoring.
+//! Registered datasets.
 
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
-    AgentRow, Counts, Result, StoreError,
+    Result, StoreError,
     quarantine::{read_spec, readable},
-    values::{from_json, json, plain, time, uint},
+    values::{from_json, json, plain, time},
 };
 use lockstep_protocol::dataset::Dataset;
 use sqlx::Row;
@@ -17,18 +17,6 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
         info: from_json(row.try_get("info")?).map_err(flawed)?,
         name: name.clone(),
         added_at: time(row.try_get("added_at")?)?,
-    })
-}
-
-fn agent(row: &DbRow) -> Result<AgentRow> {
-    let id: String = row.try_get("id")?;
-    let flawed = |error: StoreError| StoreError::Corrupt(format!("agent {id:?}: {error}"));
-    Ok(AgentRow {
-        name: row.try_get("name")?,
-        machine: from_json(row.try_get("machine")?).map_err(flawed)?,
-        slots: from_json(row.try_get("slots")?).map_err(flawed)?,
-        last_seen_at: time(row.try_get("last_seen_at")?)?,
-        id: id.clone(),
     })
 }
 
@@ -84,32 +72,5 @@ impl SqlStore {
             sqlx::query("DELETE FROM datasets WHERE name = $1").bind(plain(name)).execute(&mut *db).await?;
         db.commit().await?;
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
-    }
-
-    pub(super) async fn upsert_agent(&self, agent: &AgentRow) -> Result<()> {
-        sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
-             machine = excluded.machine, slots = excluded.slots, last_seen_at = excluded.last_seen_at")
-            .bind(plain(&agent.id))
-            .bind(plain(&agent.name))
-            .bind(json(&agent.machine)?)
-            .bind(json(&agent.slots)?)
-            .bind(agent.last_seen_at.as_millisecond())
-            .execute(&self.writer)
-            .await?;
-        Ok(())
-    }
-
-    pub(super) async fn list_agents(&self) -> Result<Vec<AgentRow>> {
-        let rows = sqlx::query("SELECT * FROM agents ORDER BY name, id").fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(agent)))
-    }
-
-    pub(super) async fn count(&self) -> Result<Counts> {
-        let rows: Vec<(String, i64)> =
-            sqlx::query_as("SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state")
-                .fetch_all(&self.reader)
-                .await?;
-        let count = |(state, n): (String, i64)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n)));
-        Ok(Counts { jobs: readable(rows.into_iter().map(count)) })
     }
 }

@@ -29,5 +29,5 @@ fn points_of_a_report_go_together_but_not_past_what_they_may_depend_on() {
         checkpoint,
         metrics(1, &[column("loss", &[4])]),
     ];
-    assert_eq!(together(&report), expected);
+    assert_eq!(merge_points(&report), expected);
 }

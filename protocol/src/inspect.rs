@@ -1,17 +1,18 @@
-//! Looking at a model and at data: what the server, which runs no engine and opens no dataset, asks of an agent,
-//! and what it is told.
+//! Inspecting models and datasets: what the requests to an agent and its replies hold. The server runs no engine and opens
+//! no dataset, so an agent does both for it (`agent::AgentRequest`).
 
 use crate::spec::{DataSpec, JobSpec, ModelSpec};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Questions of a kind (long or short) that an agent answers at the same time; others wait.
-pub const AT_ONCE: usize = 2;
+/// Requests of a kind (long or short) that an agent works on at the same time; others wait.
+pub const CONCURRENT_REQUESTS: usize = 2;
 
-/// How an agent's words begin when the process that was to answer has ended without an answer.
+/// How an agent's error begins when the process that was to reply has ended without a reply.
 pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
 
-/// Whether an agent's refusal tells of a process that was killed (with its agent, or as memory ran out), and not of the question.
+/// Whether an agent's error says that its process was killed (with the agent, or as memory ran out), which is no fault of the
+/// request.
 pub fn was_killed(refusal: &str) -> bool {
     refusal.strip_prefix(PROCESS_ENDED).is_some_and(|how| how.starts_with("signal"))
 }
@@ -133,7 +134,7 @@ pub struct Probability {
     pub probability: f32,
 }
 
-/// Whether weights fit what is to begin from them; the file is named by its path on the machine that is asked.
+/// Weights and the network that is to start from them; the path is on the machine of the agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FitWeights {
     /// A safetensors file, or a checkpoint's folder.
@@ -145,7 +146,7 @@ pub struct FitWeights {
     pub classes: u32,
 }
 
-/// A question about a model; files are named by their paths on the machine that is asked.
+/// A checkpoint and the dataset to evaluate it on; paths are on the machine of the agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvaluateModel {
     /// A checkpoint's folder, or a safetensors file.

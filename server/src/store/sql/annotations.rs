@@ -1,4 +1,4 @@
-//! What people set by hand: notes, tags, priorities, and machines that take no new work.
+//! What people set on jobs: notes, tags and priorities.
 
 use super::SqlStore;
 use crate::store::{
@@ -66,21 +66,5 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         Ok(db.commit().await?)
-    }
-
-    pub(super) async fn read_draining(&self) -> Result<Vec<String>> {
-        Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
-            .fetch_all(&self.reader)
-            .await?)
-    }
-
-    pub(super) async fn write_draining(&self, agent: &str, draining: bool) -> Result<()> {
-        let query = if draining {
-            "INSERT INTO draining (agent_id) VALUES ($1) ON CONFLICT (agent_id) DO NOTHING"
-        } else {
-            "DELETE FROM draining WHERE agent_id = $1"
-        };
-        sqlx::query(query).bind(plain(agent)).execute(&self.writer).await?;
-        Ok(())
     }
 }

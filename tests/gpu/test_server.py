@@ -99,9 +99,9 @@ class Stream:
 class Job:
     """A submitted job, followed by its stream from the first event on."""
 
-    def __init__(self, house, made, patience):
-        self.house, self.id, self.patience = house, made["id"], patience
-        self.stream = Stream(house.port, f"/api/v1/jobs/{self.id}/stream?since=0", patience)
+    def __init__(self, server, made, patience):
+        self.server, self.id, self.patience = server, made["id"], patience
+        self.stream = Stream(server.port, f"/api/v1/jobs/{self.id}/stream?since=0", patience)
         hello = self.stream.frame()
         expect(hello["type"] == "hello" and hello["job"]["id"] == self.id, f"no hello: {hello}")
         self.events, self.state, self.reason = [], "queued", None
@@ -180,7 +180,7 @@ class Job:
         return found
 
 
-class House:
+class TestServer:
     """`lockstep serve` with its agent, in a folder of its own."""
 
     def __init__(self, program, folder, device, ranks):

@@ -1,0 +1,160 @@
+//! What happens in an attempt, as ranks and their agent write it down and the server stores it.
+
+use crate::{
+    metric::MetricColumn,
+    reason::{Reason, ReasonCode},
+};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use utoipa::ToSchema;
+
+/// What happened in an attempt.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum AttemptEvent {
+    /// All ranks have met, the dataset is read, the first step is next.
+    Running {
+        total_steps: u64,
+        steps_per_epoch: u64,
+        start_step: u64,
+    },
+    Metrics {
+        rank: u32,
+        columns: Vec<MetricColumn>,
+    },
+    Log {
+        rank: u32,
+        lines: Vec<LogLine>,
+    },
+    Rank {
+        rank: u32,
+        report: RankReport,
+    },
+    Checkpoint(CheckpointInfo),
+    /// A checkpoint's files were deleted, as `keep` says.
+    CheckpointRemoved {
+        epoch: u32,
+        step: u64,
+    },
+    Evaluation(Evaluation),
+    /// float16 could not hold `what`: after `step` training goes on in bfloat16. From rank 0.
+    PrecisionFallback {
+        step: u64,
+        what: String,
+    },
+    /// The last words of a rank that cannot go on, before its process ends.
+    RankFailed {
+        rank: u32,
+        /// Optimizer steps it had done.
+        step: u64,
+        /// For a person: what went wrong and, where known, what to do.
+        reason: String,
+        /// What kind of failure it was, where the rank knows.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        code: Option<ReasonCode>,
+        /// Whether another attempt may fare better.
+        retriable: bool,
+        /// It only lost contact to another rank, whose own reason comes first.
+        secondary: bool,
+    },
+    /// Every rank of this agent is gone. The last event of an attempt.
+    Ended(Ending),
+    /// What a newer version tells: acknowledged, and passed over.
+    #[serde(other)]
+    Unknown,
+}
+
+/// One line of a rank's log (`rank.<r>.log`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LogLine {
+    /// From 1, within the attempt and rank.
+    pub number: u64,
+    #[schema(value_type = String)]
+    pub at: jiff::Timestamp,
+    /// Without the newline; at most 4096 bytes.
+    pub text: String,
+}
+
+/// Where a rank is and how its time goes: averages since the last report, at most one a second.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RankReport {
+    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
+    pub status: String,
+    pub step: u64,
+    pub epoch: u32,
+    pub step_ms: f64,
+    /// Waiting for other ranks' gradients, of `step_ms`.
+    pub all_reduce_ms: f64,
+    /// Waiting for data, of `step_ms`.
+    pub data_ms: f64,
+    pub images_per_second: f64,
+    pub pid: u32,
+    /// `CPU, 1 thread`, `GPU 0`.
+    pub device: String,
+}
+
+/// A complete checkpoint on disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct CheckpointInfo {
+    pub epoch: u32,
+    pub step: u64,
+    pub val_accuracy: Option<f64>,
+    pub val_loss: Option<f64>,
+    /// Best by `keep_best` so far.
+    pub best: bool,
+    /// Of all its files.
+    pub size_bytes: u64,
+}
+
+/// Validation over the whole split, every sample counted once.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Evaluation {
+    pub epoch: u32,
+    pub step: u64,
+    pub samples: u64,
+    /// 0 to 1.
+    #[serde(deserialize_with = "nan_if_null")]
+    pub accuracy: f64,
+    #[serde(deserialize_with = "nan_if_null")]
+    pub loss: f64,
+    pub secs: f64,
+}
+
+/// JSON has no NaN: the loss of a diverged model is written as `null`.
+fn nan_if_null<'a, D: serde::Deserializer<'a>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+/// How an attempt ended on one agent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "how", rename_all = "snake_case")]
+pub enum Ending {
+    Succeeded {
+        step: u64,
+    },
+    /// Stopped because the server said so.
+    Stopped,
+    Failed {
+        reason: Reason,
+        /// Whether another attempt may fare better (a killed process may; a missing file will not).
+        retriable: bool,
+    },
+}
+
+impl fmt::Display for Ending {
+    /// A line of a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
+            Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
+            Ending::Failed { reason, retriable } => {
+                let next = if *retriable {
+                    "another attempt may succeed, and the server starts one unless recovery.max_restarts is reached"
+                } else {
+                    "another attempt would fail in the same way, so none is started"
+                };
+                write!(f, "an attempt has failed: {}; {next}", reason.words())
+            }
+        }
+    }
+}

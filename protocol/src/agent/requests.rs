@@ -1,0 +1,98 @@
+//! What the server has agents do with models and datasets, and what they reply.
+
+use crate::{
+    dataset::{DatasetInfo, PicturesFingerprint},
+    inspect::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
+};
+use serde::{Deserialize, Serialize};
+
+/// What the server, which opens no dataset itself, has an agent do. Paths are on the machine of the agent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum AgentRequest {
+    /// Whether these files or folders exist. Replied to at once, whatever else the agent is doing.
+    HasFiles {
+        paths: Vec<String>,
+    },
+    InspectDataset {
+        path: String,
+    },
+    /// How far an `InspectDataset` of this path is. Replied to at once, whatever else the agent is doing.
+    InspectProgress {
+        path: String,
+    },
+    /// Which pictures the dataset at `path` holds. Only an agent sends this, to a process of its own.
+    Fingerprint {
+        path: String,
+        /// The job began with it: files in folders that are the same are not looked at one by one.
+        #[serde(default)]
+        known: bool,
+    },
+    /// Pictures of the dataset at `path`.
+    Samples {
+        path: String,
+        pick: Pick,
+    },
+    Evaluate(EvaluateModel),
+    /// Whether training can start from these weights. Older agents do not reply.
+    FitWeights(FitWeights),
+    /// `model`: a checkpoint's folder, or a safetensors file.
+    Predict {
+        model: String,
+        pictures: Vec<NamedPicture>,
+    },
+}
+
+impl AgentRequest {
+    /// The files and folders that the agent needs for it.
+    pub fn paths(&self) -> Vec<String> {
+        match self {
+            AgentRequest::HasFiles { paths } => paths.clone(),
+            AgentRequest::InspectDataset { path }
+            | AgentRequest::InspectProgress { path }
+            | AgentRequest::Fingerprint { path, .. }
+            | AgentRequest::Samples { path, .. } => vec![path.clone()],
+            AgentRequest::Evaluate(EvaluateModel { model, dataset, .. }) => {
+                vec![model.clone(), dataset.clone()]
+            }
+            AgentRequest::Predict { model, .. } => vec![model.clone()],
+            AgentRequest::FitWeights(FitWeights { weights, .. }) => vec![weights.clone()],
+        }
+    }
+
+    /// Whether it may take minutes. Long requests have a queue of their own, so that short ones need not wait for them.
+    pub fn is_long(&self) -> bool {
+        matches!(self, AgentRequest::Evaluate(_))
+    }
+}
+
+/// The reply to each [`AgentRequest`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum AgentReply {
+    /// In the order of the request's paths.
+    Files {
+        there: Vec<bool>,
+    },
+    /// Why training cannot start from the weights, as a sentence; absent where it can.
+    Weights {
+        mistake: Option<String>,
+    },
+    Dataset {
+        path: String,
+        info: DatasetInfo,
+    },
+    /// Pictures (or shards) inspected so far and in all; none when no inspection of that path is running.
+    Progress {
+        looked: Option<(u64, u64)>,
+    },
+    /// None of a format whose files are few: those are compared themselves.
+    Fingerprint {
+        found: Option<PicturesFingerprint>,
+    },
+    Samples(Samples),
+    Evaluation(Box<ModelEvaluation>),
+    Predictions {
+        predictions: Vec<Prediction>,
+    },
+}

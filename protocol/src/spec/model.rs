@@ -1,0 +1,131 @@
+//! `[model]`: the network.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The network.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelSpec {
+    pub arch: Arch,
+    pub stem: Stem,
+    /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
+    pub zero_init_residual: bool,
+    /// Path of a safetensors file with torchvision's names, which are timm's too, or a checkpoint's id. Where it has
+    /// another number of classes, its last layer (`fc`) is initialised anew.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pretrained: Option<String>,
+}
+
+/// From this image size on, `auto` is the imagenet stem.
+const IMAGENET_STEM_FROM: usize = 96;
+
+impl ModelSpec {
+    /// The stem for pictures of `image_size` pixels; never [`Stem::Auto`].
+    pub fn stem_for(&self, image_size: usize) -> Stem {
+        match self.stem {
+            Stem::Auto if self.arch.is_cifar_family() || image_size < IMAGENET_STEM_FROM => Stem::Cifar,
+            Stem::Auto => Stem::Imagenet,
+            given => given,
+        }
+    }
+}
+
+/// Networks known by name. `resnet18` to `wide_resnet101_2` are torchvision's: ResNets (He et al. 2015), ResNeXts (Xie et
+/// al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016). `resnet20` to `resnet110` are the CIFAR family of He et al.
+/// 2015, section 4.2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Arch {
+    ResNet18,
+    ResNet34,
+    ResNet50,
+    ResNet101,
+    ResNet152,
+    #[serde(rename = "resnext50_32x4d")]
+    ResNeXt50_32x4d,
+    #[serde(rename = "resnext101_32x8d")]
+    ResNeXt101_32x8d,
+    #[serde(rename = "resnext101_64x4d")]
+    ResNeXt101_64x4d,
+    #[serde(rename = "wide_resnet50_2")]
+    WideResNet50_2,
+    #[serde(rename = "wide_resnet101_2")]
+    WideResNet101_2,
+    ResNet20,
+    ResNet32,
+    ResNet44,
+    ResNet56,
+    ResNet110,
+}
+
+impl Arch {
+    /// Every architecture with its name in a specification.
+    pub const ALL: [(Arch, &'static str); 15] = [
+        (Arch::ResNet18, "resnet18"),
+        (Arch::ResNet34, "resnet34"),
+        (Arch::ResNet50, "resnet50"),
+        (Arch::ResNet101, "resnet101"),
+        (Arch::ResNet152, "resnet152"),
+        (Arch::ResNeXt50_32x4d, "resnext50_32x4d"),
+        (Arch::ResNeXt101_32x8d, "resnext101_32x8d"),
+        (Arch::ResNeXt101_64x4d, "resnext101_64x4d"),
+        (Arch::WideResNet50_2, "wide_resnet50_2"),
+        (Arch::WideResNet101_2, "wide_resnet101_2"),
+        (Arch::ResNet20, "resnet20"),
+        (Arch::ResNet32, "resnet32"),
+        (Arch::ResNet44, "resnet44"),
+        (Arch::ResNet56, "resnet56"),
+        (Arch::ResNet110, "resnet110"),
+    ];
+
+    /// Their names alone.
+    pub const NAMES: [&'static str; Self::ALL.len()] = {
+        let mut names = [""; Self::ALL.len()];
+        let mut i = 0;
+        while i < names.len() {
+            names[i] = Self::ALL[i].1;
+            i += 1;
+        }
+        names
+    };
+
+    /// Its name in a specification, e.g. `resnet50`.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(a, _)| *a == self).map_or("resnet18", |(_, n)| n)
+    }
+
+    /// Whether it is of the CIFAR family (three stages of 16, 32 and 64 channels).
+    pub fn is_cifar_family(self) -> bool {
+        matches!(self, Arch::ResNet20 | Arch::ResNet32 | Arch::ResNet44 | Arch::ResNet56 | Arch::ResNet110)
+    }
+}
+
+/// The first layers of the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Stem {
+    /// `cifar` for the CIFAR family and for images under 96 pixels, else `imagenet`.
+    Auto,
+    /// 7x7 convolution of stride 2, then 3x3 max pooling of stride 2.
+    Imagenet,
+    /// 3x3 convolution of stride 1, no pooling.
+    Cifar,
+}
+
+impl Stem {
+    /// As in a specification.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stem::Auto => "auto",
+            Stem::Imagenet => "imagenet",
+            Stem::Cifar => "cifar",
+        }
+    }
+}
+
+impl Default for ModelSpec {
+    fn default() -> Self {
+        Self { arch: Arch::ResNet50, stem: Stem::Auto, zero_init_residual: false, pretrained: None }
+    }
+}

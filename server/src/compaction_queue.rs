@@ -1,0 +1,69 @@
+//! The jobs whose points wait for compaction: those with enough rows of events to be worth turning into chunks.
+
+use crate::store::{Changed, EventRow, Stored};
+use lockstep_protocol::job::JobId;
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+use tokio::sync::Notify;
+
+/// Cost ([`EventRow::cost`], bytes) per rank of the rows that one compaction takes: some 15 to 40 reports of a rank. Every
+/// compaction rewrites the newest chunk of each series, so smaller batches would write more; rows that wait are read by
+/// every query, so larger ones would read more.
+const COST_A_RANK: u64 = 12 << 10;
+/// The smallest batch, for jobs of few ranks.
+const LEAST_COST: u64 = 64 << 10;
+
+/// Jobs with rows after their watermark.
+#[derive(Debug, Default)]
+pub(crate) struct CompactionQueue {
+    waiting: Mutex<HashMap<JobId, Waiting>>,
+    pub(crate) wake: Notify,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Waiting {
+    cost: u64,
+    /// The cost at which the job is compacted.
+    batch_cost: u64,
+}
+
+/// The cost of the rows that one compaction of a job with `ranks` ranks takes.
+pub(crate) fn batch_cost(ranks: u32) -> u64 {
+    (u64::from(ranks) * COST_A_RANK).max(LEAST_COST)
+}
+
+impl CompactionQueue {
+    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the points of a change that was stored.
+    pub(crate) fn note(&self, changed: &Changed) {
+        let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
+        self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
+    }
+
+    /// Adds `cost` to what waits of a job, and wakes the compaction task when that is a batch.
+    pub(crate) fn count(&self, job: &JobId, ranks: u32, cost: u64) {
+        if cost == 0 {
+            return;
+        }
+        let mut all = self.lock();
+        let batch_cost = batch_cost(ranks);
+        let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, batch_cost });
+        waiting.cost = waiting.cost.saturating_add(cost);
+        if waiting.cost >= waiting.batch_cost {
+            self.wake.notify_one();
+        }
+    }
+
+    pub(crate) fn take(&self) -> Option<(JobId, u64)> {
+        let mut all = self.lock();
+        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
+        let (job, batch_cost) = (job.clone(), waiting.batch_cost);
+        all.remove(&job);
+        Some((job, batch_cost))
+    }
+}

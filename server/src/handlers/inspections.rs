@@ -1,0 +1,162 @@
+//! Inspections of datasets. The first inspection of a million pictures takes minutes, longer than browsers and proxies wait
+//! for a response. A request that does not want to wait is answered 202, and the same request again joins the inspection.
+
+use crate::{
+    agent_requests,
+    agents::{Online, RequestError},
+    app::App,
+    error::{Error, Result},
+    inspections::Inspection,
+};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest},
+    dataset::DatasetInfo,
+    inspect::CONCURRENT_REQUESTS,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+use tokio::sync::watch;
+use utoipa::{IntoParams, ToSchema};
+
+/// A folder of pictures as large as they come, on a slow disk.
+const PATIENCE: Duration = Duration::from_secs(12 * 3600);
+/// A request waits so long unless it says how long, and no longer: less than any handler may take.
+const LONGEST_WAIT_SECS: u64 = 120;
+/// How long a result is kept for requests that come again.
+const KEPT: Duration = Duration::from_secs(10);
+/// For an agent's reply to `InspectProgress`. Older agents do not reply.
+const PROGRESS: Duration = Duration::from_secs(2);
+
+/// How long to wait.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct WaitFor {
+    /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
+    wait_secs: Option<u64>,
+}
+
+impl WaitFor {
+    pub(crate) fn patience(&self) -> Result<Duration> {
+        let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
+        if secs > LONGEST_WAIT_SECS {
+            let detail = format!("wait_secs is {secs}; it may be 0 to {LONGEST_WAIT_SECS}");
+            return Err(Error::BadRequest(detail));
+        }
+        Ok(Duration::from_secs(secs))
+    }
+}
+
+/// The longest wait of a request that does not say.
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
+
+/// The progress of an inspection.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct InspectionProgress {
+    /// For people.
+    pub(crate) detail: String,
+    /// Pictures (or shards) inspected so far, where that is known.
+    looked: Option<u64>,
+    /// Pictures (or shards) in all, where that is known.
+    total: Option<u64>,
+}
+
+/// The outcome of an inspection within the time that a request waits.
+#[derive(Debug)]
+pub(crate) enum Inspected {
+    Done {
+        /// Without links.
+        path: String,
+        info: Box<DatasetInfo>,
+    },
+    UnderWay(InspectionProgress),
+}
+
+/// Has an agent inspect the files under `path`, or joins an inspection of them, and waits for at most `patience`.
+///
+/// # Errors
+/// Nobody is online or has the files, or what is wrong with them.
+pub(crate) async fn inspect(app: &App, path: String, patience: Duration) -> Result<Inspected> {
+    let Inspection { agent, mut outcome, .. } = begin(app, &path);
+    let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    match tokio::time::timeout(patience, done).await {
+        Err(_) => Ok(Inspected::UnderWay(under_way(app, agent.get(), path).await)),
+        Ok(found) => {
+            app.inspections.forget(&path);
+            match found.ok().flatten() {
+                Some(Ok((path, info))) => Ok(Inspected::Done { path, info: Box::new(info) }),
+                Some(Err(error)) => Err(error.into()),
+                None => Err(Error::Unavailable("the server is stopping; ask again".into())),
+            }
+        }
+    }
+}
+
+fn begin(app: &App, path: &str) -> Inspection {
+    let mut all = app.inspections.lock();
+    if let Some(known) = all.inspections.get(path) {
+        return known.clone();
+    }
+    all.begun += 1;
+    let (tell, outcome) = watch::channel(None);
+    let agent = Arc::new(OnceLock::new());
+    let inspection = Inspection { number: all.begun, agent: agent.clone(), outcome };
+    all.inspections.insert(path.to_owned(), inspection.clone());
+    let (app, path) = (app.clone(), path.to_owned());
+    let tasks = app.tasks.clone();
+    // Nothing of it outlives the server.
+    tasks.spawn(async move {
+        let work = async {
+            let request = AgentRequest::InspectDataset { path: path.clone() };
+            let chosen = agent_requests::choose_agent(&app, &request).await?;
+            let waiting = app.agents.send_request(&chosen, request);
+            // Set once: nobody else has this one.
+            let _ = agent.set(chosen);
+            match app.agents.reply(waiting, PATIENCE).await? {
+                AgentReply::Dataset { path, info } => Ok((path, info)),
+                _ => Err(RequestError::Refused("an agent answered something else than a dataset".into())),
+            }
+        };
+        let whole = async {
+            let _ = tell.send(Some(work.await));
+            tokio::time::sleep(KEPT).await;
+            app.inspections.forget(&path);
+        };
+        tokio::select! {
+            () = whole => {}
+            () = app.stopping.cancelled() => {}
+        }
+    });
+    inspection
+}
+
+async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
+    let Some(agent) = agent else {
+        let detail = format!("a machine that has {path} is looked for; ask again");
+        return InspectionProgress { detail, looked: None, total: None };
+    };
+    let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
+    let looked = match app.agents.reply(waiting, PROGRESS).await {
+        Ok(AgentReply::Progress { looked }) => looked,
+        _ => None,
+    };
+    let name = &agent.row.name;
+    let ahead = app.inspections.ahead(&path, agent);
+    let detail = match looked {
+        Some((looked, total)) => {
+            format!("{name} is inspecting {path}: {looked} of {total} so far; ask again")
+        }
+        // An agent runs so many inspections at a time.
+        None if ahead >= CONCURRENT_REQUESTS => {
+            format!("the inspection of {path} waits on {name}, behind {ahead} others; ask again")
+        }
+        None => format!("{name} is inspecting {path}; ask again"),
+    };
+    InspectionProgress {
+        detail,
+        looked: looked.map(|(looked, _)| looked),
+        total: looked.map(|(_, total)| total),
+    }
+}

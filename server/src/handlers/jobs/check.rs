@@ -1,0 +1,229 @@
+//! What only the server knows of a specification: whether its dataset is registered, whether it fits it, and whether there are
+//! slots for its ranks.
+
+use crate::{
+    app::App,
+    dispatch::{device_for, slots_for},
+    error::{Error, Problem, Result},
+    handlers::{
+        extract::Document,
+        submission::{self, Weights},
+    },
+};
+use axum::{Json, extract::State};
+use lockstep_protocol::{
+    JobSpec,
+    dataset::Dataset,
+    spec::{self, Device, SpecError, Validation, nearest, shortened},
+};
+use serde::Serialize;
+use serde_json::Value;
+use utoipa::ToSchema;
+
+/// What a specification comes to.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Plan {
+    /// Complete, with every default.
+    spec: JobSpec,
+    /// Training pictures.
+    samples: u64,
+    global_batch_size: u64,
+    steps_per_epoch: u64,
+    total_steps: u64,
+    /// What is worth a look before the job runs, in words.
+    warnings: Vec<String>,
+}
+
+/// Check a specification without submitting it
+#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
+    responses((status = 200, body = Plan), (status = 422, body = Problem)))]
+pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
+    let Checked { spec, dataset, warnings } = check(&app, &document, true).await?;
+    let samples = training_samples(&spec, &dataset);
+    Ok(Json(Plan {
+        samples,
+        global_batch_size: spec.global_batch_size(),
+        steps_per_epoch: spec.steps_per_epoch(samples),
+        total_steps: spec.total_steps(samples),
+        warnings,
+        spec,
+    }))
+}
+
+/// A specification without a mistake.
+#[derive(Debug)]
+pub(in crate::handlers) struct Checked {
+    pub(in crate::handlers) spec: JobSpec,
+    pub(in crate::handlers) dataset: Dataset,
+    /// What is worth a look before the job runs, in words.
+    pub(in crate::handlers) warnings: Vec<String>,
+}
+
+/// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
+/// whether the weights that it is to begin with fit.
+pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool) -> Result<Checked> {
+    let (mut errors, mut not_looked_at) = (Vec::new(), None);
+    let mut spec = match spec::from_json(document) {
+        Ok(spec) => Some(spec),
+        Err(found) => {
+            errors = found;
+            None
+        }
+    };
+    let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
+    // Also of a document with other mistakes: people mend all at once.
+    let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
+    let datasets = app.store.datasets().await?;
+    let dataset = datasets.iter().find(|d| d.name == name).cloned();
+    if dataset.is_none() && !name.is_empty() {
+        errors.push(at("/data/dataset", no_dataset(name, &datasets)));
+    }
+    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
+        let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
+        submission::choose_validation(spec, dataset, given);
+    }
+    if let Some(spec) = &spec {
+        errors.extend(slots_mistake(app, spec));
+    }
+    if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
+        errors.extend(dataset_mistakes(spec, dataset));
+        if begins {
+            match submission::pretrained(app, spec, dataset).await? {
+                Weights::Fit => {}
+                Weights::Mistake(mistake) => errors.push(mistake),
+                Weights::NotLookedAt(warning) => not_looked_at = Some(warning),
+            }
+        }
+    }
+    match (spec, dataset) {
+        (Some(spec), Some(dataset)) if errors.is_empty() => {
+            let mut warnings = submission::warnings(&spec, &dataset);
+            warnings.extend(not_looked_at);
+            Ok(Checked { spec, dataset, warnings })
+        }
+        _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// That none of `datasets` is called `name`, with the one that may be meant.
+pub(in crate::handlers) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
+    let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
+    let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
+        (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
+        (Some(near), _) => format!("did you mean {near:?}?"),
+        (None, _) => format!("there are {}", names.join(", ")),
+    };
+    format!("no dataset is called {:?}; {known}", shortened(name))
+}
+
+fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
+    let online = app.agents.online();
+    if online.is_empty() {
+        return None;
+    }
+    let device = device_for(spec);
+    let most = online.iter().map(|a| slots_for(&a.row.slots, device).len()).max().unwrap_or(0);
+    if most >= spec.parallel.ranks as usize {
+        return None;
+    }
+    if most == 0 {
+        let (pointer, detail) = match (device, spec.parallel.device) {
+            (Device::Cuda, Device::Auto) => (
+                "/train/precision",
+                "no machine online has a GPU, and CPU ranks compute in fp32; use fp32 or auto",
+            ),
+            (Device::Cuda, _) => (
+                "/parallel/device",
+                "no machine online has a GPU (a cuda slot); \"auto\" takes what there is",
+            ),
+            _ => ("/parallel/device", "no machine online has a slot"),
+        };
+        return Some(SpecError { pointer: pointer.into(), detail: detail.into() });
+    }
+    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
+    let detail = format!(
+        "{} ranks, but the largest machine online has {most} {unit}{}; use at most {most}, or join a machine with more",
+        spec.parallel.ranks,
+        if most == 1 { "" } else { "s" }
+    );
+    Some(SpecError { pointer: "/parallel/ranks".into(), detail })
+}
+
+/// Training pictures after validation has taken its part.
+pub(in crate::handlers) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
+    let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
+    match spec.data.validation {
+        Validation::Fraction(part) => {
+            train - ((train as f64 * part).round() as u64).clamp(1.min(train), train)
+        }
+        Validation::Split(_) => train,
+    }
+}
+
+fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    let mut mistake =
+        |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
+    let info = &dataset.info;
+    if let Validation::Split(name) = &spec.data.validation
+        && name != "none"
+        && !info.splits.iter().any(|s| s.name == *name)
+    {
+        let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
+        let why = if info.unlabelled.contains(name) { " that has labels" } else { "" };
+        let there = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
+        mistake(
+            "/data/validation",
+            format!(
+                "{} has no split {name:?}{why}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
+                dataset.name
+            ),
+        );
+    }
+    if spec.data.image_size.is_none() && (info.height == 0 || info.height != info.width) {
+        mistake(
+            "/data/image_size",
+            format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
+        );
+    }
+    if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)
+        && validation < info.height
+    {
+        let detail =
+            format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
+        mistake("/data/validation_size", detail);
+    }
+    for (pointer, values) in [("/data/mean", &spec.data.mean), ("/data/std", &spec.data.std)] {
+        if let Some(values) = values
+            && values.len() != 1
+            && values.len() != info.channels as usize
+        {
+            mistake(
+                pointer,
+                format!(
+                    "has {} values, but the pictures have {} channel{}",
+                    values.len(),
+                    info.channels,
+                    if info.channels == 1 { "" } else { "s" }
+                ),
+            );
+        }
+    }
+    let samples = training_samples(spec, dataset);
+    if spec.data.drop_remainder && samples < spec.global_batch_size() {
+        let pointer = if spec.train.global_batch_size.is_some() {
+            "/train/global_batch_size"
+        } else {
+            "/train/batch_size"
+        };
+        mistake(
+            pointer,
+            format!(
+                "one step takes {} pictures over all ranks, but {} has {samples} to train on",
+                spec.global_batch_size(),
+                dataset.name
+            ),
+        );
+    }
+    errors
+}

@@ -1,0 +1,86 @@
+//! Inspections of datasets that are running, by path. A second request for the same path joins the first.
+
+use crate::agents::{Online, RequestError};
+use lockstep_protocol::dataset::DatasetInfo;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
+use tokio::sync::watch;
+
+/// By path.
+#[derive(Debug, Default)]
+pub(crate) struct Inspections(Mutex<Known>);
+
+/// The inspections that are known, and how many were started.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) inspections: HashMap<String, Inspection>,
+    /// How many were begun.
+    pub(crate) begun: u64,
+}
+
+/// The dataset's path without links and its description, or the error.
+pub(crate) type Outcome = std::result::Result<(String, DatasetInfo), RequestError>;
+
+/// An inspection that is running or has just ended.
+#[derive(Debug, Clone)]
+pub(crate) struct Inspection {
+    /// Smaller of one that was begun before.
+    pub(crate) number: u64,
+    /// Once one is chosen.
+    pub(crate) agent: Arc<OnceLock<Online>>,
+    pub(crate) outcome: watch::Receiver<Option<Outcome>>,
+}
+
+impl Inspections {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets an inspection that has ended, with or without an outcome.
+    pub(crate) fn forget(&self, path: &str) {
+        let mut all = self.lock();
+        if all.inspections.get(path).is_some_and(Inspection::has_ended) {
+            all.inspections.remove(path);
+        }
+    }
+
+    /// How many inspections of the same agent were begun before the one at `path` and go on.
+    pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
+        let all = self.lock();
+        let Some(own) = all.inspections.get(path) else { return 0 };
+        let same = |inspection: &&Inspection| {
+            inspection.agent.get().is_some_and(|other| other.connection == agent.connection)
+        };
+        let before = all
+            .inspections
+            .values()
+            .filter(|inspection| inspection.number < own.number && !inspection.has_ended());
+        before.filter(same).count()
+    }
+}
+
+impl Inspection {
+    fn has_ended(&self) -> bool {
+        self.outcome.borrow().is_some() || self.outcome.has_changed().is_err()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_that_broke_off_is_forgotten_and_one_that_goes_on_is_not() {
+        let inspections = Inspections::default();
+        let (tell, outcome) = watch::channel(None);
+        let inspection = Inspection { number: 1, agent: Arc::default(), outcome };
+        inspections.lock().inspections.insert("/data".into(), inspection);
+        inspections.forget("/data");
+        assert!(inspections.lock().inspections.contains_key("/data"));
+        drop::<watch::Sender<Option<Outcome>>>(tell);
+        inspections.forget("/data");
+        assert!(inspections.lock().inspections.is_empty());
+    }
+}

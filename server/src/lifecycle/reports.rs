@@ -1,0 +1,247 @@
+//! How the records of ranks and their agent change a job.
+
+use super::{JobRow, Refused, checkpoint_id, go, paused, requeue, restart_or_fail, state_event};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{AttemptEvent, Ending},
+    job::{JobState, Measured},
+    metric::{self, MetricColumn},
+    reason::{Facts, Reason, ReasonCode},
+    stream::EventBody,
+};
+use std::collections::BTreeMap;
+
+/// The longest line of a log that is kept, in bytes.
+const LINE_BYTES: usize = 4096;
+
+/// None as soon as one of them is not finite: a run that diverges on one rank diverges.
+fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
+    let sum = values.values().copied().sum::<Option<f64>>()?;
+    (!values.is_empty()).then(|| sum / values.len() as f64)
+}
+
+fn shorten(text: &mut String, bytes: usize) {
+    if text.len() > bytes {
+        text.truncate(text.floor_char_boundary(bytes));
+    }
+}
+
+/// Applies a record of a rank or its agent to a job, and returns the events to store. Records that no correct rank writes (an
+/// unknown metric, a rank that the job does not have) give none.
+pub fn report(
+    row: &mut JobRow,
+    event: AttemptEvent,
+    leaving: Option<&Reason>,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
+    let attempt = row.job.attempt;
+    let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
+    Ok(match event {
+        AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
+            let job = &mut row.job;
+            (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
+            job.epoch = epoch_of(start_step + 1, steps_per_epoch);
+            row.progress.restart_at(start_step, total_steps);
+            row.progress.trained = Some(true);
+            let mut events = Vec::new();
+            if row.job.state == JobState::Starting {
+                let cancelling = row.stop.as_ref().and(row.job.cause.clone());
+                events.push(go(row, JobState::Running, cancelling, None, at)?);
+            }
+            events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
+            events
+        }
+        // What a cancellation says stays.
+        AttemptEvent::PrecisionFallback { step, what }
+            if row.job.state == JobState::Running && row.stop.is_none() =>
+        {
+            let facts = Facts { step: Some(step), detail: Some(what), ..Facts::default() };
+            row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
+            vec![state_event(row)]
+        }
+        AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
+            let columns = columns.into_iter().filter(is_column);
+            columns
+                .map(|column| {
+                    note(row, rank, &column);
+                    EventBody::Metrics {
+                        attempt,
+                        rank,
+                        name: column.name,
+                        steps: column.steps,
+                        values: column.values.into_iter().map(|v| v.is_finite().then_some(v)).collect(),
+                    }
+                })
+                .collect()
+        }
+        AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
+            lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
+            vec![EventBody::Log { attempt, rank, lines }]
+        }
+        AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
+            // JSON has no NaN, and what is read back is a number.
+            let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
+            for number in times.into_iter().chain([&mut report.images_per_second]) {
+                *number = if number.is_finite() { *number } else { 0.0 };
+            }
+            vec![EventBody::Rank { attempt, rank, report }]
+        }
+        AttemptEvent::Checkpoint(checkpoint) => {
+            row.progress.checkpoint = row.progress.checkpoint.max(Some(checkpoint.step));
+            let id = checkpoint_id(row, checkpoint.epoch, checkpoint.step);
+            vec![EventBody::Checkpoint { attempt, id, checkpoint }]
+        }
+        AttemptEvent::CheckpointRemoved { epoch, step } => {
+            // The newest goes only when it was found damaged; which one is then the newest, the next start tells.
+            row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
+            vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
+        }
+        // Of a network whose numbers are not: nothing was measured, and JSON could not hold it.
+        AttemptEvent::Evaluation(evaluation)
+            if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
+        {
+            (row.job.last.val_loss, row.job.last.val_accuracy) = (None, None);
+            Vec::new()
+        }
+        AttemptEvent::Evaluation(evaluation) => {
+            let job = &mut row.job;
+            job.last.val_loss = Some(evaluation.loss);
+            job.last.val_accuracy = Some(evaluation.accuracy);
+            if job.best.is_none_or(|b| evaluation.accuracy > b.value) {
+                let (value, step, epoch) = (evaluation.accuracy, evaluation.step, evaluation.epoch);
+                job.best = Some(Measured { value, step, epoch });
+            }
+            vec![EventBody::Evaluation { attempt, evaluation }]
+        }
+        AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
+        // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
+        AttemptEvent::PrecisionFallback { .. }
+        | AttemptEvent::RankFailed { .. }
+        | AttemptEvent::Metrics { .. }
+        | AttemptEvent::Log { .. }
+        | AttemptEvent::Rank { .. }
+        | AttemptEvent::Unknown => Vec::new(),
+    })
+}
+
+/// What a column of metrics must be to be kept.
+fn is_column(column: &MetricColumn) -> bool {
+    metric::NAMES.contains(&column.name.as_str())
+        && column.steps.len() == column.values.len()
+        && !column.steps.is_empty()
+}
+
+/// The records of a report with consecutive points of a rank merged into one record, because a fast rank writes many per
+/// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
+pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
+    let mut all = Vec::new();
+    // Whose points are gathered, to come at this place.
+    let mut gathered: Option<(u32, usize)> = None;
+    for event in events {
+        let AttemptEvent::Metrics { rank, columns } = event else {
+            if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
+                gathered = None;
+            }
+            all.push(event.clone());
+            continue;
+        };
+        let place = match gathered {
+            Some((of, place)) if of == *rank => place,
+            _ => {
+                all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
+                all.len() - 1
+            }
+        };
+        gathered = Some((*rank, place));
+        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(place) else { continue };
+        for column in columns.iter().filter(|column| is_column(column)) {
+            match to.iter_mut().find(|c| c.name == column.name) {
+                Some(same) => {
+                    same.steps.extend_from_slice(&column.steps);
+                    same.values.extend_from_slice(&column.values);
+                }
+                None => to.push(column.clone()),
+            }
+        }
+    }
+    all
+}
+
+/// The epoch, from 1, that a step, from 1, belongs to.
+fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
+    let epoch = step.saturating_sub(1) / steps_per_epoch.max(1) + 1;
+    u32::try_from(epoch).unwrap_or(u32::MAX)
+}
+
+/// Updates what the job shows (newest values, step, sparkline, speed) from a column.
+fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
+    let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
+    let value = Some(f64::from(*value)).filter(|v| v.is_finite());
+    let job = &mut row.job;
+    match column.name.as_str() {
+        "loss" => {
+            row.progress.add_losses(column, job.total_steps);
+            row.progress.loss.insert(rank, value);
+            job.last.loss = mean(&row.progress.loss);
+            job.sparkline = row.progress.sparkline();
+            if step > job.step {
+                job.step = step;
+                let last = if job.total_steps > 0 { step.min(job.total_steps) } else { step };
+                job.epoch = epoch_of(last, job.steps_per_epoch);
+            }
+        }
+        "accuracy" => {
+            row.progress.accuracy.insert(rank, value);
+            job.last.accuracy = mean(&row.progress.accuracy);
+        }
+        "lr" => job.last.lr = value,
+        "images_per_second" => {
+            let speed = value.filter(|v| *v > 0.0);
+            let left = job.total_steps.saturating_sub(job.step) as f64 * job.spec.global_batch_size() as f64;
+            job.images_per_second = speed;
+            job.eta_secs = speed.map(|speed| left / speed);
+        }
+        _ => {}
+    }
+}
+
+fn ended(
+    row: &mut JobRow,
+    ending: Ending,
+    leaving: Option<&Reason>,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
+    let mut events = Vec::new();
+    match (ending, row.stop.take()) {
+        (Ending::Succeeded { step }, _) => {
+            if row.job.state == JobState::Starting {
+                events.push(go(row, JobState::Running, None, None, at)?);
+            }
+            row.job.step = row.job.step.max(step);
+            events.push(go(row, JobState::Succeeded, None, None, at)?);
+        }
+        // What could not be ended, and what else a person has to see to, is said.
+        (Ending::Failed { reason, retriable: false }, Some(stop)) => {
+            let facts = Facts { detail: Some(reason.words().to_owned()), ..stop.facts().clone() };
+            let reason = Reason::new(stop.code().clone(), facts);
+            events.push(go(row, JobState::Cancelled, Some(reason), None, at)?);
+        }
+        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
+        (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
+            events.push(paused(row, Some(&reason), at)?);
+        }
+        (Ending::Stopped, None) => {
+            let in_order = ReasonCode::AgentStopped.into();
+            events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
+        }
+        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
+        (Ending::Failed { reason, retriable: false }, None) => {
+            events.push(go(row, JobState::Failed, Some(reason), None, at)?);
+        }
+    }
+    Ok(events)
+}
+
+#[cfg(test)]
+mod tests;

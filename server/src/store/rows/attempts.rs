@@ -1,0 +1,94 @@
+//! Attempts: claims, those that may write, and the reports of their ranks.
+
+use super::Changed;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{Acknowledged, AttemptEvent, AttemptRef, Source},
+    job::JobId,
+    reason::Reason,
+};
+use serde::{Deserialize, Serialize};
+
+/// The ranks of an attempt on one agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Its id.
+    pub agent_id: String,
+    /// Its name then.
+    pub agent: String,
+    /// Global rank and slot index.
+    pub ranks: Vec<(u32, u32)>,
+}
+
+/// The wish to start a job's next attempt.
+#[derive(Debug, Clone)]
+pub struct Claim {
+    /// The job.
+    pub job: JobId,
+    /// Its attempt so far, so that two claims of the same moment make one attempt.
+    pub after_attempt: u32,
+    /// Where.
+    pub places: Vec<Place>,
+    /// Now.
+    pub at: Timestamp,
+}
+
+/// An attempt that was made.
+#[derive(Debug, Clone)]
+pub struct Claimed {
+    /// With its fencing token.
+    pub attempt: AttemptRef,
+    /// The newest complete checkpoint, to continue from: `<epoch>-<step>`.
+    pub resume: Option<String>,
+    /// The job, now `starting`.
+    pub changed: Changed,
+}
+
+/// An attempt that may write.
+#[derive(Debug, Clone)]
+pub struct AttemptRow {
+    /// With its fencing token.
+    pub attempt: AttemptRef,
+    /// Where its ranks are.
+    pub places: Vec<Place>,
+    /// Why it is being stopped, if it is.
+    pub stop: Option<Reason>,
+    /// It is to keep a checkpoint and end.
+    pub pausing: bool,
+}
+
+/// Records of one source of an attempt, as they came.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Of which attempt.
+    pub attempt: AttemptRef,
+    /// Who wrote them.
+    pub source: Source,
+    /// The number of the first.
+    pub first: u64,
+    /// In order.
+    pub events: Vec<AttemptEvent>,
+    /// When they came.
+    pub at: Timestamp,
+    /// The agent is stopping in order, for this reason.
+    pub leaving: Option<Reason>,
+}
+
+/// What became of a report.
+#[derive(Debug, Clone)]
+pub enum Ingested {
+    /// Its records are on disk.
+    Stored {
+        /// To be told to the agent.
+        acknowledged: Acknowledged,
+        /// None when every record was there already.
+        changed: Option<Box<Changed>>,
+    },
+    /// The attempt may not write (any more): fenced, ended or deleted.
+    Stale,
+    /// Records before it are missing: the connection lost some, or it is no honest agent.
+    Gap {
+        /// So many are stored.
+        stored: u64,
+    },
+}

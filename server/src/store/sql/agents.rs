@@ -1,0 +1,57 @@
+//! Agents that have introduced themselves, and those that take no new work.
+
+use super::{DbRow, SqlStore};
+use crate::store::{
+    AgentRow, Result, StoreError,
+    quarantine::readable,
+    values::{from_json, json, plain, time},
+};
+use sqlx::Row;
+
+fn agent(row: &DbRow) -> Result<AgentRow> {
+    let id: String = row.try_get("id")?;
+    let flawed = |error: StoreError| StoreError::Corrupt(format!("agent {id:?}: {error}"));
+    Ok(AgentRow {
+        name: row.try_get("name")?,
+        machine: from_json(row.try_get("machine")?).map_err(flawed)?,
+        slots: from_json(row.try_get("slots")?).map_err(flawed)?,
+        last_seen_at: time(row.try_get("last_seen_at")?)?,
+        id: id.clone(),
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn upsert_agent(&self, agent: &AgentRow) -> Result<()> {
+        sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+             machine = excluded.machine, slots = excluded.slots, last_seen_at = excluded.last_seen_at")
+            .bind(plain(&agent.id))
+            .bind(plain(&agent.name))
+            .bind(json(&agent.machine)?)
+            .bind(json(&agent.slots)?)
+            .bind(agent.last_seen_at.as_millisecond())
+            .execute(&self.writer)
+            .await?;
+        Ok(())
+    }
+
+    pub(super) async fn list_agents(&self) -> Result<Vec<AgentRow>> {
+        let rows = sqlx::query("SELECT * FROM agents ORDER BY name, id").fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(agent)))
+    }
+
+    pub(super) async fn read_draining(&self) -> Result<Vec<String>> {
+        Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
+            .fetch_all(&self.reader)
+            .await?)
+    }
+
+    pub(super) async fn write_draining(&self, agent: &str, draining: bool) -> Result<()> {
+        let query = if draining {
+            "INSERT INTO draining (agent_id) VALUES ($1) ON CONFLICT (agent_id) DO NOTHING"
+        } else {
+            "DELETE FROM draining WHERE agent_id = $1"
+        };
+        sqlx::query(query).bind(plain(agent)).execute(&self.writer).await?;
+        Ok(())
+    }
+}

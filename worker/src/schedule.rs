@@ -21,7 +21,7 @@ pub struct Schedule {
     steps_per_epoch: u64,
     milestones: Vec<u32>,
     gamma: f64,
-    rise: f64,
+    pct_start: f64,
 }
 
 impl Schedule {
@@ -37,7 +37,7 @@ impl Schedule {
             steps_per_epoch: steps_per_epoch.max(1),
             milestones: spec.milestones.clone(),
             gamma: f64::from(spec.gamma),
-            rise: f64::from(spec.pct_start),
+            pct_start: f64::from(spec.pct_start),
         }
     }
 

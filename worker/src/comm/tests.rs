@@ -140,11 +140,11 @@ fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
             let (half, brain) = &of_ranks[0];
             for i in (0..length).step_by(97) {
                 let exact: f32 = (0..3).map(|rank| values(rank, length)[i]).sum();
-                // Two additions, each off by half a unit in the last place of at most 16.
+                // Three roundings of the values and two of the sums, each by half a unit in the last place of at most 32.
                 let is = f16::from_bits(half[i]).to_f32();
-                assert!((is - exact).abs() <= 3.0 * 16.0 / 2048.0, "{kind:?} {length}: {is} {exact}");
+                assert!((is - exact).abs() <= 5.0 * 32.0 / 4096.0, "{kind:?} {length}: {is} {exact}");
                 let is = bf16::from_bits(brain[i]).to_f32();
-                assert!((is - exact / 3.0).abs() <= 3.0 * 16.0 / 256.0, "{kind:?} {length}: {is} {exact}");
+                assert!((is - exact / 3.0).abs() <= 5.0 * 32.0 / 512.0, "{kind:?} {length}: {is} {exact}");
             }
             if length == 100 {
                 let in_order = |i: usize| {

@@ -189,7 +189,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
 
     fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
         check::root("broadcast", root, self.size())?;
-        self.ring.announce(Call::of(Operation::Broadcast, &values.as_values()).from_root(root))?;
+        self.ring.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
         let (dtype, count) = (values.data_type(), values.len());
         if count == 0 {
             return Ok(());

@@ -72,7 +72,7 @@ impl Call {
         Self { detail: reduction as u32, ..self }
     }
 
-    pub(in crate::comm) fn from_root(self, root: u32) -> Self {
+    pub(in crate::comm) fn of_root(self, root: u32) -> Self {
         Self { detail: root, ..self }
     }
 

@@ -66,7 +66,7 @@ impl ProcessGroup for Ring {
 
     fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
         check::root("broadcast", root, self.size)?;
-        let call = Call::of(Operation::Broadcast, &values.as_values()).from_root(root);
+        let call = Call::of(Operation::Broadcast, &values.as_values()).of_root(root);
         self.call(call, |wire| wire.broadcast(values.bytes_mut(), root))
     }
 

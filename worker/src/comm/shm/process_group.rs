@@ -281,7 +281,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
 
     fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
         check::root("broadcast", root, self.size())?;
-        self.say(Call::of(Operation::Broadcast, &values.as_values()).from_root(root))?;
+        self.say(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
         self.ring.broadcast(values, root)
     }
 

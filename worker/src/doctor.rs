@@ -4,7 +4,7 @@ pub(crate) mod gather;
 
 use crate::{
     agent::machine,
-    comm::{CommError, Communicator, Reduction, rendezvous::RendezvousError},
+    comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError},
     gpu::{
         devices::{self, Gpu, Link},
         libraries::{self, Libraries, Which},
@@ -387,14 +387,15 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     Ok(gathered)
 }
 
-fn over_tcp(comm: &dyn Communicator) -> Result<Gathered, CommError> {
-    let values = comm.all_gather(&[comm.rank() as f32])?;
+fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
+    let mut values = vec![0.0f32; comm.size() as usize];
+    comm.all_gather((&[comm.rank() as f32]).into(), (&mut values).into())?;
     let best_secs = |length: usize, rounds: u32| -> Result<f64, CommError> {
         let mut vector = vec![1.0; length];
         let mut best = f64::MAX;
         for _ in 0..rounds {
             let began = Instant::now();
-            comm.all_reduce(&mut vector, Reduction::Mean)?;
+            comm.all_reduce((&mut vector).into(), Reduction::Mean)?;
             best = best.min(began.elapsed().as_secs_f64());
         }
         Ok(best)

@@ -11,10 +11,10 @@ pub use config::RankConfig;
 
 use crate::{
     comm::{
-        Alone, Communicator,
+        ProcessGroup, Reduction, SingleRank,
         rendezvous::{Meeting, RendezvousError, Store},
         ring::Ring,
-        shared::Host,
+        shm::ShmProcessGroup,
         watchdog::Watchdog,
     },
     data::Look,
@@ -217,8 +217,8 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut met = None;
-    let comm: Arc<dyn Communicator> = if start.world_size == 1 {
-        Arc::new(Alone)
+    let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
+        Arc::new(SingleRank)
     } else {
         let store = Store::join(Meeting {
             addr: start.master_addr.clone(),
@@ -231,7 +231,8 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         })?;
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
-        let comm: Arc<dyn Communicator> = if needs.shared_memory { Host::meet(&store, ring)? } else { ring };
+        let comm: Arc<dyn ProcessGroup> =
+            if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
         let store = Arc::new(store);
         // The store ends with rank 0's process; others may still be asking.
@@ -260,7 +261,9 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         device,
         local_ranks: config.local_ranks,
         threads: config.threads as usize,
-        comm,
+        rank: config.rank,
+        // All ranks of a job are replicas of one network.
+        group: comm,
         store: met,
         watchdog: watchdog.clone(),
         observer: reporter.as_ref(),
@@ -268,7 +271,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         progress: &life.progress,
         kept: &life.kept,
     });
-    match (outcome, watchdog.as_ref().and_then(|dog| dog.verdict())) {
+    match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
         // What it ended shows up as an aborted collective.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
@@ -276,10 +279,10 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
 }
 
 /// The way that gradients will go, tried before anything depends on it.
-fn all_reduce_once(comm: &dyn Communicator) -> Result<(), RankError> {
+fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
-    comm.all_reduce_f64(&mut sum).map_err(TrainError::from)?;
-    let n = f64::from(comm.world_size());
+    comm.all_reduce((&mut sum).into(), Reduction::Sum).map_err(TrainError::from)?;
+    let n = f64::from(comm.size());
     if sum[0] == n * (n - 1.0) / 2.0 {
         return Ok(());
     }
@@ -335,7 +338,7 @@ struct Life {
     spoken: AtomicBool,
     /// It is done in order: finished, or stopped with all others.
     ended: AtomicBool,
-    comm: OnceLock<Arc<dyn Communicator>>,
+    comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,
 }
 

@@ -3,7 +3,7 @@
 
 use crate::{
     comm::{
-        Alone, Communicator,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, RendezvousError, Store, free_port},
         ring::Ring,
     },
@@ -38,7 +38,7 @@ pub struct Member {
 
 /// A member among the others.
 pub struct Met {
-    pub comm: Arc<dyn Communicator>,
+    pub comm: Arc<dyn ProcessGroup>,
     /// Absent in a team of one.
     pub store: Option<Arc<Store>>,
 }
@@ -59,7 +59,7 @@ impl Member {
     /// They do not come within `patience`.
     pub fn meet(&self, patience: Duration) -> Result<Met, RendezvousError> {
         if self.world_size == 1 {
-            return Ok(Met { comm: Arc::new(Alone), store: None });
+            return Ok(Met { comm: Arc::new(SingleRank), store: None });
         }
         let store = Store::join(Meeting {
             addr: "127.0.0.1".into(),

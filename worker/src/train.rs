@@ -19,8 +19,8 @@ mod votes;
 pub use error::TrainError;
 
 use crate::{
-    checkpoint::Keeper,
-    comm::{Communicator, rendezvous::Store, watchdog::Watchdog},
+    checkpoint::CheckpointWriter,
+    comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog},
     data::{
         Look,
         loader::{DataSource, Shape},
@@ -65,8 +65,12 @@ pub struct Training<'a> {
     pub local_ranks: u32,
     /// Threads of this rank.
     pub threads: usize,
-    pub comm: Arc<dyn Communicator>,
-    /// Where the ranks met; absent for a single rank.
+    /// This rank's number in the job, which reports name it by.
+    pub rank: u32,
+    /// The data-parallel group: the ranks that see different pictures of a step and keep the same weights. Its rank 0 reports
+    /// what concerns all of them and writes checkpoints; batch sizes of the specification are shares of it.
+    pub group: Arc<dyn ProcessGroup>,
+    /// Where all ranks of the job met; absent for a single rank.
     pub store: Option<Arc<Store>>,
     /// An engine whose collectives may hang reports its steps to it.
     pub watchdog: Option<Arc<Watchdog>>,
@@ -105,13 +109,13 @@ fn train_with<'a>(
     training: &'a Training<'a>,
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
-    let Training { spec, comm, observer, .. } = training;
-    let mut pulse = Pulse::new(*observer, comm.rank(), training.device.to_string());
+    let Training { spec, group, observer, .. } = training;
+    let mut pulse = Pulse::new(*observer, training.rank, training.device.to_string());
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
     let data_threads =
         setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
-    let plan = Plan::new(spec, &data.shape, data_threads, comm.as_ref())?;
+    let plan = Plan::new(spec, &data.shape, data_threads, group.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;
@@ -122,16 +126,16 @@ fn train_with<'a>(
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
-        watchdog.goes_on_from(beginning.step);
+        watchdog.continues_from(beginning.step);
     }
-    let keeper = match comm.rank() {
+    let writer = match group.rank() {
         0 => {
             crate::checkpoint::remove_leftovers(training.checkpoints)?;
-            Some(Keeper::start(training.checkpoints, &spec.checkpoint, beginning.best)?)
+            Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best)?)
         }
         _ => None,
     };
-    if comm.rank() == 0 {
+    if group.rank() == 0 {
         setup::describe(training, &data.shape, &plan, engine.as_ref());
     }
     let mut run = Run {
@@ -139,7 +143,7 @@ fn train_with<'a>(
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: setup::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
-        votes: Votes::of_steps(comm.world_size(), beginning.step),
+        votes: Votes::of_steps(group.size(), beginning.step),
         unmeasured: beginning.unmeasured,
         step: beginning.step,
         in_flight: VecDeque::new(),
@@ -151,7 +155,7 @@ fn train_with<'a>(
         data,
         engine: CurrentEngine(Some(engine)),
         build_engine,
-        keeper,
+        writer,
         pulse,
     };
     let outcome = run.epochs();
@@ -160,12 +164,12 @@ fn train_with<'a>(
     }
     if outcome.is_err() {
         // The process is about to end. Work on the device may wait for other ranks that are gone, so it is abandoned. Dropping
-        // the keeper waits for a checkpoint that is being written.
-        let Run { engine: CurrentEngine(engine), keeper, .. } = run;
+        // the writer waits for a checkpoint that is being written.
+        let Run { engine: CurrentEngine(engine), writer, .. } = run;
         if let Some(engine) = engine {
             engine.abandon();
         }
-        drop(keeper);
+        drop(writer);
     }
     outcome
 }
@@ -178,7 +182,7 @@ struct Run<'a> {
     build_engine: &'a BuildEngine<'a>,
     schedule: Schedule,
     /// Writes checkpoints; on rank 0 only.
-    keeper: Option<Keeper>,
+    writer: Option<CheckpointWriter>,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     pulse: Pulse<'a>,
@@ -262,7 +266,7 @@ impl Run<'_> {
     }
 
     fn is_first(&self) -> bool {
-        self.training.comm.rank() == 0
+        self.training.group.rank() == 0
     }
 }
 

@@ -2,7 +2,7 @@
 
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use lockstep_worker::{
-    comm::Alone,
+    comm::SingleRank,
     data::loader::{Batch, Mix},
     engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
     made_up::{labels, values},
@@ -102,7 +102,7 @@ fn engine_with(
     batch_size: usize,
     optimizer: Optimizer,
 ) -> Box<dyn Engine> {
-    build_cpu(Arc::new(network), weights, config(batch_size, optimizer), Arc::new(Alone)).unwrap()
+    build_cpu(Arc::new(network), weights, config(batch_size, optimizer), Arc::new(SingleRank)).unwrap()
 }
 
 fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
@@ -236,7 +236,7 @@ impl SmoothedRun {
     fn engine(&self) -> Box<dyn Engine> {
         let network = network("resnet20", "cifar", self.run.image_size, 3, 10);
         let config = EngineConfig { label_smoothing: self.label_smoothing, ..config(32, sgd(5e-4)) };
-        build_cpu(Arc::new(network.clone()), &weights(&network), config, Arc::new(Alone)).unwrap()
+        build_cpu(Arc::new(network.clone()), &weights(&network), config, Arc::new(SingleRank)).unwrap()
     }
 }
 

@@ -4,10 +4,10 @@
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use lockstep_worker::{
     comm::{
-        Alone, CommError, Communicator, Reduction,
+        CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
         rendezvous::{Meeting, Store, free_port},
         ring::Ring,
-        shared::Host,
+        shm::ShmProcessGroup,
     },
     data::loader::Batch,
     engine::{
@@ -41,7 +41,7 @@ fn config(batch_size: usize) -> EngineConfig {
 }
 
 /// An engine with the weights of seed 1; the same on every rank.
-fn engine(config: EngineConfig, comm: Arc<dyn Communicator>) -> Box<dyn Engine> {
+fn engine(config: EngineConfig, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
     let network = network();
     build_cpu(network.clone(), &init::initial_parameters(&network, false, 1), config, comm).unwrap()
 }
@@ -68,14 +68,14 @@ fn part_of(all: usize, batch: Batch) -> Batch {
 }
 
 /// Runs `body` on every rank of a machine, in threads, and gives what each returned.
-fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     meet(ranks, true, body)
 }
 
 /// The same for ranks that share memory or only have a ring.
-fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn Communicator>) -> T + Sync) -> Vec<T> {
+fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     if ranks == 1 {
-        return vec![body(Arc::new(Alone))];
+        return vec![body(Arc::new(SingleRank))];
     }
     let port = free_port("127.0.0.1").unwrap();
     std::thread::scope(|scope| {
@@ -95,7 +95,7 @@ fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn Communicator>) 
                     .unwrap();
                     let ring = Ring::connect(&store, TIMEOUT).unwrap();
                     store.barrier("connected").unwrap();
-                    body(if shared { Host::meet(&store, ring).unwrap() } else { ring })
+                    body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })
                 })
             })
             .collect();
@@ -183,7 +183,7 @@ fn every_optimizer_does_the_same_on_1_2_and_4_ranks_bit_for_bit() {
 fn the_same_bits_in_every_run_and_with_any_number_of_threads() {
     assert_eq!(train(2, 16, 4, 0.1), train(2, 16, 4, 0.1));
     let with = |threads| {
-        let mut engine = engine(EngineConfig { threads, ..config(16) }, Arc::new(Alone));
+        let mut engine = engine(EngineConfig { threads, ..config(16) }, Arc::new(SingleRank));
         let losses: Vec<_> =
             (0..4).map(|s| engine.train_step(&[pictures(s, 0, 16)], 0.1).unwrap().loss).collect();
         (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
@@ -206,7 +206,7 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
         let results: Vec<StepResult> = (0..2).map(|_| engine.train_step(&batches, 0.1).unwrap()).collect();
         (results, engine.parameters().unwrap())
     });
-    let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(Alone));
+    let mut alone = engine(EngineConfig { accumulate: 2, ..config(9) }, Arc::new(SingleRank));
     let mut result = StepResult::default();
     for _ in 0..2 {
         result = alone.train_step(&[pictures(0, 0, 9), pictures(0, 9, 11)], 0.1).unwrap();
@@ -256,7 +256,7 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
         (before, engine.parameters().unwrap())
     });
     let alone = {
-        let mut engine = engine(config(8), Arc::new(Alone));
+        let mut engine = engine(config(8), Arc::new(SingleRank));
         engine.train_step(&[pictures(0, 8, 16)], 0.1).unwrap();
         engine.parameters().unwrap()
     };
@@ -268,30 +268,47 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
     assert_eq!(ranks[0].0, ranks[1].1);
 }
 
-/// A group that has none beside it.
-struct Single(Arc<dyn Communicator>);
+/// A group without a concurrent one and without shared memory.
+struct Single(Arc<dyn ProcessGroup>);
 
-impl Communicator for Single {
+impl ProcessGroup for Single {
     fn rank(&self) -> u32 {
         self.0.rank()
     }
-    fn world_size(&self) -> u32 {
-        self.0.world_size()
+    fn size(&self) -> u32 {
+        self.0.size()
     }
-    fn all_reduce(&self, values: &mut [f32], reduction: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
         self.0.all_reduce(values, reduction)
     }
-    fn all_reduce_f64(&self, values: &mut [f64]) -> Result<(), CommError> {
-        self.0.all_reduce_f64(values)
+    fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        self.0.reduce_scatter(input, output, reduction)
     }
-    fn broadcast(&self, values: &mut [f32], root: u32) -> Result<(), CommError> {
+    fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.all_gather(input, output)
+    }
+    fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.all_to_all(input, output)
+    }
+    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
         self.0.broadcast(values, root)
-    }
-    fn all_gather(&self, values: &[f32]) -> Result<Vec<f32>, CommError> {
-        self.0.all_gather(values)
     }
     fn barrier(&self) -> Result<(), CommError> {
         self.0.barrier()
+    }
+    fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        self.0.send(values, to)
+    }
+    fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
+        self.0.recv(values, from)
+    }
+    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        self.0.split(color, key)
     }
     fn abort(&self, reason: &str) {
         self.0.abort(reason);
@@ -302,11 +319,40 @@ impl Communicator for Single {
 }
 
 #[test]
+fn an_engine_trains_with_the_group_that_it_is_given_whatever_other_ranks_there_are() {
+    let weights = |comm: Arc<dyn ProcessGroup>, seed: usize| {
+        let from = 8 * comm.rank() as usize;
+        let mut engine = engine(config(8), comm);
+        for step in 0..3 {
+            let batch = part_of(16, pictures(seed + step, from, from + 8));
+            engine.train_step(&[batch], 0.05).unwrap();
+        }
+        engine.parameters().unwrap()
+    };
+    for shared in [true, false] {
+        let alone = [0, 100].map(|seed| meet(2, shared, |comm| weights(comm, seed)).remove(0));
+        let of_ranks = meet(4, shared, |comm| {
+            // Ranks 0 and 2 see other pictures than 1 and 3.
+            let color = comm.rank() % 2;
+            let group = comm.split(Some(color), 0).unwrap().unwrap();
+            let weights = weights(group, 100 * color as usize);
+            // The memory that ranks share goes with the last of them.
+            comm.barrier().unwrap();
+            weights
+        });
+        for (rank, weights) in of_ranks.iter().enumerate() {
+            assert!(*weights == alone[rank % 2], "rank {rank}, shared memory: {shared}");
+        }
+        assert!(alone[0] != alone[1]);
+    }
+}
+
+#[test]
 fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
     let weights = |shared: bool, single: bool| {
         meet(2, shared, move |comm| {
             let from = 8 * comm.rank() as usize;
-            let comm: Arc<dyn Communicator> = if single { Arc::new(Single(comm)) } else { comm };
+            let comm: Arc<dyn ProcessGroup> = if single { Arc::new(Single(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
             let told = engine.exchange();
             assert_eq!(told.contains("share memory: weights are there once"), shared, "{told}");
@@ -382,11 +428,11 @@ fn weights_and_optimizer_state_come_back_as_they_were_set() {
             let optimizer = Optimizer { kind, weight_decay: 0.01, ..Optimizer::default() };
             EngineConfig { optimizer, ..config(8) }
         };
-        let mut trained = engine(config(), Arc::new(Alone));
+        let mut trained = engine(config(), Arc::new(SingleRank));
         for step in 0..3 {
             trained.train_step(&[pictures(step, 0, 8)], 0.01).unwrap();
         }
-        let mut other = engine(config(), Arc::new(Alone));
+        let mut other = engine(config(), Arc::new(SingleRank));
         other.set_parameters(&trained.parameters().unwrap()).unwrap();
         let state = trained.optimizer_state().unwrap();
         assert_eq!(state.updates, 3);
@@ -403,7 +449,7 @@ fn weights_and_optimizer_state_come_back_as_they_were_set() {
         assert!(trained.optimizer_state().unwrap() == other.optimizer_state().unwrap(), "{name}");
         // Without the number of updates the bias would be corrected as at the start.
         if slots(kind).len() == 2 {
-            let mut forgetful = engine(config(), Arc::new(Alone));
+            let mut forgetful = engine(config(), Arc::new(SingleRank));
             let state = other.optimizer_state().unwrap();
             forgetful.set_optimizer_state(&OptimizerState { updates: 0, ..state }).unwrap();
             forgetful.set_parameters(&other.parameters().unwrap()).unwrap();
@@ -418,7 +464,7 @@ fn weights_and_optimizer_state_come_back_as_they_were_set() {
 #[test]
 fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
     let adamw = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
-    let mut engine = engine(EngineConfig { optimizer: adamw, ..config(8) }, Arc::new(Alone));
+    let mut engine = engine(EngineConfig { optimizer: adamw, ..config(8) }, Arc::new(SingleRank));
     let mut state = engine.optimizer_state().unwrap();
     let sum = state.slots.remove("fc.bias.exp_avg_sq").unwrap();
     state.slots.insert("fc.bias.momentum".into(), sum);
@@ -437,7 +483,7 @@ fn optimizer_state_that_is_not_of_this_optimizer_or_not_finite_is_named() {
 
 #[test]
 fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_set() {
-    let mut engine = engine(config(8), Arc::new(Alone));
+    let mut engine = engine(config(8), Arc::new(SingleRank));
     assert!(!engine.has_average() && engine.averaged().unwrap().is_none());
     let mut wanted: Option<NamedTensors> = None;
     for step in 0..4 {
@@ -454,7 +500,7 @@ fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_s
     let wanted = wanted.unwrap();
     let name = "layer3.2.bn2.running_var";
     assert!(wanted[name] != engine.parameters().unwrap()[name], "statistics are averaged, too");
-    let mut other = self::engine(config(8), Arc::new(Alone));
+    let mut other = self::engine(config(8), Arc::new(SingleRank));
     other.set_averaged(&wanted).unwrap();
     assert!(other.averaged().unwrap() == Some(wanted));
     assert!(other.parameters().unwrap() != engine.parameters().unwrap());
@@ -466,7 +512,7 @@ fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_s
 
 #[test]
 fn evaluation_and_prediction_change_nothing() {
-    let mut trained = engine(config(8), Arc::new(Alone));
+    let mut trained = engine(config(8), Arc::new(SingleRank));
     trained.train_step(&[pictures(0, 0, 8)], 0.1).unwrap();
     // Also for more pictures than a batch.
     let before = trained.parameters().unwrap();
@@ -479,7 +525,7 @@ fn evaluation_and_prediction_change_nothing() {
 
 #[test]
 fn what_does_not_fit_the_network_is_refused_by_name() {
-    let mut engine = engine(config(8), Arc::new(Alone));
+    let mut engine = engine(config(8), Arc::new(SingleRank));
     let mut weights = engine.parameters().unwrap();
     let fc = weights.remove("fc.bias").unwrap();
     weights.insert("fc.bia".into(), fc);

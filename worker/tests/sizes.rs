@@ -3,7 +3,7 @@
 
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
 use lockstep_worker::{
-    comm::Alone,
+    comm::SingleRank,
     data::loader::{Batch, DataSource, EpochPlan},
     engine::{Engine, EngineConfig, Optimizer, build_cpu},
     net::{Network, init, resnet},
@@ -27,7 +27,7 @@ fn engine(network: Arc<Network>) -> Box<dyn Engine> {
         gradients_mean: true,
         threads: 2,
     };
-    build_cpu(network, &initial, config, Arc::new(Alone)).expect("an engine")
+    build_cpu(network, &initial, config, Arc::new(SingleRank)).expect("an engine")
 }
 
 /// Pictures that differ from step to step; the last batch of an epoch may have fewer.

@@ -1,5 +1,10 @@
-use super::*;
-use crate::engine::HostTensor;
+use super::{files::write_json, manifest::size_of, *};
+use crate::{
+    engine::{HostTensor, LossScaling, NamedTensors},
+    precision::SkippedSteps,
+};
+use lockstep_protocol::spec::{OptimizerKind, Precision};
+use std::{collections::BTreeMap, fs};
 
 pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
     let tensor = |shape: &[usize], from: f32| HostTensor {

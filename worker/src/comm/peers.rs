@@ -4,10 +4,7 @@
 //! Plain allocations shared by CUDA IPC handles, between processes; no multicast, no managed memory.
 #![allow(unsafe_code)] // CUDA's IPC calls; what they need is checked before each.
 
-use super::{
-    CommError,
-    rendezvous::{RendezvousError, Store},
-};
+use super::{CommError, Exchange};
 use crate::{
     gpu::libraries::{self, Which},
     host::{boot_id, hostname},
@@ -44,7 +41,7 @@ pub struct Peers {
 
 /// What a rank tells the others.
 #[derive(Debug, Serialize, Deserialize)]
-struct Offer {
+struct IpcDescriptor {
     /// Boot and name of its machine.
     host: String,
     gpu: [u8; 16],
@@ -53,7 +50,7 @@ struct Offer {
 }
 
 impl Peers {
-    /// Every rank calls it, and all get buffers or none does; then with the reason. `name` may be used
+    /// Collective: every rank of `place` calls it, and all get buffers or none does; then with the reason. `name` may be used
     /// once an attempt.
     ///
     /// Buffers are freed when it is dropped, which must not be before all ranks have done their last
@@ -62,35 +59,35 @@ impl Peers {
     /// # Errors
     /// Ranks do not come.
     pub fn connect(
-        store: &Store,
+        place: Exchange<'_>,
         name: &str,
         ordinal: i32,
         data_bytes: usize,
         flag_bytes: usize,
     ) -> Result<Result<Self, String>, CommError> {
-        let meeting = store.meeting();
-        let (rank, world) = (meeting.rank, meeting.world_size);
+        const OPERATION: &str = "sharing GPU memory";
+        let (rank, world) = (place.rank(), place.size());
         if world as usize > MOST {
             return Ok(Err(format!("{world} ranks; up to {MOST} share memory")));
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
         let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK);
         let allocated = Allocated::new(ordinal, bytes);
-        let offer = Offer {
+        let descriptor = IpcDescriptor {
             host: host(),
             gpu: allocated.as_ref().map_or([0; 16], |a| a.gpu),
             handle: allocated.as_ref().map_err(Clone::clone).and_then(Allocated::handle),
         };
-        let said = serde_json::to_vec(&offer).unwrap_or_default();
-        let offers = exchange(store, &format!("peers/{name}"), &said)?;
-        let opened = match (&allocated, understood(&offers)) {
-            (Ok(own), Ok(offers)) => own.open(rank, &offers),
+        let said = serde_json::to_vec(&descriptor).unwrap_or_default();
+        let said_by_all = place.exchange(OPERATION, &format!("peers/{name}"), &said)?;
+        let opened = match (&allocated, understood(&said_by_all)) {
+            (Ok(own), Ok(descriptors)) => own.open(rank, &descriptors),
             (Err(reason), _) => Err(reason.clone()),
             (_, Err(reason)) => Err(reason),
         };
         // One that cannot open a buffer keeps all from using them.
         let reason = opened.as_ref().err().cloned().unwrap_or_default();
-        let reasons = exchange(store, &format!("peers/{name}/opened"), reason.as_bytes())?;
+        let reasons = place.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
         let failed = (0..).zip(&reasons).find(|(_, reason)| !reason.is_empty());
         let (Ok(own), Ok(mapped), None) = (allocated, opened, failed) else {
             let reason = failed.map_or_else(
@@ -173,19 +170,19 @@ impl Allocated {
     }
 
     /// Opens the others' buffers; its own is `None`.
-    fn open(&self, rank: u32, offers: &[Offer]) -> Result<Mapped, String> {
+    fn open(&self, rank: u32, descriptors: &[IpcDescriptor]) -> Result<Mapped, String> {
         let mut mapped = Mapped { addresses: Vec::new() };
-        let here = &offers[rank as usize].host;
-        for (other, offer) in (0..).zip(offers) {
-            let bytes = offer.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
+        let here = &descriptors[rank as usize].host;
+        for (other, descriptor) in (0..).zip(descriptors) {
+            let bytes = descriptor.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
             if other == rank {
                 mapped.addresses.push(None);
                 continue;
             }
-            if offer.host != *here {
+            if descriptor.host != *here {
                 return Err(format!("rank {other} is on another machine"));
             }
-            self.reaches(other, offer.gpu)?;
+            self.reaches(other, descriptor.gpu)?;
             let mut handle = CUipcMemHandle { reserved: [0; 64] };
             if bytes.len() != handle.reserved.len() {
                 return Err(format!("rank {other} gave a handle of {} bytes", bytes.len()));
@@ -262,24 +259,11 @@ impl Drop for Mapped {
     }
 }
 
-fn understood(offers: &[Vec<u8>]) -> Result<Vec<Offer>, String> {
-    offers
+fn understood(said_by_all: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String> {
+    said_by_all
         .iter()
-        .map(|said| serde_json::from_slice(said).map_err(|e| format!("an offer of memory: {e}")))
+        .map(|said| serde_json::from_slice(said).map_err(|e| format!("a descriptor of memory: {e}")))
         .collect()
-}
-
-fn exchange(store: &Store, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-    const OPERATION: &str = "sharing GPU memory";
-    store.exchange(what, value).map_err(|error| match error {
-        RendezvousError::Stopped => {
-            CommError::Aborted { operation: OPERATION, reason: "told to stop".into() }
-        }
-        RendezvousError::Lost(detail) => {
-            CommError::Disconnected { operation: OPERATION, peer: 0, detail: detail.to_string() }
-        }
-        other => CommError::Failed { operation: OPERATION, detail: other.to_string() },
-    })
 }
 
 /// Tells machines apart, also two containers' of one machine, which share no memory handles.
@@ -290,7 +274,7 @@ fn host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::rendezvous::{free_port, tests::meeting};
+    use crate::comm::rendezvous::{Store, free_port, tests::meeting};
 
     /// Where a machine has GPUs two ranks on one of them must not share memory either.
     #[test]
@@ -301,7 +285,7 @@ mod tests {
                 .map(|rank| {
                     scope.spawn(move || {
                         let store = Store::join(meeting(port, rank, 2)).unwrap();
-                        let peers = Peers::connect(&store, "test", 0, 4096, 64).unwrap();
+                        let peers = Peers::connect(Exchange::Store(&store), "test", 0, 4096, 64).unwrap();
                         // The store goes with rank 0's.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()

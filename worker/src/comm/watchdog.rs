@@ -39,7 +39,7 @@ struct Shared {
     moved_ms: AtomicU64,
     over: AtomicBool,
     board: Mutex<Board>,
-    verdict: OnceLock<String>,
+    stall_reason: OnceLock<String>,
 }
 
 /// What the ranks have posted.
@@ -83,7 +83,7 @@ impl Watchdog {
             moved_ms: AtomicU64::new(0),
             over: AtomicBool::new(false),
             board: Mutex::new(board),
-            verdict: OnceLock::new(),
+            stall_reason: OnceLock::new(),
         });
         if let Some(store) = store {
             // A thread of its own: it blocks when rank 0's process is suspended.
@@ -97,8 +97,8 @@ impl Watchdog {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// Steps are counted from here, when training goes on from a checkpoint of step `base`.
-    pub fn goes_on_from(&self, base: u64) {
+    /// Steps are counted from here, when training continues from a checkpoint of step `base`.
+    pub fn continues_from(&self, base: u64) {
         self.shared.base.store(base, Ordering::Release);
     }
 
@@ -122,8 +122,8 @@ impl Watchdog {
     }
 
     /// Why it ended the attempt, if it did.
-    pub fn verdict(&self) -> Option<&str> {
-        self.shared.verdict.get().map(String::as_str)
+    pub fn stall_reason(&self) -> Option<&str> {
+        self.shared.stall_reason.get().map(String::as_str)
     }
 }
 
@@ -159,7 +159,7 @@ impl Shared {
                     Instant::now(),
                 );
                 drop(board);
-                stalled(self.verdict.get_or_init(|| text));
+                stalled(self.stall_reason.get_or_init(|| text));
                 return;
             }
         }
@@ -275,7 +275,7 @@ mod tests {
         // Rank 1 never gets to step 813, and waits for nothing itself.
         for (rank, dog) in dogs.iter().enumerate() {
             // From a checkpoint: a process counts its own steps.
-            dog.goes_on_from(800);
+            dog.continues_from(800);
             dog.submitted(12);
             dog.done(12);
             if rank != 1 {
@@ -288,9 +288,9 @@ mod tests {
             let (rank, text) = told.recv_timeout(PATIENCE).unwrap();
             assert_ne!(rank, 1);
             assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
-            assert_eq!(dogs[rank as usize].verdict(), Some(text.as_str()));
+            assert_eq!(dogs[rank as usize].stall_reason(), Some(text.as_str()));
         }
-        assert_eq!(dogs[1].verdict(), None);
+        assert_eq!(dogs[1].stall_reason(), None);
     }
 
     #[test]

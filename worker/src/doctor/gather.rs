@@ -2,12 +2,7 @@
 //! whether they share memory.
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
-use crate::comm::{
-    CommError, Reduction,
-    nccl::{Dtype, Nccl},
-    peers::Peers,
-    rendezvous::Store,
-};
+use crate::comm::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
 use cudarc::driver::{
     CudaContext, DriverError, result,
     result::stream::StreamKind,
@@ -45,9 +40,9 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
-    let nccl = Nccl::connect(store, "doctor", ordinal, PATIENCE)?;
+    let nccl = Nccl::connect(Exchange::Store(store), "doctor", ordinal, PATIENCE)?;
     let gpu = Gpu::open(ordinal).map_err(failed)?;
-    let ranks = nccl.world_size() as usize;
+    let ranks = nccl.size() as usize;
     let from = gpu.memory(4).map_err(failed)?;
     let to = gpu.memory(4 * ranks).map_err(failed)?;
     let vector = gpu.memory(4 * LONG).map_err(failed)?;
@@ -63,7 +58,7 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     // `finish` has waited for all of it.
     unsafe {
         result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
-        nccl.all_gather(from.0, to.0, 1, Dtype::F32, gpu.stream)?;
+        nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;
         finish()?;
         result::memcpy_dtoh_sync(&mut values, to.0).map_err(failed)?;
     }
@@ -72,7 +67,7 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
             let began = Instant::now();
             for _ in 0..rounds {
                 // SAFETY: as above; `count` is at most LONG.
-                unsafe { nccl.all_reduce(vector.0, count, Dtype::F32, Reduction::Sum, gpu.stream)? };
+                unsafe { nccl.all_reduce(vector.0, count, DataType::F32, Reduction::Sum, gpu.stream)? };
             }
             finish()?;
             Ok(began.elapsed().as_secs_f64() / f64::from(rounds))
@@ -82,7 +77,7 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     };
     let short_us = mean_secs(SHORT, 200)? * 1e6;
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 20)?.max(1e-9);
-    let no_peer_memory = Peers::connect(store, "doctor", ordinal, 4096, 256)?.err();
+    let no_peer_memory = Peers::connect(Exchange::Store(store), "doctor", ordinal, 4096, 256)?.err();
     Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
 }
 

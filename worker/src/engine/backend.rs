@@ -3,7 +3,7 @@
 
 use super::{Engine, EngineConfig, EngineError, NamedTensors};
 use crate::{
-    comm::{Communicator, rendezvous::Store, watchdog::Watchdog},
+    comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog},
     data::device::DeviceDecoder,
     gpu::RankGpu,
     net::Network,
@@ -108,7 +108,7 @@ pub struct BuildArgs<'a> {
     /// Weights, biases and running statistics.
     pub initial: &'a NamedTensors,
     pub config: EngineConfig,
-    pub comm: Arc<dyn Communicator>,
+    pub comm: Arc<dyn ProcessGroup>,
     /// Of the devices that this process sees.
     pub ordinal: i32,
     /// To compute in, where there is a choice.

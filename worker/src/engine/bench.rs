@@ -3,10 +3,10 @@
 use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
     comm::{
-        Alone, Communicator,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, Store, free_port},
         ring::Ring,
-        shared::Host,
+        shm::ShmProcessGroup,
     },
     data::{
         DataError,
@@ -112,7 +112,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
-        return run_rank(case, threads, Arc::new(Alone));
+        return run_rank(case, threads, Arc::new(SingleRank));
     }
     let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
     let secret = *uuid::Uuid::new_v4().as_bytes();
@@ -132,7 +132,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
                     let store = Store::join(meeting).map_err(|e| e.to_string())?;
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
-                    let comm = Host::meet(&store, ring).map_err(|e| e.to_string())?;
+                    let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;
                     run_rank(case, threads, comm)
                 })
             })
@@ -145,10 +145,10 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
     })
 }
 
-fn run_rank(case: &Case, threads: usize, comm: Arc<dyn Communicator>) -> Result<Measurement, String> {
+fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<Measurement, String> {
     let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
-    let ranks = comm.world_size();
+    let ranks = comm.size();
     let batch_size = case.batch_size / ranks as usize;
     let config = EngineConfig {
         batch_size,
@@ -201,7 +201,7 @@ const PICTURES: usize = 50_000;
 pub fn run_gpu_rank(
     case: &Case,
     sync_batch_norm: bool,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     gpu: GpuConfig,
 ) -> Result<Measurement, String> {
     let began = Instant::now();
@@ -232,8 +232,8 @@ pub fn run_gpu_rank(
         case: case.name.clone(),
         device: engine.device_name(),
         threads: 1,
-        ranks: comm.world_size(),
-        images_per_second: f64::from(comm.world_size()) * case.batch_size as f64 / secs,
+        ranks: comm.size(),
+        images_per_second: f64::from(comm.size()) * case.batch_size as f64 / secs,
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
@@ -247,8 +247,8 @@ pub fn run_gpu_rank(
 /// # Errors
 /// Whatever keeps the engine from running.
 pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, String> {
-    let (mut engine, data) = on_gpu(case, true, Arc::new(Alone), gpu)?;
-    let mut batches = batches(&data, case, &Alone);
+    let (mut engine, data) = on_gpu(case, true, Arc::new(SingleRank), gpu)?;
+    let mut batches = batches(&data, case, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first ones load kernels.
     for _ in 0..3 {
@@ -261,7 +261,7 @@ pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, St
 fn on_gpu(
     case: &Case,
     sync_batch_norm: bool,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     gpu: GpuConfig,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
@@ -285,13 +285,13 @@ fn on_gpu(
 fn batches<'a>(
     data: &'a DataSource,
     case: &Case,
-    comm: &dyn Communicator,
+    comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
     let plan = EpochPlan {
         epoch: 0,
         first_step: 0,
         rank: comm.rank(),
-        world_size: comm.world_size(),
+        world_size: comm.size(),
         batch_size: case.batch_size,
         accumulate: 1,
         drop_remainder: true,

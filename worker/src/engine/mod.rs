@@ -11,6 +11,7 @@ mod optimizer;
 mod plan;
 pub mod registry;
 mod shape;
+mod state_dict;
 #[cfg(test)]
 pub(crate) mod toy;
 
@@ -19,9 +20,10 @@ pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Needs};
 pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
+pub use state_dict::{Contribution, StateDict};
 
 use crate::{
-    comm::{CommError, Communicator},
+    comm::{CommError, ProcessGroup},
     data::loader::{Batch, DataSource, Form},
 };
 use lockstep_protocol::spec::Precision;
@@ -107,6 +109,11 @@ pub enum EngineError {
 }
 
 /// One rank's copy of the network and its optimizer.
+///
+/// An engine is built for a group, its data-parallel group, whose ranks are replicas: they see different pictures and keep the
+/// same weights. Building one is collective, and so are [`Engine::start_step`] with what follows from it,
+/// [`Engine::broadcast_parameters`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls them,
+/// in the same order. All other methods concern this rank alone.
 pub trait Engine: Send {
     /// How this engine wants the pictures of its batches; it may take a copy of those in memory.
     fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
@@ -118,20 +125,20 @@ pub trait Engine: Send {
     /// From the next batch on pictures have this side: the network's own, or one of [`Engine::take_sizes`]. Weights, running
     /// statistics and optimizer state stay as they are. No step may be under way.
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError>;
-    /// Starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
+    /// Collective: starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
     /// An engine may run behind its caller: results come in the order of steps, the oldest one that
-    /// has not been told yet with each call, `None` while the first steps are under way.
+    /// has not been reported yet with each call, `None` while the first steps are under way.
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
     /// Waits for the steps under way; their results, oldest first.
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
         Ok(Vec::new())
     }
-    /// A step from beginning to end.
+    /// Collective: a step from beginning to end.
     fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
-        let told = self.start_step(micro_batches, lr)?;
-        Ok(self.finish_steps()?.pop().or(told).unwrap_or_default())
+        let result = self.start_step(micro_batches, lr)?;
+        Ok(self.finish_steps()?.pop().or(result).unwrap_or_default())
     }
     /// A step (with a learning rate of 0) in which each call is timed by itself: (what, milliseconds), in
     /// order. Empty where the engine cannot tell.
@@ -173,9 +180,40 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
+    /// Which replica of the state this rank has: its rank in the data-parallel group.
+    fn replica(&self) -> u32;
+    /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
+    /// others do nothing.
+    fn state_dict(&self) -> Result<Contribution, EngineError> {
+        if self.replica() != 0 {
+            return Ok(Contribution::Replica);
+        }
+        Ok(Contribution::Whole(Box::new(StateDict {
+            parameters: self.parameters()?,
+            optimizer: Some(self.optimizer_state()?),
+            average: self.averaged()?,
+            loss_scaling: self.loss_scaling()?,
+        })))
+    }
+    /// Collective: continues from `state`, which is the same on every rank but for the average, which only rank 0 keeps. Where
+    /// ranks share memory, none may use the old state any more when one calls this, nor the new one before all have: a
+    /// barrier before and one after.
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<(), EngineError> {
+        self.set_parameters(&state.parameters)?;
+        if let Some(optimizer) = &state.optimizer {
+            self.set_optimizer_state(optimizer)?;
+        }
+        if let Some(average) = &state.average {
+            self.set_averaged(average)?;
+        }
+        if let Some(scaling) = state.loss_scaling {
+            self.set_loss_scaling(scaling)?;
+        }
+        Ok(())
+    }
     /// As [`first_not_finite`] of this rank's weights, biases, running statistics, optimizer state and average.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
-    /// Rank 0's parameters and running statistics to every rank.
+    /// Collective: rank 0's parameters and running statistics to every rank.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
     /// device goes with the process.
@@ -205,7 +243,7 @@ pub fn build_cpu(
     network: Arc<crate::net::Network>,
     initial: &NamedTensors,
     config: EngineConfig,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cpu::build(network, initial, config, comm)
 }
@@ -218,7 +256,7 @@ pub fn build_cuda(
     network: Arc<crate::net::Network>,
     initial: &NamedTensors,
     config: EngineConfig,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     gpu: GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cuda::build(network, initial, config, comm, &gpu)

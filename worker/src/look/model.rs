@@ -2,7 +2,7 @@
 
 use crate::{
     checkpoint,
-    comm::Alone,
+    comm::SingleRank,
     data::loader::Batch,
     engine::{self, Engine, EngineConfig, Optimizer},
     net,
@@ -79,7 +79,7 @@ impl Model {
             gradients_mean: true,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
-        let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(Alone))
+        let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
             .map_err(|e| naming(e.to_string()))?;
         let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
         let resize = about.get("resize").map(|_| number("resize")).transpose()?;

@@ -3,6 +3,7 @@
 
 use super::{Run, TrainError, Training, setup, votes::Votes};
 use crate::{
+    comm::Reduction,
     data::{DataError, loader::replaced},
     engine::NamedTensors,
 };
@@ -13,7 +14,7 @@ use lockstep_protocol::{
 use std::{sync::atomic::Ordering, time::Instant};
 
 impl Run<'_> {
-    /// Evaluates after the steps so far, in bfloat16 if float16 cannot hold it. False: all ranks have agreed to stop before
+    /// Evaluates after the steps so far, in bfloat16 if float16 cannot hold it. False: all ranks have voted to stop before
     /// its end, and nothing was measured. It is due again when the run continues.
     pub(super) fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
@@ -37,7 +38,7 @@ impl Run<'_> {
         Ok(completed)
     }
 
-    /// Validation passes over the weights and, if there is one, over their average. False: all ranks have agreed to stop
+    /// Validation passes over the weights and, if there is one, over their average. False: all ranks have voted to stop
     /// before the end.
     fn validate(&mut self) -> Result<bool, TrainError> {
         self.pulse.report("evaluating");
@@ -91,7 +92,7 @@ impl Run<'_> {
             return Ok(false);
         }
         let mut has = [f64::from(u8::from(self.engine.has_average()))];
-        self.training.comm.all_reduce_f64(&mut has)?;
+        self.training.group.all_reduce((&mut has).into(), Reduction::Sum)?;
         Ok(has != [0.0])
     }
 
@@ -117,13 +118,13 @@ impl Run<'_> {
     }
 
     /// One pass over the validation split. Each rank takes its part and the sums are added up, so every picture counts once.
-    /// `what` names the loss in the error when it is not finite. None: all ranks have agreed to stop before the end.
+    /// `what` names the loss in the error when it is not finite. None: all ranks have voted to stop before the end.
     fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
         let began = Instant::now();
-        let Training { comm, .. } = self.training;
+        let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
-        let (rank, world_size) = (comm.rank(), comm.world_size());
+        let (rank, world_size) = (group.rank(), group.size());
         let mut batches =
             self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
         let mut votes = Votes::timed(0);
@@ -140,7 +141,7 @@ impl Run<'_> {
             if votes.is_due(number) {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
-                comm.all_reduce_f64(&mut vote)?;
+                group.all_reduce((&mut vote).into(), Reduction::Sum)?;
                 votes.voted(number, vote[1] / f64::from(world_size));
                 if vote[0] > 0.0 {
                     return Ok(None);
@@ -148,7 +149,7 @@ impl Run<'_> {
             }
         }
         setup::report_broken(self.training, &self.data);
-        comm.all_reduce_f64(&mut sums)?;
+        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {
             return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());

@@ -57,7 +57,7 @@ impl Run<'_> {
             store.leave_stops_to_votes();
         }
         // Ranks use each other's memory until all have come here.
-        training.comm.barrier()?;
+        training.group.barrier()?;
         drop(self.engine.0.take());
         let build: &BuildEngine<'_> = self.build_engine;
         let mut engine = build(training, &self.data.shape, Some(Precision::Bf16), 1)?;

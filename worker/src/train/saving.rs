@@ -1,7 +1,12 @@
 //! Checkpoints of a run: what is in them, when they are waited for, and how a run ends with one.
 
 use super::{Outcome, Run, TrainError, Training};
-use crate::checkpoint::{CheckpointError, DataPosition, Kept, OptimizerNote, RandomState, Snapshot, State};
+use crate::{
+    checkpoint::{
+        CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
+    },
+    engine::Contribution,
+};
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
     collections::BTreeMap,
@@ -10,21 +15,23 @@ use std::{
 };
 
 impl Run<'_> {
-    /// Hands the state after the steps so far to the checkpoint thread, which writes it while training continues.
+    /// Collective: every rank contributes to a checkpoint of the steps so far. Rank 0 hands it to the checkpoint thread, which
+    /// writes it while training continues.
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
         self.check_state()?;
         // On every rank: this report writes out what the rank has reported so far. So no step before a checkpoint is missing
         // from the records when the rank is killed right after.
         self.pulse.report("checkpointing");
-        let Some(keeper) = &self.keeper else {
+        let contribution = self.engine.state_dict()?;
+        let (Some(writer), Contribution::Whole(state_dict)) = (&self.writer, contribution) else {
             self.pulse.report("training");
             return Ok(());
         };
         let plan = &self.plan;
         let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
         let step_in_epoch = self.step % plan.steps_per_epoch;
-        let optimizer = self.engine.optimizer_state()?;
+        let optimizer = state_dict.optimizer.unwrap_or_default();
         let state = State {
             epoch: plan.epoch_of(self.step),
             step: self.step,
@@ -34,7 +41,7 @@ impl Run<'_> {
                 samples_in_epoch: step_in_epoch * plan.global_batch_size,
             },
             random_state: RandomState { seed: self.training.spec.train.seed },
-            world_size: self.training.comm.world_size(),
+            world_size: self.training.group.size(),
             global_batch_size: plan.global_batch_size,
             steps_per_epoch: plan.steps_per_epoch,
             val_accuracy: measured.map(|e| e.accuracy),
@@ -42,18 +49,18 @@ impl Run<'_> {
             best: None,
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
             precision: Some(self.engine.precision()),
-            loss_scaling: self.engine.loss_scaling()?,
+            loss_scaling: state_dict.loss_scaling,
             skipped_steps: self.skipped.clone(),
             optimizer: Some(OptimizerNote {
                 kind: self.training.spec.train.optimizer,
                 updates: optimizer.updates,
             }),
         };
-        let saved = keeper.keep(Snapshot {
+        let saved = writer.save(Snapshot {
             state,
-            parameters: self.engine.parameters()?,
+            parameters: state_dict.parameters,
             optimizer: optimizer.slots,
-            average: self.engine.averaged()?,
+            average: state_dict.average,
             batches: self.step * plan.accumulate as u64,
             metadata: self.metadata.clone(),
         });
@@ -74,7 +81,7 @@ impl Run<'_> {
         Ok(Outcome::Finished { step: self.step })
     }
 
-    /// The end of a run after the ranks have agreed to stop. All are at the same step, so a checkpoint of it is complete.
+    /// The end of a run after the ranks have voted to stop. All are at the same step, so a checkpoint of it is complete.
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.flush_checkpoints()?;
@@ -86,20 +93,20 @@ impl Run<'_> {
     /// Waits until the newest checkpoint is on disk: what is not written is lost with this process. A full disk is waited for
     /// half as long as a stall may last.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
-        let Some(mut keeper) = self.keeper.take() else { return Ok(()) };
+        let Some(mut writer) = self.writer.take() else { return Ok(()) };
         self.pulse.report("checkpointing");
         let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
         let began = Instant::now();
         let mut failed = None;
-        while let Some(news) = keeper.finish() {
-            for event in &news {
+        while let Some(events) = writer.finish() {
+            for event in &events {
                 failed = match event {
-                    Kept::Failed { reason, .. } => Some(reason.clone()),
-                    Kept::Written(_) => None,
-                    Kept::Removed { .. } => failed,
+                    CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
+                    CheckpointEvent::Written(_) => None,
+                    CheckpointEvent::Removed { .. } => failed,
                 };
             }
-            announce(self.training, news);
+            announce(self.training, events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let waited = began.elapsed().as_secs();
                 return Err(TrainError::System(std::io::Error::other(format!(
@@ -112,17 +119,17 @@ impl Run<'_> {
 
     /// Reports the checkpoints that were written or removed since the last call.
     pub(super) fn announce_checkpoints(&self) {
-        if let Some(keeper) = &self.keeper {
-            announce(self.training, keeper.news());
+        if let Some(writer) = &self.writer {
+            announce(self.training, writer.events());
         }
     }
 }
 
-fn announce(training: &Training<'_>, news: Vec<Kept>) {
+fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
     let observer = training.observer;
-    for event in news {
+    for event in events {
         match event {
-            Kept::Written(info) => {
+            CheckpointEvent::Written(info) => {
                 training.kept.fetch_max(info.step, Ordering::Relaxed);
                 let best = if info.best { ", the best so far" } else { "" };
                 let megabytes = info.size_bytes as f64 / 1e6;
@@ -132,12 +139,12 @@ fn announce(training: &Training<'_>, news: Vec<Kept>) {
                 ));
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
-            Kept::Failed { epoch, step, reason, again: false } => observer.log(&format!(
+            CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
                 "checkpoint {epoch}-{step} could not be written: {reason}; training goes on, the one before it stands"
             )),
-            Kept::Failed { epoch, step, reason, again: true } => observer
+            CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
                 .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),
-            Kept::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
+            CheckpointEvent::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     checkpoint,
-    comm::Communicator,
+    comm::ProcessGroup,
     data::{
         device::Sharing,
         loader::{DataSource, Mixing, Shape},
@@ -39,11 +39,12 @@ impl Plan {
         spec: &JobSpec,
         shape: &Shape,
         data_threads: usize,
-        comm: &dyn Communicator,
+        group: &dyn ProcessGroup,
     ) -> Result<Self, TrainError> {
         let impossible = |text: String| Err(TrainError::Impossible(text));
-        if comm.world_size() != spec.parallel.ranks {
-            let (is, wanted) = (comm.world_size(), spec.parallel.ranks);
+        // The specification's batch sizes are of `parallel.ranks` ranks that see different pictures: those of this group.
+        if group.size() != spec.parallel.ranks {
+            let (is, wanted) = (group.size(), spec.parallel.ranks);
             return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
         }
         let global_batch_size = spec.global_batch_size();
@@ -53,7 +54,7 @@ impl Plan {
                 "{} training pictures are fewer than one step takes ({global_batch_size}: {} ranks x batch {} \
                  x accumulate {}). Lower train.batch_size, or set data.drop_remainder = false",
                 shape.train_samples,
-                comm.world_size(),
+                group.size(),
                 spec.micro_batch_size(),
                 spec.train.accumulate
             ));
@@ -106,7 +107,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.look)?;
     data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
-    if training.comm.rank() == 0 && !skipped.is_empty() {
+    if training.group.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;
         observer.log(&format!("{} broken files are left out:", skipped.len()));
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
@@ -125,14 +126,14 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
         let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
         (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
     };
-    let first = training.comm.rank() == 0;
+    let first = training.group.rank() == 0;
     let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
         .map(|(key, asked, found)| {
             let kept = if first && asked.is_none() { of_checkpoint(key) } else { None };
             kept.unwrap_or_else(|| found.clone())
         });
-    training.comm.broadcast(&mut mean, 0)?;
-    training.comm.broadcast(&mut std, 0)?;
+    training.group.broadcast((&mut mean).into(), 0)?;
+    training.group.broadcast((&mut std).into(), 0)?;
     data.set_normalisation(mean, std);
     Ok(())
 }
@@ -206,7 +207,7 @@ pub(super) fn choose_decoder(
         choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
     let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     let say = |line: &str| {
-        if training.comm.rank() == 0 {
+        if training.group.rank() == 0 {
             training.observer.log(line);
         }
     };
@@ -230,15 +231,16 @@ pub(super) fn choose_decoder(
 
 /// Ranks that had other pictures, or the same in another order, would train on some twice and on others never.
 fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
-    let comm = &training.comm;
-    if comm.world_size() == 1 {
+    let group = &training.group;
+    if group.size() == 1 {
         return Ok(());
     }
     let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
     // In pieces that float32 holds exactly.
     let piece = |bits: u64| (bits & 0xffff) as f32;
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
-    let all = comm.all_gather(&own)?;
+    let mut all = vec![0.0f32; own.len() * group.size() as usize];
+    group.all_gather((&own).into(), (&mut all).into())?;
     let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
     other.map_or(Ok(()), |rank| {
         let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
@@ -298,7 +300,7 @@ pub(super) fn build_engine(
     };
     if let Some(is) = memory::of_machine() {
         let smallest = network.resized(training_sizes.iter().copied().fold(network.image_size, usize::min));
-        let of_split = (shape.train_samples, training.comm.world_size());
+        let of_split = (shape.train_samples, training.group.size());
         let needed = Needed::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
         needed.check(spec, &smallest, is)?;
     }
@@ -306,7 +308,7 @@ pub(super) fn build_engine(
         network: Arc::new(network),
         initial: &initial,
         config,
-        comm: training.comm.clone(),
+        comm: training.group.clone(),
         ordinal,
         precision: precision.unwrap_or(spec.train.precision),
         loss_scale: spec.train.loss_scale.clone(),
@@ -349,7 +351,7 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
 }
 
 pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {
-    let Training { spec, comm, observer, .. } = training;
+    let Training { spec, group, observer, .. } = training;
     let weights: usize = engine.parameters().map_or(0, |all| {
         let trained = all.iter().filter(|(name, _)| !name.contains("running_"));
         trained.map(|(_, tensor)| tensor.values.len()).sum()
@@ -402,7 +404,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
     }
     observer.log(&format!(
         "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
-        comm.world_size(),
+        group.size(),
         engine.device_name(),
         plan.batch_size,
         plan.accumulate,

@@ -8,9 +8,9 @@ use super::{
 };
 use crate::{
     checkpoint::{self, Best, OptimizerNote, State},
-    comm::Communicator,
+    comm::{ProcessGroup, Reduction},
     data::loader::Shape,
-    engine::{Engine, NamedTensors, OptimizerState, slots},
+    engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
     net,
     precision::SkippedSteps,
 };
@@ -44,9 +44,9 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
             older.map(|(epoch, step)| training.checkpoints.join(checkpoint::folder_name(epoch, step)));
         std::iter::once(folder.to_path_buf()).chain(folders).find_map(|folder| checkpoint::precision(&folder))
     };
-    let left_float16 = training.comm.rank() == 0 && newest() == Some(Precision::Bf16);
+    let left_float16 = training.group.rank() == 0 && newest() == Some(Precision::Bf16);
     let mut votes = [f64::from(u8::from(left_float16))];
-    training.comm.all_reduce_f64(&mut votes)?;
+    training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
     Ok((votes != [0.0]).then_some(Precision::Bf16))
 }
 
@@ -62,7 +62,7 @@ pub(super) fn begin(
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     if let Some(path) = pretrained
-        && training.comm.rank() == 0
+        && training.group.rank() == 0
     {
         let network = net::build(&training.spec.model, shape.image_size, shape.channels, shape.classes.len())
             .map_err(TrainError::Impossible)?;
@@ -82,42 +82,39 @@ fn resume(
     engine: &mut dyn Engine,
     folder: &Path,
 ) -> Result<Beginning, TrainError> {
-    let comm = training.comm.as_ref();
-    let loaded = if comm.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
-    let (state, parameters, optimizer) = match loaded {
+    let group = training.group.as_ref();
+    let loaded = if group.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
+    let (state, parameters, optimizer, average) = match loaded {
         Some((place, (state, parameters, optimizer))) => {
             fits(training, &place, classes, &parameters, &engine.parameters()?)?;
             // Rank 0 alone keeps it.
-            if training.spec.train.ema_decay > 0.0
-                && let Some(average) = checkpoint::load_average(&place)?
-            {
-                engine.set_averaged(&average)?;
-            }
-            (Some(state), Some(parameters), Some(optimizer))
+            let average = match training.spec.train.ema_decay > 0.0 {
+                true => checkpoint::load_average(&place)?,
+                false => None,
+            };
+            (Some(state), Some(parameters), Some(optimizer), average)
         }
-        None => (None, None, None),
+        None => (None, None, None, None),
     };
-    let state = shared_state(comm, state)?;
-    let parameters = shared(comm, engine.parameters()?, parameters)?;
+    let state = shared_state(group, state)?;
+    let parameters = shared(group, engine.parameters()?, parameters)?;
     // Before there were others it was one of SGD's.
     let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
     let kind = training.spec.train.optimizer;
     let carries_over = slots(note.kind) == slots(kind);
     let optimizer = match carries_over {
-        true => Some(shared(comm, engine.optimizer_state()?.slots, optimizer)?),
+        true => {
+            let slots = shared(group, engine.optimizer_state()?.slots, optimizer)?;
+            Some(OptimizerState { slots, updates: note.updates })
+        }
         false => None,
     };
+    let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
     // Ranks may share them: all have looked at the old ones before they change.
-    comm.barrier()?;
-    engine.set_parameters(&parameters)?;
-    if let Some(slots) = optimizer {
-        engine.set_optimizer_state(&OptimizerState { slots, updates: note.updates })?;
-    }
-    if let Some(scaling) = state.loss_scaling {
-        engine.set_loss_scaling(scaling)?;
-    }
+    group.barrier()?;
+    engine.load_state_dict(&loaded)?;
     // Nor does anybody use the new ones before rank 0 has written them.
-    comm.barrier()?;
+    group.barrier()?;
 
     let step = if state.global_batch_size == plan.global_batch_size
         && state.steps_per_epoch == plan.steps_per_epoch
@@ -136,7 +133,7 @@ fn resume(
             plan.total_steps
         )));
     }
-    if comm.rank() == 0 {
+    if group.rank() == 0 {
         let observer = training.observer;
         if step == plan.total_steps {
             observer.log("the checkpoint is of the last step: nothing is left to train");
@@ -253,7 +250,7 @@ fn fits(
 
 /// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.
 fn shared(
-    comm: &dyn Communicator,
+    group: &dyn ProcessGroup,
     template: NamedTensors,
     loaded: Option<NamedTensors>,
 ) -> Result<NamedTensors, TrainError> {
@@ -268,22 +265,20 @@ fn shared(
     }
     let mut tensors = loaded.unwrap_or(template);
     for tensor in tensors.values_mut() {
-        comm.broadcast(&mut tensor.values, 0)?;
+        group.broadcast((&mut tensor.values).into(), 0)?;
     }
     Ok(tensors)
 }
 
-/// Rank 0's state on every rank: its JSON text, a byte a value.
-fn shared_state(comm: &dyn Communicator, state: Option<State>) -> Result<State, TrainError> {
-    let text = match &state {
+/// Rank 0's state on every rank, by its JSON text.
+fn shared_state(group: &dyn ProcessGroup, state: Option<State>) -> Result<State, TrainError> {
+    let mut text = match &state {
         Some(state) => serde_json::to_vec(state).map_err(std::io::Error::from)?,
         None => Vec::new(),
     };
-    let mut length = [text.len() as f32];
-    comm.broadcast(&mut length, 0)?;
-    let mut values: Vec<f32> = text.iter().map(|byte| f32::from(*byte)).collect();
-    values.resize(length[0] as usize, 0.0);
-    comm.broadcast(&mut values, 0)?;
-    let text: Vec<u8> = values.iter().map(|value| *value as u8).collect();
+    let mut length = [text.len() as f64];
+    group.broadcast((&mut length).into(), 0)?;
+    text.resize(length[0] as usize, 0);
+    group.broadcast((&mut text).into(), 0)?;
     Ok(serde_json::from_slice(&text).map_err(std::io::Error::from)?)
 }

@@ -20,7 +20,7 @@ pub(super) struct InFlight {
 }
 
 impl Run<'_> {
-    /// One optimizer step. False: all ranks have agreed to stop after it.
+    /// One optimizer step. False: all ranks have voted to stop after it.
     pub(super) fn step(
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
@@ -126,8 +126,8 @@ impl Run<'_> {
         EpochPlan {
             epoch: (self.step / plan.steps_per_epoch) as u32,
             first_step: self.step % plan.steps_per_epoch,
-            rank: self.training.comm.rank(),
-            world_size: self.training.comm.world_size(),
+            rank: self.training.group.rank(),
+            world_size: self.training.group.size(),
             batch_size: plan.batch_size,
             accumulate: plan.accumulate,
             drop_remainder: self.training.spec.data.drop_remainder,

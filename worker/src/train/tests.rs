@@ -7,7 +7,7 @@ use super::*;
 use crate::{
     checkpoint::{self, State},
     comm::{
-        Alone,
+        ProcessGroup, SingleRank,
         rendezvous::{Meeting, free_port},
         ring::Ring,
     },
@@ -61,6 +61,8 @@ struct Ended {
     evaluated_in_bfloat16: u32,
     /// Rank 0's.
     log: String,
+    /// By rank: how often its weights were copied off its engines.
+    copied: Vec<u32>,
 }
 
 impl Bench {
@@ -105,7 +107,10 @@ impl Bench {
         });
         let mut ranks = ranks.into_iter();
         let mut first = ranks.next().unwrap();
-        first.outcomes.extend(ranks.flat_map(|rank| rank.outcomes));
+        for rank in ranks {
+            first.outcomes.extend(rank.outcomes);
+            first.copied.extend(rank.copied);
+        }
         first
     }
 
@@ -125,11 +130,12 @@ impl Bench {
             };
             Arc::new(Store::join(meeting).unwrap())
         });
-        let comm: Arc<dyn Communicator> = match &store {
+        let group: Arc<dyn ProcessGroup> = match &store {
             Some(store) => Ring::connect(store, timeout).unwrap(),
-            None => Arc::new(Alone),
+            None => Arc::new(SingleRank),
         };
         let (engines, evaluated) = (Mutex::new(Vec::new()), Arc::new(AtomicU32::new(0)));
+        let copied = Arc::new(AtomicU32::new(0));
         let build = |training: &Training<'_>, _: &Shape, precision: Option<Precision>, generation: u32| {
             let precision = precision.unwrap_or(Precision::Fp16);
             engines.lock().unwrap().push(precision);
@@ -151,6 +157,8 @@ impl Bench {
                 weights: one_value("fc.bias", 0.0),
                 momentum: one_value("fc.bias.momentum", 0.0),
                 updates: 0,
+                replica: training.group.rank(),
+                copied: copied.clone(),
                 evaluated: Box::new(move || {
                     batches += 1;
                     match precision {
@@ -178,7 +186,8 @@ impl Bench {
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
             threads: 1,
-            comm,
+            rank,
+            group,
             store,
             watchdog: None,
             observer: &log,
@@ -192,6 +201,7 @@ impl Bench {
             engines: engines.into_inner().unwrap(),
             evaluated_in_bfloat16: evaluated.load(Ordering::Relaxed),
             log: log.0.into_inner().unwrap().join("\n"),
+            copied: vec![copied.load(Ordering::Relaxed)],
         }
     }
 
@@ -257,4 +267,19 @@ fn a_stop_while_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_before_it_be
         let state = bench.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Some(Precision::Bf16), None));
     }
+}
+
+#[test]
+fn of_replicas_only_rank_0_copies_its_weights_for_checkpoints() {
+    let checkpoints = |ranks| {
+        let bench = Bench::new(ranks);
+        let ended = bench.train(Overflow::Nothing, StopIn::Never, None);
+        assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
+        assert_eq!((bench.weight("1-20"), bench.weight("2-40")), (20.0, 40.0));
+        ended.copied
+    };
+    let single = checkpoints(1);
+    // Two checkpoints, and the line that says how many weights there are.
+    assert_eq!(single, [3]);
+    assert_eq!(checkpoints(2), [single[0], 0]);
 }

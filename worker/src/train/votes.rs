@@ -6,7 +6,7 @@
 //! all ranks come to the same step.
 
 use super::{Run, TrainError};
-use crate::engine::StepResult;
+use crate::{comm::Reduction, engine::StepResult};
 use std::{
     sync::atomic::Ordering,
     time::{Duration, Instant},
@@ -84,7 +84,7 @@ impl Run<'_> {
     /// # Errors
     /// [`TrainError::Diverged`] on all ranks when the numbers of any are not finite.
     pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
-        let comm = &self.training.comm;
+        let group = &self.training.group;
         // Always before a checkpoint and an evaluation: numbers that are not finite are not saved, and neither is begun in vain.
         let due = always
             || self.votes.is_due(self.step)
@@ -98,16 +98,16 @@ impl Run<'_> {
         let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
         let own = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
         let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
-        comm.all_reduce_f64(&mut votes)?;
+        group.all_reduce((&mut votes).into(), Reduction::Sum)?;
         let [stop, not_finite, losses, step_secs] = votes;
         // Votes that do not wait until they are due say nothing about how long a step takes.
         if !always {
-            self.votes.voted(self.step, step_secs / f64::from(comm.world_size()));
+            self.votes.voted(self.step, step_secs / f64::from(group.size()));
         }
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
             let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
-            let what = match (losses as u32, comm.world_size()) {
+            let what = match (losses as u32, group.size()) {
                 (0, _) => "the gradient is not finite".into(),
                 (_, 1) => "the loss is not finite".into(),
                 (ranks, world_size) => format!("the loss is not finite on {ranks} of {world_size} ranks"),
@@ -121,7 +121,7 @@ impl Run<'_> {
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
-        self.training.comm.all_reduce_f64(&mut votes)?;
+        self.training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
         if votes == [0.0] {
             return Ok(());
         }

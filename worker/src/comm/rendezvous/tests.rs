@@ -1,4 +1,5 @@
 use super::*;
+use std::{sync::atomic::Ordering, time::Instant};
 
 pub(crate) fn meeting(port: u16, rank: u32, world_size: u32) -> Meeting {
     Meeting {

@@ -4,7 +4,6 @@ use super::BLOCK;
 use std::{
     io::{self, Read},
     net::TcpStream,
-    ops::AddAssign,
 };
 
 /// Takes bytes from a connection.
@@ -39,17 +38,19 @@ impl Sink for Fill<'_> {
     }
 }
 
-/// Added to `target` as values, block by block.
-pub(super) struct Add<'a, T> {
+/// Combined with `target` value by value, block by block.
+pub(super) struct Combine<'a, T, F> {
     pub(super) target: &'a mut [T],
-    /// Values added.
+    /// What becomes of a target and what came in.
+    pub(super) combine: F,
+    /// Values combined.
     pub(super) done: usize,
     pub(super) block: &'a mut [T],
     /// Bytes of a value that is not whole yet, at the block's start.
     pub(super) held: usize,
 }
 
-impl<T: bytemuck::Pod + AddAssign> Sink for Add<'_, T> {
+impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
     fn wanted(&self) -> usize {
         size_of_val(&self.target[self.done..]) - self.held
     }
@@ -62,7 +63,7 @@ impl<T: bytemuck::Pod + AddAssign> Sink for Add<'_, T> {
         let total = self.held + taken;
         let whole = total / size_of::<T>();
         for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
-            *target += *value;
+            *target = (self.combine)(*target, *value);
         }
         self.done += whole;
         self.held = total % size_of::<T>();

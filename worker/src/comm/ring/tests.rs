@@ -1,7 +1,12 @@
 //! Rings of threads on loopback.
 
+use super::header::HEADER;
 use super::*;
-use crate::comm::rendezvous::{Meeting, free_port, tests::meeting};
+use crate::comm::{
+    ProcessGroup, Reduction,
+    rendezvous::{Meeting, Store, free_port, tests::meeting},
+};
+use std::time::Instant;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -40,9 +45,9 @@ fn sums_are_right_and_bit_equal_at_any_size() {
             let run = || {
                 on_ranks(world, TIMEOUT, |ring| {
                     let mut sum = values(ring.rank(), length);
-                    ring.all_reduce(&mut sum, Reduction::Sum).unwrap();
+                    ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
                     let mut mean = values(ring.rank(), length);
-                    ring.all_reduce(&mut mean, Reduction::Mean).unwrap();
+                    ring.all_reduce((&mut mean).into(), Reduction::Mean).unwrap();
                     (sum, mean)
                 })
             };
@@ -80,7 +85,7 @@ fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
                 let of_ranks = on_ranks(world, TIMEOUT, |ring| {
                     let mut sum: Vec<f64> =
                         values(ring.rank(), length).into_iter().map(|v| f64::from(v) / 3.0).collect();
-                    ring.all_reduce_f64(&mut sum).unwrap();
+                    ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
                     sum
                 });
                 same_bits(&of_ranks, f64::to_bits)
@@ -103,7 +108,7 @@ fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() 
     let input = |rank| values(rank, length).into_iter().map(f64::from).collect::<Vec<f64>>();
     let of_ranks = on_ranks(4, TIMEOUT, |ring| {
         let mut sum = input(ring.rank());
-        ring.all_reduce_f64(&mut sum).unwrap();
+        ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
         sum
     });
     let inputs = [0, 1, 2, 3].map(input);
@@ -119,13 +124,14 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
     for world in [2, 3, 5, 8] {
         let sent = on_ranks(world, TIMEOUT, |ring| {
             let of = |reduce: &dyn Fn()| {
-                let bytes = || ring.lane.lock().unwrap().sent_bytes;
+                let bytes = || ring.sent_bytes();
                 let before = bytes();
                 reduce();
                 bytes() - before
             };
-            let double = of(&|| ring.all_reduce_f64(&mut vec![1.0; length]).unwrap());
-            let single = of(&|| ring.all_reduce(&mut vec![1.0; length], Reduction::Mean).unwrap());
+            let double = of(&|| ring.all_reduce((&mut vec![1.0f64; length]).into(), Reduction::Sum).unwrap());
+            let single =
+                of(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
             (double, single)
         });
         let n = u64::from(world);
@@ -146,14 +152,16 @@ fn broadcast_gather_f64_and_barrier() {
             for length in [0, 1, 1000, 200_001] {
                 for root in 0..world {
                     let mut got = values(ring.rank(), length);
-                    ring.broadcast(&mut got, root).unwrap();
+                    ring.broadcast((&mut got).into(), root).unwrap();
                     assert_eq!(got, values(root, length));
                 }
                 let all: Vec<f32> = (0..world).flat_map(|rank| values(rank, length)).collect();
-                assert_eq!(ring.all_gather(&values(ring.rank(), length)).unwrap(), all);
+                let mut gathered = vec![0.0f32; all.len()];
+                ring.all_gather((&values(ring.rank(), length)).into(), (&mut gathered).into()).unwrap();
+                assert_eq!(gathered, all);
             }
             let mut counts = [1.0, f64::from(ring.rank()), 1e-17];
-            ring.all_reduce_f64(&mut counts).unwrap();
+            ring.all_reduce((&mut counts).into(), Reduction::Sum).unwrap();
             let n = f64::from(world);
             assert_eq!(counts[..2], [n, n * (n - 1.0) / 2.0]);
             ring.barrier().unwrap();
@@ -162,20 +170,20 @@ fn broadcast_gather_f64_and_barrier() {
 }
 
 #[test]
-fn the_group_beside_runs_at_the_same_time_in_its_own_order() {
+fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
     on_ranks(3, TIMEOUT, |ring| {
-        let beside = ring.beside().unwrap();
+        let concurrent = ring.concurrent().unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..20 {
-                    let mut big = vec![1.0; 300_000];
-                    ring.all_reduce(&mut big, Reduction::Sum).unwrap();
+                    let mut big = vec![1.0f32; 300_000];
+                    ring.all_reduce((&mut big).into(), Reduction::Sum).unwrap();
                     assert!(big.iter().all(|v| *v == 3.0));
                 }
             });
             for _ in 0..200 {
-                let mut small = [1.0; 64];
-                beside.all_reduce_f64(&mut small).unwrap();
+                let mut small = [1.0f64; 64];
+                concurrent.all_reduce((&mut small).into(), Reduction::Sum).unwrap();
                 assert_eq!(small, [3.0; 64]);
             }
         });
@@ -186,13 +194,14 @@ fn the_group_beside_runs_at_the_same_time_in_its_own_order() {
 fn ranks_that_disagree_are_told() {
     let results = on_ranks(2, TIMEOUT, |ring| {
         if ring.rank() == 0 {
-            ring.all_reduce(&mut [0.0; 10], Reduction::Sum).unwrap_err().to_string()
+            ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()
         } else {
-            ring.broadcast(&mut [0.0; 12], 0).unwrap_err().to_string()
+            ring.broadcast((&mut [0.0f32; 12]).into(), 0).unwrap_err().to_string()
         }
     });
-    let told =
-        results.iter().any(|e| e.contains("broadcast of 12 values") && e.contains("all_reduce of 10 values"));
+    let told = results.iter().any(|e| {
+        e.contains("broadcast of 12 float32 values") && e.contains("all_reduce of 10 float32 values")
+    });
     assert!(told, "{results:?}");
 }
 
@@ -205,7 +214,7 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
             over.wait();
             return None;
         }
-        let error = ring.all_reduce(&mut [0.0; 10], Reduction::Sum).unwrap_err();
+        let error = ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err();
         over.wait();
         Some(error)
     });
@@ -218,8 +227,8 @@ fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
             drop(ring);
             return None;
         }
-        let mut values = vec![0.0; 100_000];
-        Some(ring.all_reduce(&mut values, Reduction::Sum).unwrap_err())
+        let mut values = vec![0.0f32; 100_000];
+        Some(ring.all_reduce((&mut values).into(), Reduction::Sum).unwrap_err())
     });
     for error in results.iter().flatten() {
         assert!(matches!(error, CommError::Disconnected { .. }), "{error}");
@@ -257,7 +266,8 @@ fn abort_ends_a_call_from_another_thread() {
             return ring.barrier().unwrap_err();
         }
         let error = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| ring.all_reduce(&mut [0.0], Reduction::Sum).unwrap_err());
+            let waiting =
+                scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
             ring.abort("told to stop");
             waiting.join().unwrap()
         });
@@ -277,11 +287,11 @@ fn speed() {
     for world in [2, 4] {
         for length in [64, 1024, 250_000, 2_500_000] {
             let secs = on_ranks(world, TIMEOUT, |ring| {
-                let mut values = vec![1.0; length];
+                let mut values = vec![1.0f32; length];
                 let rounds = if length > 10_000 { 20 } else { 2000 };
                 (0..rounds).fold(f64::MAX, |best, _| {
                     let began = Instant::now();
-                    ring.all_reduce(&mut values, Reduction::Mean).unwrap();
+                    ring.all_reduce((&mut values).into(), Reduction::Mean).unwrap();
                     best.min(began.elapsed().as_secs_f64())
                 })
             });

@@ -2,7 +2,7 @@
 
 use super::{batch_norm::Statistics, conv, layout::Layout, loss, reduce::Reducer, state::State};
 use crate::{
-    comm::Communicator,
+    comm::ProcessGroup,
     data::loader::Batch,
     engine::{
         EngineConfig, EngineError, EvalResult, StepResult,
@@ -87,14 +87,14 @@ impl Machine {
     pub(super) fn new(
         network: Arc<Network>,
         config: EngineConfig,
-        comm: Arc<dyn Communicator>,
+        comm: Arc<dyn ProcessGroup>,
     ) -> Result<Self, EngineError> {
         let steps = plan::compile(&network)?;
         let layout = Layout::new(&network, &steps);
         let exact = layout.len() <= EXACT_UP_TO;
         let norms = norms(&network, &steps);
         let tensors = network.tensors.len();
-        let world_size = f64::from(comm.world_size());
+        let world_size = f64::from(comm.size());
         let (state, apart) = State::new(&layout, exact, config.optimizer, comm.as_ref())?;
         let reducer = Reducer::new(comm, state.memory())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;

@@ -28,7 +28,7 @@ use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
     check, finite, unknown_size,
 };
-use crate::{comm::Communicator, data::loader::Batch, net::Network};
+use crate::{comm::ProcessGroup, data::loader::Batch, net::Network};
 use average::Average;
 pub(super) use backend::Cpu;
 use machine::Machine;
@@ -38,7 +38,7 @@ pub(super) fn build(
     network: Arc<Network>,
     initial: &NamedTensors,
     config: EngineConfig,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let threads = rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads.max(1))
@@ -62,7 +62,7 @@ struct CpuEngine {
     network: Arc<Network>,
     /// For each size that it is ready for.
     sizes: Vec<Arc<Network>>,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     average: Option<Average>,
 }
 
@@ -178,13 +178,17 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
+    fn replica(&self) -> u32 {
+        self.comm.rank()
+    }
+
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
         finite::first_of_engine(self)
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         if self.machine.state.memory().is_none() {
-            self.comm.broadcast(&mut self.machine.state.weights, 0)?;
+            self.comm.broadcast((&mut self.machine.state.weights[..]).into(), 0)?;
         }
         let mut running: Vec<f32> = self
             .machine
@@ -192,7 +196,7 @@ impl Engine for CpuEngine {
             .iter()
             .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
             .collect();
-        self.comm.broadcast(&mut running, 0)?;
+        self.comm.broadcast((&mut running).into(), 0)?;
         let mut rest = &running[..];
         for norm in &mut self.machine.norms {
             for values in [&mut norm.running_mean, &mut norm.running_var] {
@@ -205,7 +209,7 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
-        match (&self.machine.apart, self.comm.world_size()) {
+        match (&self.machine.apart, self.comm.size()) {
             (_, 1) => String::new(),
             (None, _) => "ranks share memory: weights are there once, gradients travel no way".into(),
             (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),

@@ -3,14 +3,14 @@
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets take one
 //! group, in the order in which backward completes them; statistics of batch norms take the group
-//! beside it and are waited for where they are needed. A communicator with no group beside it gets
+//! concurrent to it and are waited for where they are needed. A group without a concurrent one gets
 //! everything through the thread's one queue, which the engine fills in program order; a bucket is
 //! then queued right after the next statistics have come back (not before them, where they would
 //! wait behind it), and so has the whole next convolution's backward pass to hide behind.
 
 use crate::comm::{
-    CommError, Communicator, Reduction,
-    shared::{Held, SharedMemory},
+    CommError, ProcessGroup, Reduction,
+    shm::{SharedMemory, SharedSlice},
 };
 use std::{
     sync::{Arc, mpsc},
@@ -20,14 +20,14 @@ use std::{
 /// Gradients of some parameters, before or after their sum over the ranks.
 #[derive(Debug)]
 pub(super) enum Bucket {
-    Single(Held<f32>),
+    Single(SharedSlice<f32>),
     /// See [`super::gradient`].
-    Exact(Held<f64>),
+    Exact(SharedSlice<f64>),
 }
 
 impl Default for Bucket {
     fn default() -> Self {
-        Bucket::Single(Held::default())
+        Bucket::Single(SharedSlice::default())
     }
 }
 
@@ -43,7 +43,7 @@ enum Way {
     /// All ranks see this.
     Shared(SharedMemory),
     /// A thread for buckets, and for statistics where there is no second group.
-    Group { thread: Thread, beside: Option<Arc<dyn Communicator>> },
+    Group { thread: Thread, concurrent: Option<Arc<dyn ProcessGroup>> },
 }
 
 struct Thread {
@@ -60,13 +60,13 @@ pub(super) struct Reducer {
 
 impl Reducer {
     /// `memory`: where gradients lie, if all ranks see them.
-    pub(super) fn new(comm: Arc<dyn Communicator>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+    pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
-            _ if comm.world_size() == 1 => Way::Alone,
+            _ if comm.size() == 1 => Way::Alone,
             Some(memory) => Way::Shared(memory.clone()),
             None => {
-                let beside = comm.beside();
-                Way::Group { thread: Thread::start(comm)?, beside }
+                let concurrent = comm.concurrent();
+                Way::Group { thread: Thread::start(comm)?, concurrent }
             }
         };
         Ok(Self { way, waited: Duration::ZERO })
@@ -78,17 +78,17 @@ impl Reducer {
         values: &mut Vec<f64>,
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
-        let (thread, beside) = match &self.way {
+        let (thread, concurrent) = match &self.way {
             Way::Alone => return Ok(()),
             Way::Shared(memory) => {
                 self.waited += memory.all_reduce_f64(values, idle)?;
                 return Ok(());
             }
-            Way::Group { thread, beside } => (thread, beside),
+            Way::Group { thread, concurrent } => (thread, concurrent),
         };
         let start = Instant::now();
-        match beside {
-            Some(group) => group.all_reduce_f64(values)?,
+        match concurrent {
+            Some(group) => group.all_reduce(values.into(), Reduction::Sum)?,
             None => {
                 // A thread that is gone is noticed when its answer is waited for.
                 drop(thread.requests.send(Request::Statistics(std::mem::take(values))));
@@ -106,7 +106,7 @@ impl Reducer {
 
     /// Whether a bucket should wait for the next statistics to come back before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.way, Way::Group { beside: None, .. })
+        matches!(self.way, Way::Group { concurrent: None, .. })
     }
 
     /// Starts the sum of a gradient bucket over all ranks.
@@ -137,7 +137,7 @@ impl Reducer {
 }
 
 impl Thread {
-    fn start(comm: Arc<dyn Communicator>) -> std::io::Result<Self> {
+    fn start(comm: Arc<dyn ProcessGroup>) -> std::io::Result<Self> {
         let (requests, incoming) = mpsc::channel();
         let (statistics_out, statistics) = mpsc::channel();
         let (buckets_out, buckets) = mpsc::channel();
@@ -146,13 +146,17 @@ impl Thread {
             while let Ok(request) = incoming.recv() {
                 let delivered = match request {
                     Request::Statistics(mut values) => {
-                        let done = comm.all_reduce_f64(&mut values);
+                        let done = comm.all_reduce((&mut values).into(), Reduction::Sum);
                         statistics_out.send(done.map(|()| values)).is_ok()
                     }
                     Request::Bucket(mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::Single(values) => comm.all_reduce(values, Reduction::Sum),
-                            Bucket::Exact(values) => comm.all_reduce_f64(values),
+                            Bucket::Single(values) => {
+                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
+                            }
+                            Bucket::Exact(values) => {
+                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
+                            }
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }

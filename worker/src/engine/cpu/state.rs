@@ -22,8 +22,8 @@ use super::{
 };
 use crate::{
     comm::{
-        CommError, Communicator,
-        shared::{Held, SharedMemory},
+        CommError, ProcessGroup,
+        shm::{SharedMemory, SharedSlice},
     },
     engine::optimizer::{Optimizer, Treatment},
 };
@@ -55,18 +55,18 @@ struct Counts {
 
 /// See the module.
 pub(super) struct State {
-    pub(super) weights: Held<f32>,
+    pub(super) weights: SharedSlice<f32>,
     /// By the optimizer's slot, each as long as the weights.
-    pub(super) optimizer_slots: Vec<Held<f32>>,
+    pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
     /// Updates done since those were zeros.
     pub(super) updates: u64,
     /// By rank in sight, by bucket: those of this process alone, or of all ranks of this machine. An own one is
     /// empty while it travels.
     gradients: Vec<Vec<Bucket>>,
     own: usize,
-    counts: Held<Counts>,
+    counts: SharedSlice<Counts>,
     /// By piece: sum of squares of the gradient and, in two passes, of the weights and of what is prepared.
-    squares: [Held<AtomicU64>; 3],
+    squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
     optimizer: Optimizer,
     /// Of this step.
@@ -83,11 +83,11 @@ pub(super) struct State {
 
 /// What lies in shared memory, or would.
 struct Kept {
-    weights: Held<f32>,
-    optimizer_slots: Vec<Held<f32>>,
+    weights: SharedSlice<f32>,
+    optimizer_slots: Vec<SharedSlice<f32>>,
     gradients: Vec<Vec<Bucket>>,
-    counts: Held<Counts>,
-    squares: [Held<AtomicU64>; 3],
+    counts: SharedSlice<Counts>,
+    squares: [SharedSlice<AtomicU64>; 3],
 }
 
 /// Where everything lies in shared memory.
@@ -112,11 +112,11 @@ impl State {
         layout: &Layout,
         exact: bool,
         optimizer: Optimizer,
-        comm: &dyn Communicator,
+        comm: &dyn ProcessGroup,
     ) -> Result<(Self, Option<String>), CommError> {
         let pieces = pieces::pieces(layout);
         let tasks = pieces::tasks(&pieces, optimizer.needs_norms());
-        let (world, len) = (comm.world_size() as usize, layout.len());
+        let (world, len) = (comm.size() as usize, layout.len());
         let mut slot_pieces = vec![0..0; layout.slots.len()];
         for (index, piece) in pieces.iter().enumerate() {
             let range = &mut slot_pieces[piece.slot];
@@ -215,7 +215,7 @@ impl State {
         let complete = self.steps * self.buckets as u64 + bucket as u64 + 1;
         self.counts[self.own].buckets.store(complete, Ordering::Release);
         if let Some(memory) = &self.memory {
-            memory.ring_bell();
+            memory.notify_all();
         }
     }
 
@@ -292,7 +292,7 @@ impl State {
         own.own_done.fetch_add(1, Ordering::Relaxed);
         counts.done.fetch_add(1, Ordering::AcqRel);
         if let Some(memory) = &self.memory {
-            memory.ring_bell();
+            memory.notify_all();
         }
         true
     }

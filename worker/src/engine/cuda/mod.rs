@@ -38,7 +38,7 @@ use super::{
 };
 use crate::{
     comm::watchdog::Watchdog,
-    comm::{CommError, Communicator},
+    comm::{CommError, ProcessGroup},
     data::{
         device::DeviceDecoder,
         loader::{Batch, DataSource, Form},
@@ -77,7 +77,7 @@ pub(super) fn build(
     network: Arc<Network>,
     initial: &NamedTensors,
     config: EngineConfig,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     gpu: &GpuConfig,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let dtype = dtype_of(gpu.precision);
@@ -87,7 +87,7 @@ pub(super) fn build(
         (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
     };
     let mut needed = vec![Which::Driver, Which::Nvrtc, Which::Cudnn];
-    if comm.world_size() > 1 {
+    if comm.size() > 1 {
         needed.push(Which::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
@@ -182,7 +182,7 @@ struct CudaEngine {
     config: EngineConfig,
     /// For pictures of the current size.
     network: Arc<Network>,
-    comm: Arc<dyn Communicator>,
+    comm: Arc<dyn ProcessGroup>,
     device: Device,
 }
 
@@ -277,7 +277,7 @@ impl CudaEngine {
         ) -> Result<T, EngineError>,
     ) -> Result<T, EngineError> {
         const OPERATION: &str = "a step on the GPU";
-        let alone = self.comm.world_size() == 1;
+        let alone = self.comm.size() == 1;
         let patience = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
         let comm = self.comm.clone();
         let Program { inputs, results, reducer, main, .. } = &mut self.program;
@@ -290,8 +290,8 @@ impl CudaEngine {
         };
         wait(inputs, results, patience, &mut alive).map_err(|error| {
             self.failed = true;
-            match self.watchdog.as_ref().and_then(|w| w.verdict()) {
-                Some(verdict) => CommError::Aborted { operation: OPERATION, reason: verdict.into() }.into(),
+            match self.watchdog.as_ref().and_then(|w| w.stall_reason()) {
+                Some(reason) => CommError::Aborted { operation: OPERATION, reason: reason.into() }.into(),
                 None => error,
             }
         })
@@ -334,7 +334,7 @@ impl Engine for CudaEngine {
         let nothing = Batch::default();
         let batches: Vec<&Batch> =
             (0..slots).map(|slot| micro_batches.get(slot).unwrap_or(&nothing)).collect();
-        let world_size = self.comm.world_size();
+        let world_size = self.comm.size();
         let counts = batches.iter().map(|b| b.of_all_ranks(world_size)).collect::<Result<Vec<_>, _>>();
         let counts: Vec<f64> =
             counts.map_err(EngineError::Parameters)?.into_iter().map(|count| count as f64).collect();
@@ -343,7 +343,7 @@ impl Engine for CudaEngine {
             self.under_way.push_back(UnderWay::Empty);
             return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
         };
-        let sum_of = if self.config.gradients_mean { 1.0 } else { f64::from(self.comm.world_size()) };
+        let sum_of = if self.config.gradients_mean { 1.0 } else { f64::from(self.comm.size()) };
         let mut first = true;
         for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0.0) {
             let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() as f64 };
@@ -480,6 +480,10 @@ impl Engine for CudaEngine {
         }
     }
 
+    fn replica(&self) -> u32 {
+        self.comm.rank()
+    }
+
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
@@ -498,7 +502,7 @@ impl Engine for CudaEngine {
         self.device.synchronize()?;
         let state = &mut self.program.state;
         let mut flat = state.read_flat()?;
-        self.comm.broadcast(&mut flat, 0)?;
+        self.comm.broadcast((&mut flat).into(), 0)?;
         state.write_flat(&self.program.ops, self.program.main.0, &flat)?;
         Ok(())
     }

@@ -18,7 +18,7 @@ use super::{
     tuner::Tuner,
 };
 use crate::{
-    comm::Communicator,
+    comm::ProcessGroup,
     data::loader::Form,
     engine::{EngineConfig, EngineError, GpuConfig},
     net::{Network, TensorId},
@@ -165,7 +165,7 @@ impl Program {
         config: &EngineConfig,
         dtype: DType,
         loss_scale: Option<(f32, bool)>,
-        comm: Arc<dyn Communicator>,
+        comm: Arc<dyn ProcessGroup>,
         gpu: &GpuConfig,
     ) -> Result<Self, EngineError> {
         let (steps, nodes) = nodes::compile(&network)?;
@@ -234,8 +234,8 @@ impl Program {
         norms.sort_by_key(|(number, _)| *number);
         let norms: Vec<NormSite> = norms.into_iter().map(|(_, norm)| norm).collect();
 
-        let sync = config.sync_batch_norm && comm.world_size() > 1;
-        let reducer = match comm.world_size() {
+        let sync = config.sync_batch_norm && comm.size() > 1;
+        let reducer = match comm.size() {
             1 => None,
             _ => {
                 let mut channels: Vec<(usize, usize)> =

@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{
     comm::{
-        CommError, Communicator, Reduction,
-        nccl::{self, Dtype, Nccl},
+        CommError, DataType, Exchange, ProcessGroup, Reduction,
+        nccl::{self, Nccl},
         peers::Peers,
     },
     engine::{EngineError, GpuConfig},
@@ -78,15 +78,14 @@ impl Reducer {
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
-        comm: &dyn Communicator,
+        comm: &dyn ProcessGroup,
         buckets: usize,
         sync: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
-        let store = gpu.store.as_ref().ok_or_else(|| {
-            EngineError::Device("several ranks on GPUs need a place to meet, and were given none".into())
-        })?;
+        // Of a group that is not all ranks of the job only its own meet.
+        let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
-        let nccl = Nccl::connect(store, &name("gradients"), gpu.ordinal, comm.timeout())?;
+        let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
         device.bind()?;
         let abort = Arc::new(Pinned::new(256)?);
         let word = Arc::downgrade(&abort);
@@ -95,7 +94,7 @@ impl Reducer {
                 word.write(0, &[1u32]);
             }
         });
-        let world = comm.world_size() as usize;
+        let world = comm.size() as usize;
         let statistics = match sync {
             None => Statistics::Apart,
             Some(channels) => {
@@ -103,7 +102,7 @@ impl Reducer {
                 let all = channels.iter().map(|c| 2 * bytes(*c)).sum::<usize>();
                 let wanted = std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_none();
                 let shared = match wanted {
-                    true => Peers::connect(store, &name("statistics"), gpu.ordinal, all, 256)?,
+                    true => Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256)?,
                     false => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
                 device.bind()?;
@@ -111,7 +110,7 @@ impl Reducer {
                     Ok(peers) => {
                         let table = Table {
                             rank: comm.rank(),
-                            world: comm.world_size(),
+                            world: comm.size(),
                             data: peers.data,
                             flags: peers.flags,
                             abort: abort.device,
@@ -208,9 +207,9 @@ impl Reducer {
 
     fn all_reduce(&self, stream: Stream, at: Ptr, count: usize, dtype: DType) -> Result<(), CommError> {
         let dtype = match dtype {
-            DType::F32 => Dtype::F32,
-            DType::F16 => Dtype::F16,
-            DType::Bf16 => Dtype::Bf16,
+            DType::F32 => DataType::F32,
+            DType::F16 => DataType::F16,
+            DType::Bf16 => DataType::Bf16,
         };
         // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
         unsafe { self.nccl.all_reduce(at, count, dtype, Reduction::Sum, stream.0) }

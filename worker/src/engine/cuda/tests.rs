@@ -4,7 +4,7 @@
 //! Past 400 lines: every test is a comparison of the same networks.
 
 use crate::{
-    comm::Alone,
+    comm::SingleRank,
     data::loader::{Batch, DataSource, EpochPlan, Form},
     engine::{self, Engine, EngineConfig, GpuConfig, NamedTensors, Optimizer},
     made_up::{labels, values},
@@ -61,7 +61,7 @@ fn cpu(network: &Arc<Network>, config: &EngineConfig) -> Box<dyn Engine> {
 }
 
 fn cpu_from(initial: &NamedTensors, network: &Arc<Network>, config: &EngineConfig) -> Box<dyn Engine> {
-    engine::build_cpu(network.clone(), initial, config.clone(), Arc::new(Alone)).unwrap()
+    engine::build_cpu(network.clone(), initial, config.clone(), Arc::new(SingleRank)).unwrap()
 }
 
 fn cuda(network: &Arc<Network>, config: &EngineConfig, precision: Precision) -> Box<dyn Engine> {
@@ -96,7 +96,7 @@ fn cuda_as(
     config: &EngineConfig,
     gpu: GpuConfig,
 ) -> Box<dyn Engine> {
-    engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(Alone), gpu).unwrap()
+    engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(SingleRank), gpu).unwrap()
 }
 
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {

@@ -5,12 +5,18 @@ use crate::{
     engine::{Engine, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult},
 };
 use lockstep_protocol::spec::Precision;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
 
 /// What float16 cannot hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Overflow {
     Gradients,
     Validation,
+    /// It holds everything.
+    Nothing,
 }
 
 /// An engine of one weight. In float16 it cannot hold `overflow`, and skips such steps as loss scaling does.
@@ -20,6 +26,10 @@ pub(super) struct Scripted {
     pub(super) weights: NamedTensors,
     pub(super) momentum: NamedTensors,
     pub(super) updates: u64,
+    /// Its rank in the group.
+    pub(super) replica: u32,
+    /// Times that its weights were copied off it.
+    pub(super) copied: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
     pub(super) evaluated: Box<dyn FnMut() + Send>,
 }
@@ -65,6 +75,7 @@ impl Engine for Scripted {
         Ok(Vec::new())
     }
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        self.copied.fetch_add(1, Ordering::Relaxed);
         Ok(self.weights.clone())
     }
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -89,6 +100,9 @@ impl Engine for Scripted {
     }
     fn set_averaged(&mut self, _: &NamedTensors) -> Result<(), EngineError> {
         Ok(())
+    }
+    fn replica(&self) -> u32 {
+        self.replica
     }
     fn precision(&self) -> Precision {
         self.precision

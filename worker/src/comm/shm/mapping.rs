@@ -93,7 +93,7 @@ impl Mapping {
     ///
     /// # Panics
     /// They are not inside, or not aligned.
-    pub(super) unsafe fn view<T>(self: &Arc<Self>, offset: usize, len: usize) -> Held<T> {
+    pub(super) unsafe fn view<T>(self: &Arc<Self>, offset: usize, len: usize) -> SharedSlice<T> {
         let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
         assert!(
             end.is_some_and(|end| end <= self.bytes),
@@ -103,7 +103,7 @@ impl Mapping {
         // SAFETY: inside of the mapping, as just checked.
         let start: NonNull<T> = unsafe { self.start.add(offset) }.cast();
         assert!(start.is_aligned());
-        Held { start, len, _owner: Owner::Shared { _mapping: self.clone() } }
+        SharedSlice { start, len, _owner: Owner::Shared { _mapping: self.clone() } }
     }
 }
 
@@ -116,7 +116,7 @@ impl Drop for Mapping {
 
 /// Values in memory of this process alone or in memory that ranks share: a slice that knows who keeps it.
 #[derive(Debug)]
-pub struct Held<T> {
+pub struct SharedSlice<T> {
     start: NonNull<T>,
     len: usize,
     _owner: Owner<T>,
@@ -129,24 +129,24 @@ enum Owner<T> {
 }
 
 // SAFETY: it is a vector, or a slice of memory that belongs to no thread.
-unsafe impl<T: Send> Send for Held<T> {}
+unsafe impl<T: Send> Send for SharedSlice<T> {}
 // SAFETY: as above.
-unsafe impl<T: Sync> Sync for Held<T> {}
+unsafe impl<T: Sync> Sync for SharedSlice<T> {}
 
-impl<T> From<Vec<T>> for Held<T> {
+impl<T> From<Vec<T>> for SharedSlice<T> {
     fn from(mut values: Vec<T>) -> Self {
         let start = NonNull::new(values.as_mut_ptr()).unwrap_or(NonNull::dangling());
         Self { start, len: values.len(), _owner: Owner::This { _values: values } }
     }
 }
 
-impl<T> Default for Held<T> {
+impl<T> Default for SharedSlice<T> {
     fn default() -> Self {
         Vec::new().into()
     }
 }
 
-impl<T> Deref for Held<T> {
+impl<T> Deref for SharedSlice<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -155,14 +155,14 @@ impl<T> Deref for Held<T> {
     }
 }
 
-impl<T> DerefMut for Held<T> {
+impl<T> DerefMut for SharedSlice<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and they are borrowed mutably with this.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
-impl<T> Held<T> {
+impl<T> SharedSlice<T> {
     /// Some of the values, to be written while others are in use elsewhere.
     ///
     /// # Safety

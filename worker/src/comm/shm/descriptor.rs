@@ -3,7 +3,7 @@
 use super::{
     VARIABLE,
     layout::{Head, beginning},
-    mapping::{Anonymous, Held, Mapping},
+    mapping::{Anonymous, Mapping, SharedSlice},
 };
 use crate::host::boot_id;
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,7 @@ use std::{
 
 /// What rank 0 says of it.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Offer {
+pub(super) struct ShmDescriptor {
     /// Of the running kernel: ranks on another machine know that by it.
     boot_id: String,
     pid: u32,
@@ -27,7 +27,7 @@ pub(super) struct Offer {
 pub(super) type Opened = (Anonymous, Arc<Mapping>);
 
 /// Makes memory for `world` ranks, or says why not.
-pub(super) fn make(world: usize) -> Result<(Offer, Opened), String> {
+pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     allowed()?;
     let made = || -> io::Result<Opened> {
         let file = Anonymous::create()?;
@@ -37,35 +37,36 @@ pub(super) fn make(world: usize) -> Result<(Offer, Opened), String> {
     };
     let (file, memory) = made().map_err(|e| format!("no memory to share: {e}"))?;
     let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
-    let offer = Offer { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
-    for (place, value) in head(&memory)[0].token.iter().zip(offer.token) {
+    let descriptor =
+        ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
+    for (place, value) in head(&memory)[0].token.iter().zip(descriptor.token) {
         place.store(value, Ordering::Release);
     }
-    Ok((offer, (file, memory)))
+    Ok((descriptor, (file, memory)))
 }
 
-/// Opens what rank 0 offers, or says why not.
-pub(super) fn open(offer: &Offer, world: usize) -> Result<Opened, String> {
+/// Opens what rank 0 describes, or says why not.
+pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, String> {
     allowed()?;
-    if offer.boot_id != boot_id() {
+    if descriptor.boot_id != boot_id() {
         return Err("it runs on another machine than rank 0".into());
     }
     let open = || -> io::Result<Opened> {
-        let file = Anonymous::of_process(offer.pid, offer.fd)?;
+        let file = Anonymous::of_process(descriptor.pid, descriptor.fd)?;
         let memory = file.map(0, beginning(world))?;
         Ok((file, memory))
     };
     let (file, memory) = open().map_err(|e| format!("rank 0's memory cannot be opened: {e}"))?;
     let head = head(&memory);
     let found = head[0].token.each_ref().map(|place| place.load(Ordering::Acquire));
-    if found != offer.token {
+    if found != descriptor.token {
         return Err("rank 0's memory cannot be opened: another process has its number here".into());
     }
     Ok((file, memory))
 }
 
 #[allow(unsafe_code)]
-pub(super) fn head(memory: &Arc<Mapping>) -> Held<Head> {
+pub(super) fn head(memory: &Arc<Mapping>) -> SharedSlice<Head> {
     // SAFETY: atomic numbers only.
     unsafe { memory.view(0, 1) }
 }

@@ -1,22 +1,22 @@
 //! Memory that the ranks of one machine share.
 //!
 //! Rank 0 makes a file in memory that has no name, and the others open it through `/proc`: nothing is left behind
-//! however a rank ends. [`Host`] makes the short collectives of it, which then need no system call while ranks
+//! however a rank ends. [`ShmProcessGroup`] makes the short collectives of it, which then need no system call while ranks
 //! come together; an engine may keep weights and gradients in it ([`SharedMemory`]). The ring's connections
-//! stay open beside it: they carry long vectors (a checkpoint that is loaded), and show at once that a rank died.
+//! stay open: they carry long vectors (a checkpoint that is loaded), and show at once that a rank died.
 
-mod bell;
-mod host;
+mod descriptor;
 mod layout;
 mod mapping;
-mod offer;
+mod process_group;
 #[cfg(test)]
 mod tests;
+mod wait_queue;
 
 use super::CommError;
-pub use host::Host;
-pub use mapping::Held;
 use mapping::Mapping;
+pub use mapping::SharedSlice;
+pub use process_group::ShmProcessGroup;
 use std::{sync::Arc, time::Duration};
 
 /// Set to `0` in a rank's environment: its attempt does without shared memory.
@@ -26,7 +26,7 @@ pub const VARIABLE: &str = "LOCKSTEP_SHARED_MEMORY";
 #[derive(Debug, Clone)]
 pub struct SharedMemory {
     mapping: Arc<Mapping>,
-    host: Arc<Host>,
+    group: Arc<ShmProcessGroup>,
 }
 
 impl SharedMemory {
@@ -39,14 +39,14 @@ impl SharedMemory {
     /// # Panics
     /// They are not inside, or not aligned.
     #[allow(unsafe_code)]
-    pub unsafe fn view<T>(&self, offset: usize, len: usize) -> Held<T> {
+    pub unsafe fn view<T>(&self, offset: usize, len: usize) -> SharedSlice<T> {
         // SAFETY: the caller's promise.
         unsafe { self.mapping.view(offset, len) }
     }
 
-    /// Tells ranks that wait to look again; after every write that one of them may wait for.
-    pub fn ring_bell(&self) {
-        self.host.bell().ring();
+    /// Wakes ranks that wait, to look again; after every write that one of them may wait for. Not collective.
+    pub fn notify_all(&self) {
+        self.group.queue().notify_all();
     }
 
     /// Waits until `ready` and does meanwhile what `idle` finds to do (false: nothing now). Gives the time in which
@@ -61,10 +61,10 @@ impl SharedMemory {
         ready: &dyn Fn() -> bool,
         behind: &dyn Fn() -> usize,
     ) -> Result<Duration, CommError> {
-        self.host.wait(operation, idle, ready, behind)
+        self.group.wait(operation, idle, ready, behind)
     }
 
-    /// [`super::Communicator::all_reduce_f64`] that waits as [`SharedMemory::wait`] does.
+    /// Collective: [`super::ProcessGroup::all_reduce`] with a sum, which waits as [`SharedMemory::wait`] does.
     ///
     /// # Errors
     /// As there.
@@ -73,6 +73,6 @@ impl SharedMemory {
         values: &mut [f64],
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Duration, CommError> {
-        self.host.sum(values, idle)
+        self.group.sum(values, idle)
     }
 }

@@ -1,6 +1,6 @@
 //! What lies where in the memory that ranks share.
 
-use super::{bell::Bell, mapping::whole_pages};
+use super::{mapping::whole_pages, wait_queue::WaitQueue};
 use std::sync::atomic::AtomicU64;
 
 /// Longest vector that is summed in shared memory: sums and sums of squares of 4096 channels.
@@ -11,7 +11,7 @@ pub(super) const SLOT: usize = 8192;
 #[derive(Debug)]
 pub(super) struct Head {
     pub(super) token: [AtomicU64; 2],
-    pub(super) bell: Bell,
+    pub(super) queue: WaitQueue,
 }
 
 /// What a rank has said, in two places that take turns: a rank may be one call ahead of another.
@@ -20,10 +20,8 @@ pub(super) struct Head {
 pub(super) struct Line {
     /// Calls so far.
     pub(super) calls: AtomicU64,
-    /// The operation and its root or reduction.
-    pub(super) what: [AtomicU64; 2],
-    /// Values.
-    pub(super) length: [AtomicU64; 2],
+    /// The two numbers of [`Call::packed`](crate::comm::ring::Call::packed).
+    pub(super) what: [[AtomicU64; 2]; 2],
 }
 
 /// Where the slots begin.

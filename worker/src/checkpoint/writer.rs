@@ -1,6 +1,10 @@
-//! Writes checkpoints beside training and deletes those that are no longer kept.
+//! Writes checkpoints while training continues and deletes those that are no longer kept.
 
-use super::{Best, CheckpointError, Snapshot, folder_name, list, remove, write};
+use super::{
+    Best, CheckpointError, Snapshot,
+    files::write,
+    folders::{folder_name, list, remove},
+};
 use lockstep_protocol::{agent::CheckpointInfo, spec::CheckpointSpec};
 use std::{
     path::{Path, PathBuf},
@@ -15,7 +19,7 @@ use std::{
 
 /// What became of a snapshot.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Kept {
+pub enum CheckpointEvent {
     /// It is on disk, complete.
     Written(CheckpointInfo),
     /// An older one is gone, as `keep` says.
@@ -43,16 +47,16 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// A thread that takes snapshots and keeps the newest and the best.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct CheckpointWriter {
     directory: PathBuf,
     snapshots: Option<SyncSender<Snapshot>>,
-    news: Receiver<Kept>,
+    events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
     /// Nobody waits for a disk that is full any more.
     give_up: Arc<AtomicBool>,
 }
 
-impl Keeper {
+impl CheckpointWriter {
     /// Keeps checkpoints under `directory`; `best` is the best one so far.
     ///
     /// # Errors
@@ -60,19 +64,19 @@ impl Keeper {
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
         // One may wait while another is being written; a third holds up training, rather than memory.
         let (snapshots, incoming) = sync_channel::<Snapshot>(1);
-        let (outgoing, news) = channel();
+        let (outgoing, events) = channel();
         let give_up = Arc::new(AtomicBool::new(false));
         let given_up = give_up.clone();
-        let mut shelf = Shelf {
+        let mut retention = Retention {
             directory: directory.into(),
             keep: (spec.keep as usize).max(2),
             metric: spec.keep_best.clone(),
             best,
         };
-        let keep = move || {
+        let write_all = move || {
             let mut unwritten = None;
             for snapshot in incoming {
-                unwritten = shelf.try_to_take(snapshot, false, &outgoing);
+                unwritten = retention.try_to_write(snapshot, false, &outgoing);
             }
             // There will be no newer one: this one is worth waiting for, as long as somebody does.
             while let Some(snapshot) = unwritten {
@@ -80,14 +84,14 @@ impl Keeper {
                 if given_up.load(Ordering::Relaxed) {
                     return;
                 }
-                unwritten = shelf.try_to_take(snapshot, true, &outgoing);
+                unwritten = retention.try_to_write(snapshot, true, &outgoing);
             }
         };
-        let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(keep)?;
+        let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(write_all)?;
         Ok(Self {
             directory: directory.into(),
             snapshots: Some(snapshots),
-            news,
+            events,
             thread: Some(thread),
             give_up,
         })
@@ -98,7 +102,7 @@ impl Keeper {
     /// # Errors
     /// Its values are not finite ([`CheckpointError::NotFinite`]): nothing of it is written, and what was written
     /// before stands. The thread is gone.
-    pub fn keep(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
+    pub fn save(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
         // Looked at here, not by the thread: training must end before it says or does anything on top of it.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
@@ -113,23 +117,23 @@ impl Keeper {
     }
 
     /// What has become of snapshots since the last call.
-    pub fn news(&self) -> Vec<Kept> {
-        self.news.try_iter().collect()
+    pub fn events(&self) -> Vec<CheckpointEvent> {
+        self.events.try_iter().collect()
     }
 
-    /// No snapshot follows; `None` when all are on disk and told of, else the next news, if any came within a
-    /// while. A full disk is waited for: dropping the keeper gives up.
-    pub fn finish(&mut self) -> Option<Vec<Kept>> {
+    /// No snapshot follows; `None` when all are on disk and reported, else the next events, if any came within a
+    /// while. A full disk is waited for: dropping the writer gives up.
+    pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.snapshots = None;
-        match self.news.recv_timeout(Duration::from_millis(500)) {
-            Ok(first) => Some(std::iter::once(first).chain(self.news.try_iter()).collect()),
+        match self.events.recv_timeout(Duration::from_millis(500)) {
+            Ok(first) => Some(std::iter::once(first).chain(self.events.try_iter()).collect()),
             Err(RecvTimeoutError::Timeout) => Some(Vec::new()),
             Err(RecvTimeoutError::Disconnected) => None,
         }
     }
 }
 
-impl Drop for Keeper {
+impl Drop for CheckpointWriter {
     /// A process that ends because of another's failure still finishes the snapshot in hand.
     fn drop(&mut self) {
         self.give_up.store(true, Ordering::Relaxed);
@@ -140,23 +144,28 @@ impl Drop for Keeper {
     }
 }
 
-struct Shelf {
+struct Retention {
     directory: PathBuf,
     keep: usize,
     metric: String,
     best: Option<Best>,
 }
 
-impl Shelf {
-    /// Writes a snapshot and tells what became of it and of older ones; gives it back when it could not be written.
-    fn try_to_take(&mut self, snapshot: Snapshot, again: bool, news: &Sender<Kept>) -> Option<Snapshot> {
-        let mut kept = Vec::new();
+impl Retention {
+    /// Writes a snapshot and reports what became of it and of older ones; gives it back when it could not be written.
+    fn try_to_write(
+        &mut self,
+        snapshot: Snapshot,
+        again: bool,
+        events: &Sender<CheckpointEvent>,
+    ) -> Option<Snapshot> {
+        let mut news = Vec::new();
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
         let before = self.best.clone();
-        let result = self.take(&snapshot, &mut kept);
-        let unwritten = kept.is_empty();
+        let result = self.write(&snapshot, &mut news);
+        let unwritten = news.is_empty();
         // Nobody listens any more: then what is on disk is all that counts.
-        let _ = kept.into_iter().try_for_each(|item| news.send(item));
+        let _ = news.into_iter().try_for_each(|item| events.send(item));
         match result {
             Ok(()) => None,
             // It is written; an older one could not be removed, and will be the next time.
@@ -166,13 +175,18 @@ impl Shelf {
             }
             Err(error) => {
                 self.best = before;
-                let _ = news.send(Kept::Failed { epoch, step, reason: error.to_string(), again });
+                let _ =
+                    events.send(CheckpointEvent::Failed { epoch, step, reason: error.to_string(), again });
                 Some(snapshot)
             }
         }
     }
 
-    fn take(&mut self, snapshot: &Snapshot, kept: &mut Vec<Kept>) -> Result<(), CheckpointError> {
+    fn write(
+        &mut self,
+        snapshot: &Snapshot,
+        events: &mut Vec<CheckpointEvent>,
+    ) -> Result<(), CheckpointError> {
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
         let measured = match self.metric.as_str() {
             "val_accuracy" => snapshot.state.val_accuracy,
@@ -193,7 +207,7 @@ impl Shelf {
             self.best = Some(Best { metric: self.metric.clone(), value, epoch, step });
         }
         let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
-        kept.push(Kept::Written(CheckpointInfo {
+        events.push(CheckpointEvent::Written(CheckpointInfo {
             epoch,
             step,
             val_accuracy: snapshot.state.val_accuracy,
@@ -209,7 +223,7 @@ impl Shelf {
             let is_best = self.best.as_ref().is_some_and(|best| (best.epoch, best.step) == (epoch, step));
             if !is_best {
                 remove(&self.directory, epoch, step)?;
-                kept.push(Kept::Removed { epoch, step });
+                events.push(CheckpointEvent::Removed { epoch, step });
             }
         }
         Ok(())
@@ -220,18 +234,22 @@ impl Shelf {
 mod tests {
     use super::{super::tests::snapshot, *};
 
-    fn keep_all(directory: &Path, spec: &CheckpointSpec, accuracies: &[(u64, Option<f64>)]) -> Vec<Kept> {
-        let keeper = Keeper::start(directory, spec, None).unwrap();
+    fn keep_all(
+        directory: &Path,
+        spec: &CheckpointSpec,
+        accuracies: &[(u64, Option<f64>)],
+    ) -> Vec<CheckpointEvent> {
+        let writer = CheckpointWriter::start(directory, spec, None).unwrap();
         for (step, accuracy) in accuracies {
-            keeper.keep(snapshot(1, *step, *accuracy)).unwrap();
+            writer.save(snapshot(1, *step, *accuracy)).unwrap();
         }
-        to_the_end(keeper)
+        to_the_end(writer)
     }
 
-    fn to_the_end(mut keeper: Keeper) -> Vec<Kept> {
+    fn to_the_end(mut writer: CheckpointWriter) -> Vec<CheckpointEvent> {
         let mut all = Vec::new();
-        while let Some(news) = keeper.finish() {
-            all.extend(news);
+        while let Some(events) = writer.finish() {
+            all.extend(events);
         }
         all
     }
@@ -241,17 +259,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let spec = CheckpointSpec { keep: 2, ..CheckpointSpec::default() };
         let accuracies = [(10, Some(0.5)), (20, Some(0.9)), (30, None), (40, Some(0.7)), (50, Some(0.9))];
-        let news = keep_all(dir.path(), &spec, &accuracies);
+        let events = keep_all(dir.path(), &spec, &accuracies);
         assert_eq!(list(dir.path()).unwrap(), [(1, 20), (1, 40), (1, 50)]);
-        let best: Vec<_> = news
+        let best: Vec<_> = events
             .iter()
             .filter_map(|k| match k {
-                Kept::Written(info) => Some((info.step, info.best)),
+                CheckpointEvent::Written(info) => Some((info.step, info.best)),
                 _ => None,
             })
             .collect();
         assert_eq!(best, [(10, true), (20, true), (30, false), (40, false), (50, false)]);
-        assert!(news.contains(&Kept::Removed { epoch: 1, step: 10 }));
+        assert!(events.contains(&CheckpointEvent::Removed { epoch: 1, step: 10 }));
         let (state, _, _) = super::super::load(&dir.path().join("1-50")).unwrap();
         assert_eq!(state.best.unwrap().step, 20);
     }
@@ -273,28 +291,28 @@ mod tests {
         ] {
             let dir = tempfile::tempdir().unwrap();
             let spec = CheckpointSpec { keep_best: metric.into(), ..CheckpointSpec::default() };
-            let keeper = Keeper::start(dir.path(), &spec, None).unwrap();
+            let writer = CheckpointWriter::start(dir.path(), &spec, None).unwrap();
             let mut wrong = snapshot(1, 1, accuracy);
             wrong.state.val_loss = loss;
-            keeper.keep(wrong).unwrap();
-            keeper.keep(snapshot(1, 2, Some(0.5))).unwrap();
-            let best = |kept: Kept| match kept {
-                Kept::Written(info) => Some((info.step, info.best)),
+            writer.save(wrong).unwrap();
+            writer.save(snapshot(1, 2, Some(0.5))).unwrap();
+            let best = |event: CheckpointEvent| match event {
+                CheckpointEvent::Written(info) => Some((info.step, info.best)),
                 _ => None,
             };
-            let told: Vec<_> = to_the_end(keeper).into_iter().filter_map(best).collect();
-            assert_eq!(told, [(1, false), (2, true)], "{metric} {accuracy:?} {loss:?}");
+            let reported: Vec<_> = to_the_end(writer).into_iter().filter_map(best).collect();
+            assert_eq!(reported, [(1, false), (2, true)], "{metric} {accuracy:?} {loss:?}");
         }
     }
 
     #[test]
     fn what_has_diverged_is_not_written_and_what_was_before_stands() {
         let dir = tempfile::tempdir().unwrap();
-        let keeper = Keeper::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
-        keeper.keep(snapshot(1, 1, Some(0.5))).unwrap();
+        let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
+        writer.save(snapshot(1, 1, Some(0.5))).unwrap();
         let mut spoilt = snapshot(1, 2, Some(0.9));
         spoilt.parameters.get_mut("fc.weight").unwrap().values[7] = f32::NAN;
-        let error = keeper.keep(spoilt).unwrap_err();
+        let error = writer.save(spoilt).unwrap_err();
         assert!(matches!(error, CheckpointError::NotFinite { .. }));
         let words = error.to_string();
         assert!(
@@ -303,9 +321,9 @@ mod tests {
         );
         let mut spoilt = snapshot(1, 2, None);
         spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
-        let words = keeper.keep(spoilt).unwrap_err().to_string();
+        let words = writer.save(spoilt).unwrap_err().to_string();
         assert!(words.contains("optimizer's state conv1.weight.exp_avg holds inf"), "{words}");
-        to_the_end(keeper);
+        to_the_end(writer);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
     }
 
@@ -314,14 +332,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().join("checkpoints");
         std::fs::write(&place, "").unwrap();
-        let mut keeper = Keeper::start(&place, &CheckpointSpec::default(), None).unwrap();
-        keeper.keep(snapshot(1, 1, None)).unwrap();
+        let mut writer = CheckpointWriter::start(&place, &CheckpointSpec::default(), None).unwrap();
+        writer.save(snapshot(1, 1, None)).unwrap();
         let mut failures = 0;
         let mut written = Vec::new();
-        while let Some(news) = keeper.finish() {
-            for item in news {
+        while let Some(events) = writer.finish() {
+            for item in events {
                 match item {
-                    Kept::Failed { step: 1, reason, again, .. } => {
+                    CheckpointEvent::Failed { step: 1, reason, again, .. } => {
                         assert!(reason.contains("checkpoints"), "{reason}");
                         assert_eq!(again, failures > 0);
                         failures += 1;
@@ -329,7 +347,7 @@ mod tests {
                             std::fs::remove_file(&place).unwrap();
                         }
                     }
-                    Kept::Written(info) => written.push(info.step),
+                    CheckpointEvent::Written(info) => written.push(info.step),
                     other => panic!("{other:?}"),
                 }
             }

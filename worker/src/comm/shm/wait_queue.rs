@@ -15,31 +15,31 @@ const SPINS: u32 = 1000;
 /// From then on others run first when there are any, up to this time since the last thing to do; most waits of
 /// ranks that have a core each are shorter, and waking up takes longer than many of them.
 const YIELD_FOR: Duration = Duration::from_millis(2);
-/// And then it sleeps; a rank that died does not ring, so it looks whether all are there this often.
+/// And then it sleeps; a rank that died wakes nobody, so it looks whether all are there this often.
 const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// Wakes those who sleep. Lies in memory that the processes share; all zeros is a new one.
+/// A futex on which processes wait. Lies in memory that the processes share; all zeros is a new one.
 #[repr(C, align(64))]
 #[derive(Debug)]
-pub(super) struct Bell {
-    rings: AtomicU32,
+pub(super) struct WaitQueue {
+    wakes: AtomicU32,
     sleepers: AtomicU32,
 }
 
-impl Bell {
+impl WaitQueue {
     /// Whoever sleeps looks again. Costs next to nothing while nobody does.
-    pub(super) fn ring(&self) {
+    pub(super) fn notify_all(&self) {
         // Either a sleeper sees what was written before this, or this sees the sleeper.
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
-            self.rings.fetch_add(1, Ordering::SeqCst);
+            self.wakes.fetch_add(1, Ordering::SeqCst);
             // Nothing can go wrong with an address of our own.
-            let _ = futex::wake(&self.rings, Flags::empty(), u32::MAX >> 1);
+            let _ = futex::wake(&self.wakes, Flags::empty(), u32::MAX >> 1);
         }
     }
 
     /// Waits until `ready`; `spins` when there are cores enough for that. `idle` does something useful and says
-    /// whether it did. `watch` is asked from time to time whether to go on, and told for how long nothing has
+    /// whether it did. `watch` is asked from time to time whether to continue, and given for how long nothing has
     /// happened. Gives the time in which there was nothing to do.
     pub(super) fn wait<E>(
         &self,
@@ -69,12 +69,12 @@ impl Bell {
                     std::thread::yield_now();
                 } else {
                     self.sleepers.fetch_add(1, Ordering::SeqCst);
-                    let rings = self.rings.load(Ordering::SeqCst);
+                    let wakes = self.wakes.load(Ordering::SeqCst);
                     fence(Ordering::SeqCst);
                     let slept = if ready() || idle() {
                         Ok(())
                     } else {
-                        futex::wait(&self.rings, Flags::empty(), rings, Some(&SLEEP))
+                        futex::wait(&self.wakes, Flags::empty(), wakes, Some(&SLEEP))
                     };
                     self.sleepers.fetch_sub(1, Ordering::SeqCst);
                     if slept == Err(Errno::TIMEDOUT) && !ready() {

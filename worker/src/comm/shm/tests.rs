@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::comm::{
-    Communicator, Reduction,
+    ProcessGroup, Reduction,
     rendezvous::{Store, free_port, tests::meeting},
     ring::Ring,
 };
@@ -13,7 +13,11 @@ use std::{
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Host>) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(
+    world: u32,
+    timeout: Duration,
+    body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
+) -> Vec<T> {
     let port = free_port("127.0.0.1").unwrap();
     std::thread::scope(|scope| {
         let body = &body;
@@ -21,7 +25,11 @@ fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Host>) -> 
             scope.spawn(move || {
                 let store = Store::join(meeting(port, rank, world)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
-                body(Host::among(&store, &ring).unwrap().unwrap())
+                body(
+                    ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value))
+                        .unwrap()
+                        .unwrap(),
+                )
             })
         };
         let ranks: Vec<_> = (0..world).map(rank).collect();
@@ -32,13 +40,13 @@ fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Host>) -> 
 #[test]
 fn sums_of_any_length_are_the_same_on_every_rank_call_after_call() {
     for world in [1, 2, 3, 5] {
-        let results = on_ranks(world, TIMEOUT, |host| {
+        let results = on_ranks(world, TIMEOUT, |group| {
             let mut all = Vec::new();
             for call in 0..200 {
                 let length = [0, 1, 128, 8192, 8193][call % 5];
-                let value = |i: usize| (i as f64 + 0.1) * f64::from(host.rank() + 1) / (call as f64 + 3.0);
+                let value = |i: usize| (i as f64 + 0.1) * f64::from(group.rank() + 1) / (call as f64 + 3.0);
                 let mut values: Vec<f64> = (0..length).map(value).collect();
-                host.all_reduce_f64(&mut values).unwrap();
+                group.all_reduce((&mut values).into(), Reduction::Sum).unwrap();
                 for (i, sum) in values.iter().enumerate() {
                     let ranks = f64::from(world * (world + 1) / 2);
                     let exact = (i as f64 + 0.1) * ranks / (call as f64 + 3.0);
@@ -54,38 +62,40 @@ fn sums_of_any_length_are_the_same_on_every_rank_call_after_call() {
 
 #[test]
 fn what_goes_over_the_ring_keeps_its_place_among_the_calls() {
-    on_ranks(3, TIMEOUT, |host| {
+    on_ranks(3, TIMEOUT, |group| {
         for _ in 0..3 {
-            let mut values = vec![host.rank() as f32; 100_000];
-            host.all_reduce(&mut values, Reduction::Mean).unwrap();
+            let mut values = vec![group.rank() as f32; 100_000];
+            group.all_reduce((&mut values).into(), Reduction::Mean).unwrap();
             assert!(values.iter().all(|v| *v == 1.0));
-            let mut count = [1.0];
-            host.all_reduce_f64(&mut count).unwrap();
+            let mut count = [1.0f64];
+            group.all_reduce((&mut count).into(), Reduction::Sum).unwrap();
             assert_eq!(count, [3.0]);
-            host.broadcast(&mut values, 2).unwrap();
-            assert_eq!(host.all_gather(&[host.rank() as f32]).unwrap(), [0.0, 1.0, 2.0]);
-            host.barrier().unwrap();
+            group.broadcast((&mut values).into(), 2).unwrap();
+            let mut all = [0.0f32; 3];
+            group.all_gather((&[group.rank() as f32]).into(), (&mut all).into()).unwrap();
+            assert_eq!(all, [0.0, 1.0, 2.0]);
+            group.barrier().unwrap();
         }
     });
 }
 
 #[test]
 fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
-    on_ranks(3, TIMEOUT, |host| {
-        let memory = host.shared_memory(3 << 20).unwrap().unwrap();
-        let second = host.shared_memory(100).unwrap().unwrap();
+    on_ranks(3, TIMEOUT, |group| {
+        let memory = group.shared_memory(3 << 20).unwrap().unwrap();
+        let second = group.shared_memory(100).unwrap().unwrap();
         // SAFETY: atomic numbers.
         #[allow(unsafe_code)]
-        let (numbers, others): (Held<AtomicU64>, Held<AtomicU64>) =
+        let (numbers, others): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
             unsafe { (memory.view(0, 3), second.view(8, 2)) };
         assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "memory of its own, zeroed");
-        let rank = host.rank() as usize;
+        let rank = group.rank() as usize;
         if rank == 0 {
             // The others are asleep by then.
             std::thread::sleep(Duration::from_millis(30));
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
-        memory.ring_bell();
+        memory.notify_all();
         let mut chores = 5;
         let mut idle = || {
             chores -= i32::from(chores > 0);
@@ -97,47 +107,48 @@ fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
             assert!(chores == 0 && waited > Duration::from_millis(10), "{chores} {waited:?}");
         }
         assert_eq!(numbers.iter().map(|n| n.load(Ordering::Acquire)).sum::<u64>(), 7 + 8 + 9);
-        host.barrier().unwrap();
+        group.barrier().unwrap();
     });
 }
 
 #[test]
 fn ranks_that_disagree_are_told() {
-    let errors = on_ranks(2, TIMEOUT, |host| {
-        if host.rank() == 0 {
-            host.all_reduce(&mut [0.0; 10], Reduction::Sum).unwrap_err().to_string()
+    let errors = on_ranks(2, TIMEOUT, |group| {
+        if group.rank() == 0 {
+            group.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()
         } else {
-            host.all_reduce_f64(&mut [0.0; 12]).unwrap_err().to_string()
+            group.all_reduce((&mut [0.0f64; 12]).into(), Reduction::Sum).unwrap_err().to_string()
         }
     });
-    let told =
-        |e: &String| e.contains("all_reduce_f64 of 12 values") && e.contains("all_reduce of 10 values");
+    let told = |e: &String| {
+        e.contains("all_reduce of 12 float64 values") && e.contains("all_reduce of 10 float32 values")
+    };
     assert!(errors.iter().any(told), "{errors:?}");
 }
 
 #[test]
 fn a_silent_rank_times_out_by_name_and_a_dead_one_is_noticed_at_once() {
     let over = std::sync::Barrier::new(3);
-    let errors = on_ranks(3, Duration::from_millis(300), |host| {
-        if host.rank() == 1 {
+    let errors = on_ranks(3, Duration::from_millis(300), |group| {
+        if group.rank() == 1 {
             over.wait();
             return None;
         }
-        let error = host.all_reduce_f64(&mut [0.0; 10]).unwrap_err();
+        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
         over.wait();
         Some(error)
     });
     let timed_out = |e: &&CommError| matches!(e, CommError::TimedOut { peer: 1, secs, .. } if *secs == 0.3);
     assert!(errors.iter().flatten().any(|e| timed_out(&e)), "{errors:?}");
 
-    let errors = on_ranks(3, Duration::from_secs(600), |host| {
-        if host.rank() == 1 {
+    let errors = on_ranks(3, Duration::from_secs(600), |group| {
+        if group.rank() == 1 {
             return None;
         }
         let began = Instant::now();
-        let error = host.all_reduce_f64(&mut [0.0; 10]).unwrap_err();
+        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
         assert!(began.elapsed() < Duration::from_secs(5));
-        assert!(host.barrier().is_err(), "the group is over");
+        assert!(group.barrier().is_err(), "the group is over");
         Some(error)
     });
     for error in errors.iter().flatten() {
@@ -147,18 +158,18 @@ fn a_silent_rank_times_out_by_name_and_a_dead_one_is_noticed_at_once() {
 
 #[test]
 fn abort_ends_a_wait_from_another_thread() {
-    let errors = on_ranks(2, Duration::from_secs(600), |host| {
-        if host.rank() == 1 {
-            return host.barrier().and_then(|()| host.barrier()).unwrap_err();
+    let errors = on_ranks(2, Duration::from_secs(600), |group| {
+        if group.rank() == 1 {
+            return group.barrier().and_then(|()| group.barrier()).unwrap_err();
         }
-        host.barrier().unwrap();
+        group.barrier().unwrap();
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {
                 let memory =
-                    SharedMemory { mapping: host.file().map(0, 1 << 16).unwrap(), host: host.clone() };
+                    SharedMemory { mapping: group.file().map(0, 1 << 16).unwrap(), group: group.clone() };
                 memory.wait("update", &mut || false, &|| false, &|| 1).unwrap_err()
             });
-            host.abort("told to stop");
+            group.abort("told to stop");
             waiting.join().unwrap()
         })
     });
@@ -176,10 +187,10 @@ fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
                 let store = Store::join(meeting(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 if rank == 2 {
-                    store.exchange("shared/offer", b"").unwrap();
-                    store.exchange("shared/joined", why.as_bytes()).unwrap();
+                    store.exchange("shm/descriptor", b"").unwrap();
+                    store.exchange("shm/joined", why.as_bytes()).unwrap();
                 } else {
-                    let comm = Host::meet(&store, ring).unwrap();
+                    let comm = ShmProcessGroup::meet(&store, ring).unwrap();
                     let told = comm.shared_memory(1000).unwrap().unwrap_err();
                     assert_eq!(told, format!("rank 2: {why}"));
                 }

@@ -1,0 +1,121 @@
+//! Writing a checkpoint's folder.
+
+use super::{
+    AVERAGE, Best, CheckpointError, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE, Snapshot,
+    State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
+};
+use lockstep_protocol::fault;
+use serde::Serialize;
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io,
+    path::Path,
+};
+
+/// Writes a checkpoint under `directory` (the job's `checkpoints`, made if need be); gives the size
+/// of all its files; `best` is the best one so far, this one included. A whole one of the same name stays as it is: it
+/// is of the same step of the same job. Only where it was written before the evaluation and the new one after it the new
+/// one takes its place.
+///
+/// # Errors
+/// The disk is full or not writable; nothing half done is left under the checkpoint's name.
+pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
+    let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
+    let name = folder_name(epoch, step);
+    let place = directory.join(&name);
+    if place.exists() {
+        match validate(&place) {
+            Ok(manifest) if snapshot.state.val_accuracy.is_none() || is_measured(&place) => {
+                return Ok(size_of(&place, &manifest));
+            }
+            Ok(_) => {}
+            Err(_) => fs::remove_dir_all(&place).map_err(at(&place))?,
+        }
+    }
+    let temporary = directory.join(format!("{TEMPORARY}{name}"));
+    fs::create_dir_all(directory).map_err(at(directory))?;
+    if temporary.exists() {
+        fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
+    }
+    let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
+    reached("checkpoint.begin", &temporary)?;
+    let written = write_files(&temporary, snapshot, best).and_then(|size| {
+        reached("checkpoint.synced", &temporary)?;
+        let stands = put(&temporary, &place).map_err(at(&place))?;
+        reached("checkpoint.renamed", &place)?;
+        sync_directory(directory)?;
+        reached("checkpoint.written", &place)?;
+        if stands { Ok(size) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
+    });
+    // What could not be written, or was replaced: the room it takes may be what others lack. Should it stay, the next start
+    // removes it.
+    let _ = fs::remove_dir_all(&temporary);
+    written
+}
+
+/// Whether a whole checkpoint says how its step was evaluated.
+fn is_measured(folder: &Path) -> bool {
+    let state =
+        fs::read(folder.join(STATE)).ok().and_then(|text| serde_json::from_slice::<State>(&text).ok());
+    state.is_some_and(|state| state.val_accuracy.is_some())
+}
+
+/// Gives a whole folder its name. Where one has that name, the two change places at once, so that a crash finds one or the
+/// other; false where the file system cannot do that (NFS), and the one that was there stays: all it lacks is how its step
+/// was evaluated.
+fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    if !place.exists() {
+        return fs::rename(temporary, place).map(|()| true);
+    }
+    match renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
+    fs::create_dir(folder).map_err(at(folder))?;
+    let mut manifest = Manifest {
+        version: 1,
+        epoch: snapshot.state.epoch,
+        step: snapshot.state.step,
+        files: BTreeMap::new(),
+    };
+    let mut total = 0;
+    let mut note = |name: &str, written: io::Result<tensors::Written>| {
+        let point = format!("checkpoint.{}", name.split('.').next().unwrap_or_default());
+        let written = written.and_then(|w| fault::point(&point).map(|()| w));
+        let written = written.map_err(at(&folder.join(name)))?;
+        total += written.size_bytes;
+        let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
+        manifest.files.insert(name.into(), file);
+        Ok(())
+    };
+    let (model, optimizer) = (folder.join(MODEL), folder.join(OPTIMIZER));
+    note(MODEL, tensors::write(&model, &snapshot.parameters, Some(snapshot.batches), &snapshot.metadata))?;
+    if let Some(average) = &snapshot.average {
+        let path = folder.join(AVERAGE);
+        note(AVERAGE, tensors::write(&path, average, Some(snapshot.batches), &snapshot.metadata))?;
+    }
+    note(OPTIMIZER, tensors::write(&optimizer, &snapshot.optimizer, None, &BTreeMap::new()))?;
+    let state = State { best: best.cloned(), ..snapshot.state.clone() };
+    note(STATE, write_json(&folder.join(STATE), &state))?;
+    let path = folder.join(MANIFEST);
+    total += write_json(&path, &manifest).map_err(at(&path))?.size_bytes;
+    fault::point("checkpoint.manifest").map_err(at(&path))?;
+    sync_directory(folder)?;
+    Ok(total)
+}
+
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    tensors::write_bytes(path, &text)
+}
+
+fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|directory| directory.sync_all()).map_err(at(path))
+}

@@ -1,0 +1,106 @@
+//! The folders of a job's checkpoints: their names, which there are, and how they go.
+
+use super::{CheckpointError, TEMPORARY, at, manifest::validate};
+use lockstep_protocol::fault;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// The folder's name: `<epoch>-<step>`.
+pub fn folder_name(epoch: u32, step: u64) -> String {
+    format!("{epoch}-{step}")
+}
+
+/// Epoch and step of a checkpoint's folder.
+pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
+    let (epoch, step) = name.split_once('-')?;
+    let parsed = (epoch.parse().ok()?, step.parse().ok()?);
+    // Only as this module writes it: no signs, no leading zeros.
+    (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
+}
+
+/// The folders that bear a checkpoint's name, oldest step first, unchecked.
+///
+/// # Errors
+/// The directory is there and cannot be read.
+pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(at(directory)(e)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(at(directory))?.file_name();
+        found.extend(name.to_str().and_then(parse_folder_name));
+    }
+    found.sort_by_key(|(epoch, step)| (*step, *epoch));
+    Ok(found)
+}
+
+/// The newest checkpoint that is whole, and what is wrong with each newer one.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
+    let mut torn = Vec::new();
+    for (epoch, step) in list(directory)?.into_iter().rev() {
+        let folder = directory.join(folder_name(epoch, step));
+        match validate(&folder) {
+            Ok(_) => return Ok((Some(folder), torn)),
+            Err(error) => torn.push(error),
+        }
+    }
+    Ok((None, torn))
+}
+
+/// Takes a damaged checkpoint out of the way: it no longer counts as one, and can still be looked at.
+///
+/// # Errors
+/// It cannot be renamed.
+pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let aside = folder.with_file_name(format!("damaged-{name}"));
+    if aside.exists() {
+        fs::remove_dir_all(&aside).map_err(at(&aside))?;
+    }
+    fs::rename(folder, &aside).map_err(at(folder))
+}
+
+/// Whether there is one that is not whole yet: being written, or left by a writer that was killed.
+pub fn is_being_written(directory: &Path) -> bool {
+    let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
+    fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
+}
+
+/// Removes what writers that were killed have left.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
+    let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with(TEMPORARY) {
+            fs::remove_dir_all(entry.path()).map_err(at(&entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a checkpoint: first its name, so that no half of it is ever seen.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointError> {
+    let name = folder_name(epoch, step);
+    let place = directory.join(&name);
+    let hidden = directory.join(format!("{TEMPORARY}gone-{name}"));
+    match fs::rename(&place, &hidden) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(at(&place))?,
+    }
+    fault::point("checkpoint.remove").map_err(at(&hidden))?;
+    fs::remove_dir_all(&hidden).map_err(at(&hidden))
+}

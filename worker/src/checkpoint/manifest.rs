@@ -1,0 +1,118 @@
+//! Sizes and checksums: what tells a whole checkpoint from a damaged one.
+
+use super::{AVERAGE, CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, tensors};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// Sizes and checksums of a checkpoint's other files.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// 1.
+    pub version: u32,
+    pub epoch: u32,
+    pub step: u64,
+    pub files: BTreeMap<String, ManifestFile>,
+}
+
+/// A file as the manifest knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ManifestFile {
+    pub size_bytes: u64,
+    /// Hexadecimal.
+    pub sha256: String,
+}
+
+pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
+    let manifest_size = fs::metadata(folder.join(MANIFEST)).map_or(0, |m| m.len());
+    manifest.files.values().map(|f| f.size_bytes).sum::<u64>() + manifest_size
+}
+
+/// Checks every file of a checkpoint against its manifest.
+///
+/// # Errors
+/// What is missing or differs.
+pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let (name, manifest) = manifest(folder)?;
+    for (file, wanted) in &manifest.files {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            let detail = format!("{MANIFEST} names {file:?}, which is no plain file name");
+            return Err(CheckpointError::Damaged { name, detail });
+        }
+        same(folder, file, wanted)
+            .map_err(|detail| CheckpointError::Damaged { name: name.clone(), detail })?;
+    }
+    Ok(manifest)
+}
+
+/// The file with the weights of a checkpoint's folder (or the file of averaged weights in it, if `path` names that), which
+/// is checked against its manifest where there is one, or of somebody's own.
+///
+/// # Errors
+/// It is damaged.
+pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
+    let (folder, file) = match path.parent() {
+        _ if path.is_dir() => (path, MODEL),
+        Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
+        _ => return Ok(path.into()),
+    };
+    if folder.join(MANIFEST).exists() {
+        let (name, manifest) = manifest(folder)?;
+        if let Some(wanted) = manifest.files.get(file) {
+            same(folder, file, wanted).map_err(|detail| CheckpointError::Damaged { name, detail })?;
+        }
+    }
+    Ok(folder.join(file))
+}
+
+/// A checkpoint's name and manifest, which names all that a checkpoint has.
+pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
+    let text = fs::read(folder.join(MANIFEST)).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    let manifest: Manifest =
+        serde_json::from_slice(&text).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    if manifest.version != 1 {
+        return Err(damaged(format!("{MANIFEST} is of version {}; this program reads 1", manifest.version)));
+    }
+    for required in [MODEL, OPTIMIZER, STATE] {
+        if !manifest.files.contains_key(required) {
+            return Err(damaged(format!("{MANIFEST} does not name {required}")));
+        }
+    }
+    Ok((name, manifest))
+}
+
+/// How a file differs from what was written.
+fn same(folder: &Path, file: &str, wanted: &ManifestFile) -> Result<(), String> {
+    let found = checksum(&folder.join(file)).map_err(|e| format!("{file}: {e}"))?;
+    if found.size_bytes != wanted.size_bytes {
+        return Err(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
+    }
+    if found.sha256 != wanted.sha256 {
+        return Err(format!("{file}: its checksum does not match"));
+    }
+    Ok(())
+}
+
+fn checksum(path: &Path) -> io::Result<ManifestFile> {
+    let mut file = File::open(path)?;
+    let mut hash = Sha256::new();
+    let mut size_bytes = 0;
+    let mut block = vec![0; 1 << 18];
+    loop {
+        match file.read(&mut block)? {
+            0 => break,
+            n => {
+                hash.update(&block[..n]);
+                size_bytes += n as u64;
+            }
+        }
+    }
+    Ok(ManifestFile { size_bytes, sha256: tensors::hexadecimal(&hash.finalize()) })
+}

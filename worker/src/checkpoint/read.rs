@@ -1,0 +1,83 @@
+//! Reading a checkpoint.
+
+use super::{
+    AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
+    folders::folder_name,
+    manifest::{manifest, size_of, validate},
+    tensors::read as read_tensors,
+};
+use crate::engine::{NamedTensors, first_not_finite, slot_name};
+use lockstep_protocol::{agent::CheckpointInfo, spec::Precision};
+use std::{fs, path::Path};
+
+/// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
+///
+/// # Errors
+/// It is damaged, or holds values that are not finite.
+pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
+    validate(folder)?;
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
+    let path = folder.join(STATE);
+    let text = fs::read(&path).map_err(at(&path))?;
+    let state: State = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
+    let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
+    let mut optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    if state.optimizer.is_none() {
+        optimizer =
+            optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
+    }
+    for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
+        if let Some(found) = first_not_finite(tensors) {
+            return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });
+        }
+    }
+    Ok((state, parameters, optimizer))
+}
+
+/// The running average of a checkpoint that was checked, if it has one.
+///
+/// # Errors
+/// It cannot be read, or holds values that are not finite.
+pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
+    let (name, manifest) = manifest(folder)?;
+    if !manifest.files.contains_key(AVERAGE) {
+        return Ok(None);
+    }
+    let average = match read_tensors(&folder.join(AVERAGE)) {
+        Ok(average) => average,
+        Err(detail) => return Err(CheckpointError::Damaged { name, detail }),
+    };
+    match first_not_finite(&average) {
+        Some(found) => Err(CheckpointError::NotFinite { name, detail: format!("{AVERAGE}: {found}") }),
+        None => Ok(Some(average)),
+    }
+}
+
+/// What there is to tell of a checkpoint, after checking it.
+///
+/// # Errors
+/// It is damaged.
+pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
+    let manifest = validate(folder)?;
+    let path = folder.join(STATE);
+    let text = fs::read(&path).map_err(at(&path))?;
+    let state: State = serde_json::from_slice(&text).map_err(|e| CheckpointError::Damaged {
+        name: folder_name(manifest.epoch, manifest.step),
+        detail: format!("{STATE}: {e}"),
+    })?;
+    Ok(CheckpointInfo {
+        epoch: state.epoch,
+        step: state.step,
+        val_accuracy: state.val_accuracy,
+        val_loss: state.val_loss,
+        best: state.best.is_some_and(|best| best.step == state.step),
+        size_bytes: size_of(folder, &manifest),
+    })
+}
+
+/// What convolutions were computed in when the checkpoint in `folder` was written, unchecked.
+pub fn precision(folder: &Path) -> Option<Precision> {
+    let text = fs::read(folder.join(STATE)).ok()?;
+    serde_json::from_slice::<State>(&text).ok()?.precision
+}

@@ -1,0 +1,108 @@
+//! What a checkpoint holds, in memory.
+
+use crate::{
+    engine::{LossScaling, NamedTensors, first_not_finite},
+    precision::SkippedSteps,
+};
+use lockstep_protocol::spec::{OptimizerKind, Precision};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What training needs besides tensors to go on as if it had never stopped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// The epoch that the last step was in, from 1.
+    pub epoch: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    pub data_position: DataPosition,
+    pub random_state: RandomState,
+    pub world_size: u32,
+    /// Pictures of a step, over all ranks.
+    pub global_batch_size: u64,
+    pub steps_per_epoch: u64,
+    /// Validation right after this step, if there was one.
+    pub val_accuracy: Option<f64>,
+    /// Validation right after this step, if there was one.
+    pub val_loss: Option<f64>,
+    /// The best checkpoint so far, this one included.
+    pub best: Option<Best>,
+    /// Of the programs that wrote it.
+    pub versions: BTreeMap<String, String>,
+    /// What convolutions were computed in.
+    #[serde(default)]
+    pub precision: Option<Precision>,
+    /// Of float16.
+    #[serde(default)]
+    pub loss_scaling: Option<LossScaling>,
+    #[serde(default)]
+    pub skipped_steps: SkippedSteps,
+    /// Absent in files of older versions.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerNote>,
+}
+
+/// Of the optimizer that a checkpoint has the state of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OptimizerNote {
+    pub kind: OptimizerKind,
+    /// As [`crate::engine::OptimizerState::updates`].
+    pub updates: u64,
+}
+
+/// The next picture.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DataPosition {
+    /// From 0.
+    pub epoch: u32,
+    /// Steps of that epoch that are done.
+    pub step_in_epoch: u64,
+    /// Pictures of that epoch, in its order, that are done (over all ranks).
+    pub samples_in_epoch: u64,
+}
+
+/// Where randomness comes from: order and augmentation follow from the seed and the position.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct RandomState {
+    pub seed: u64,
+}
+
+/// The best value of `keep_best`'s metric.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    pub metric: String,
+    pub value: f64,
+    pub epoch: u32,
+    pub step: u64,
+}
+
+/// A checkpoint in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Snapshot {
+    pub state: State,
+    pub parameters: NamedTensors,
+    /// As [`crate::engine::OptimizerState::slots`].
+    pub optimizer: NamedTensors,
+    /// The running average of the parameters, if there is one.
+    pub average: Option<NamedTensors>,
+    /// Batches that batch norm has seen.
+    pub batches: u64,
+    /// For `model.safetensors`: `classes`, `mean`, `std`, `spec`, `arch`, `image_size`, ...
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl Snapshot {
+    /// The first value in it that no model can go on from, in words.
+    pub fn first_not_finite(&self) -> Option<String> {
+        first_not_finite(&self.parameters)
+            .or_else(|| {
+                self.average
+                    .as_ref()
+                    .and_then(first_not_finite)
+                    .map(|found| format!("of the average {found}"))
+            })
+            .or_else(|| {
+                first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
+            })
+    }
+}

@@ -1,0 +1,72 @@
+//! How members of a group tell each other addresses and handles before they have a faster way.
+
+use super::{CommError, ProcessGroup, rendezvous::Store};
+use std::time::Duration;
+
+/// Where ranks that are about to connect tell each other what that takes. They are those of the store or of the group.
+#[derive(Clone, Copy)]
+pub enum Exchange<'a> {
+    /// All ranks of an attempt, where they met. A rank that is told to stop gives up waiting there.
+    Store(&'a Store),
+    /// The ranks of a group that is connected already.
+    Group(&'a dyn ProcessGroup),
+}
+
+impl<'a> Exchange<'a> {
+    /// Of the ranks of `group`: at `store` where all that meet there are in it.
+    pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
+        match store {
+            Some(store) if store.meeting().world_size == group.size() => Self::Store(store),
+            _ => Self::Group(group),
+        }
+    }
+
+    pub fn rank(&self) -> u32 {
+        match self {
+            Self::Store(store) => store.meeting().rank,
+            Self::Group(group) => group.rank(),
+        }
+    }
+
+    pub fn size(&self) -> u32 {
+        match self {
+            Self::Store(store) => store.meeting().world_size,
+            Self::Group(group) => group.size(),
+        }
+    }
+
+    /// Longest wait for others.
+    pub fn timeout(&self) -> Duration {
+        match self {
+            Self::Store(store) => store.meeting().timeout,
+            Self::Group(group) => group.timeout(),
+        }
+    }
+
+    /// Whether this rank is told to stop and should give up waiting for the others.
+    pub fn gives_up(&self) -> bool {
+        match self {
+            Self::Store(store) => store.gives_up(),
+            Self::Group(_) => false,
+        }
+    }
+
+    /// Collective: gives every rank the values of all, in rank order. `what` names the exchange and may be used once an
+    /// attempt; `operation` is what an error says was attempted.
+    ///
+    /// # Errors
+    /// Ranks do not come or are gone.
+    pub fn exchange(
+        &self,
+        operation: &'static str,
+        what: &str,
+        value: &[u8],
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        match self {
+            Self::Store(store) => {
+                store.exchange(what, value).map_err(|error| CommError::at_rendezvous(operation, error))
+            }
+            Self::Group(group) => group.all_gather_bytes(value),
+        }
+    }
+}

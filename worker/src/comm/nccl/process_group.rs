@@ -1,0 +1,372 @@
+//! NCCL as a [`ProcessGroup`] of values in the host's memory, which take the way through a GPU and its links.
+
+#![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
+
+use super::Nccl;
+use crate::comm::{
+    CommError, Exchange, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
+    ring::{Call, Operation, Part, Ring},
+    values::check,
+};
+use cudarc::driver::{
+    CudaContext, DriverError,
+    result::{self, stream::StreamKind},
+    sys::{self, CUdeviceptr, CUresult, CUstream},
+};
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Ranks with a GPU each, over the ring that they are in anyway: over that they find out about ranks that call something
+/// else or are gone, which NCCL does not notice.
+pub struct NcclProcessGroup {
+    ring: Arc<Ring>,
+    nccl: Arc<Nccl>,
+    name: String,
+    ordinal: i32,
+    staging: Mutex<Staging>,
+    splits: AtomicU64,
+    /// Groups that were split from this one.
+    split: Mutex<Vec<Weak<NcclProcessGroup>>>,
+}
+
+impl NcclProcessGroup {
+    /// Collective: connects the GPUs of the ranks of `ring`; `name` may be used once an attempt, `ordinal` is this rank's GPU
+    /// as CUDA numbers those that this process sees.
+    ///
+    /// # Errors
+    /// As [`Nccl::connect`].
+    pub fn connect(ring: Arc<Ring>, name: &str, ordinal: i32) -> Result<Arc<Self>, CommError> {
+        let nccl = Nccl::connect(Exchange::Group(ring.as_ref()), name, ordinal, ring.timeout())?;
+        let staging = Staging::new(ordinal).map_err(|e| device("NCCL start", e))?;
+        Ok(Arc::new(Self {
+            ring,
+            nccl,
+            name: name.into(),
+            ordinal,
+            staging: Mutex::new(staging),
+            splits: AtomicU64::new(0),
+            split: Mutex::default(),
+        }))
+    }
+
+    /// The same ranks for calls on device memory, in the order of a stream.
+    pub fn nccl(&self) -> &Arc<Nccl> {
+        &self.nccl
+    }
+
+    /// Copies `input` to the GPU, has `launch(from, to, stream)` enqueue a call, waits for it and copies what is at `to` into
+    /// `output`. A failure ends the group.
+    fn run(
+        &self,
+        operation: &'static str,
+        input: &[u8],
+        output: &mut [u8],
+        launch: impl FnOnce(u64, u64, CUstream) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        self.run_staged(operation, input, output, launch).map_err(|error| {
+            let error = self.ring.failed(error);
+            self.nccl.abort(&error.to_string());
+            error
+        })
+    }
+
+    fn run_staged(
+        &self,
+        operation: &'static str,
+        input: &[u8],
+        output: &mut [u8],
+        launch: impl FnOnce(u64, u64, CUstream) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let (from, to) = staging.copy_in(input, output.len()).map_err(|e| device(operation, e))?;
+        launch(from, to, staging.stream)?;
+        self.wait(operation, staging.stream)?;
+        staging.copy_out(output).map_err(|e| device(operation, e))
+    }
+
+    /// Waits until the GPU has done what it was given.
+    fn wait(&self, operation: &'static str, stream: CUstream) -> Result<(), CommError> {
+        let began = Instant::now();
+        loop {
+            // SAFETY: the stream lives as long as `self`.
+            match unsafe { sys::cuStreamQuery(stream) } {
+                CUresult::CUDA_SUCCESS => return Ok(()),
+                CUresult::CUDA_ERROR_NOT_READY => {}
+                error => return Err(device(operation, DriverError(error))),
+            }
+            self.check(operation)?;
+            if began.elapsed() > self.timeout() {
+                let detail = format!("the GPUs are not done after {:.0} s", self.timeout().as_secs_f64());
+                return Err(CommError::Failed { operation, detail });
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// The two numbers of a message that are sent ahead of it: NCCL does not compare lengths and types.
+    fn message(values: &Values<'_>) -> [u8; 16] {
+        let words = Call::of(Operation::Message, values).packed();
+        std::array::from_fn(|i| words[i / 8].to_le_bytes()[i % 8])
+    }
+}
+
+impl ProcessGroup for Arc<NcclProcessGroup> {
+    fn rank(&self) -> u32 {
+        self.ring.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.ring.size()
+    }
+
+    fn all_reduce(&self, mut values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+        check::reducible("all_reduce", values.data_type())?;
+        let (dtype, count) = (values.data_type(), values.len());
+        self.ring.announce(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
+        if count == 0 {
+            return Ok(());
+        }
+        let input = values.as_values().bytes().to_vec();
+        self.run("all_reduce", &input, values.bytes_mut(), |from, to, stream| {
+            // SAFETY: both have room for the values, and `run` waits until the stream has passed.
+            unsafe {
+                result::memcpy_dtod_async(to, from, input.len(), stream)
+                    .map_err(|e| device("all_reduce", e))?;
+                self.nccl.all_reduce(to, count, dtype, reduction, stream)
+            }
+        })
+    }
+
+    fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        mut output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        check::reducible("reduce_scatter", input.data_type())?;
+        check::parts("reduce_scatter", (&input, self.size()), (&output, 1))?;
+        self.ring.announce(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
+        let (dtype, count) = (output.data_type(), output.len());
+        if count == 0 {
+            return Ok(());
+        }
+        self.run("reduce_scatter", input.bytes(), output.bytes_mut(), |from, to, stream| {
+            // SAFETY: as in `all_reduce`; the lengths fit.
+            unsafe { self.nccl.reduce_scatter(from, to, count, dtype, reduction, stream) }
+        })
+    }
+
+    fn all_gather(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_gather", (&input, 1), (&output, self.size()))?;
+        self.ring.announce(Call::of(Operation::AllGather, &input))?;
+        let (dtype, count) = (input.data_type(), input.len());
+        if count == 0 {
+            return Ok(());
+        }
+        self.run("all_gather", input.bytes(), output.bytes_mut(), |from, to, stream| {
+            // SAFETY: as in `all_reduce`; the lengths fit.
+            unsafe { self.nccl.all_gather(from, to, count, dtype, stream) }
+        })
+    }
+
+    fn all_to_all(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_to_all", (&input, self.size()), (&output, self.size()))?;
+        self.ring.announce(Call::of(Operation::AllToAll, &input))?;
+        let (dtype, count) = (input.data_type(), input.len() / self.size() as usize);
+        if count == 0 {
+            return Ok(());
+        }
+        self.run("all_to_all", input.bytes(), output.bytes_mut(), |from, to, stream| {
+            // SAFETY: as in `all_reduce`; the lengths fit.
+            unsafe { self.nccl.all_to_all(from, to, count, dtype, stream) }
+        })
+    }
+
+    fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
+        check::root("broadcast", root, self.size())?;
+        self.ring.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
+        let (dtype, count) = (values.data_type(), values.len());
+        if count == 0 {
+            return Ok(());
+        }
+        let input = values.as_values().bytes().to_vec();
+        self.run("broadcast", &input, values.bytes_mut(), |from, to, stream| {
+            // SAFETY: as in `all_reduce`.
+            unsafe {
+                result::memcpy_dtod_async(to, from, input.len(), stream)
+                    .map_err(|e| device("broadcast", e))?;
+                self.nccl.broadcast(to, count, dtype, root, stream)
+            }
+        })
+    }
+
+    fn barrier(&self) -> Result<(), CommError> {
+        self.ring.barrier()
+    }
+
+    fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        self.ring.send((&NcclProcessGroup::message(&values)).into(), to)?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        self.run("send", values.bytes(), &mut [], |from, _, stream| {
+            // SAFETY: as in `all_reduce`.
+            unsafe { self.nccl.send(from, values.len(), values.data_type(), to, stream) }
+        })
+    }
+
+    fn recv(&self, mut values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
+        let mut theirs = [0; 16];
+        self.ring.recv((&mut theirs).into(), from)?;
+        let wanted = NcclProcessGroup::message(&values.as_values());
+        if theirs != wanted {
+            let words = |bytes: [u8; 16]| {
+                let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+                Call::describe([word(0), word(8)])
+            };
+            let detail = format!("is at {}; this rank at {}", words(theirs), words(wanted));
+            let error = self.ring.failed(CommError::Mismatch { operation: "recv", peer: from, detail });
+            self.nccl.abort(&error.to_string());
+            return Err(error);
+        }
+        if values.is_empty() {
+            return Ok(());
+        }
+        let (dtype, count) = (values.data_type(), values.len());
+        self.run("recv", &[], values.bytes_mut(), |_, to, stream| {
+            // SAFETY: as in `all_reduce`.
+            unsafe { self.nccl.recv(to, count, dtype, from, stream) }
+        })
+    }
+
+    /// Each new group has a communicator of its own, which shares nothing with this one's: neither ends with the other.
+    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}/split {number} color {}", self.name, color.unwrap_or_default());
+        let group = self.ring.split_with(color, key, |part| match part {
+            Part::Single => Ok(None),
+            Part::Ring(ring) => NcclProcessGroup::connect(ring, &name, self.ordinal).map(Some),
+        })?;
+        Ok(match group {
+            None => None,
+            Some(None) => Some(Arc::new(SingleRank)),
+            Some(Some(group)) => {
+                self.split.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&group));
+                Some(Arc::new(group))
+            }
+        })
+    }
+
+    fn abort(&self, reason: &str) {
+        self.ring.abort(reason);
+        self.nccl.abort(reason);
+        let split = std::mem::take(&mut *self.split.lock().unwrap_or_else(PoisonError::into_inner));
+        split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
+    }
+
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        NcclProcessGroup::check(self, operation)
+    }
+
+    fn timeout(&self) -> Duration {
+        NcclProcessGroup::timeout(self)
+    }
+}
+
+impl NcclProcessGroup {
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        self.ring.neighbours_are_there(operation)?;
+        self.nccl.async_error()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.ring.timeout()
+    }
+}
+
+fn device(operation: &'static str, error: DriverError) -> CommError {
+    CommError::Failed { operation, detail: format!("the GPU: {error}") }
+}
+
+/// Device memory that values pass through, and the stream that orders it.
+struct Staging {
+    context: Arc<CudaContext>,
+    stream: CUstream,
+    input: Memory,
+    output: Memory,
+}
+
+// SAFETY: CUDA's streams and memory are not bound to threads; whoever uses them makes the context current first.
+unsafe impl Send for Staging {}
+
+impl Staging {
+    fn new(ordinal: i32) -> Result<Self, DriverError> {
+        let context = CudaContext::new(usize::try_from(ordinal).unwrap_or(usize::MAX))?;
+        let stream = result::stream::create(StreamKind::NonBlocking)?;
+        Ok(Self { context, stream, input: Memory::default(), output: Memory::default() })
+    }
+
+    /// Addresses of the input, which is being copied in the order of the stream, and of room for `output` bytes.
+    fn copy_in(&mut self, input: &[u8], output: usize) -> Result<(u64, u64), DriverError> {
+        self.context.bind_to_thread()?;
+        let (from, to) = (self.input.of(input.len())?, self.output.of(output)?);
+        if !input.is_empty() {
+            // SAFETY: the memory has room; what is read of the host has been read when the call returns, as it is pageable.
+            unsafe { result::memcpy_htod_async(from, input, self.stream)? };
+        }
+        Ok((from, to))
+    }
+
+    /// The stream has passed.
+    fn copy_out(&self, output: &mut [u8]) -> Result<(), DriverError> {
+        if output.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: that many bytes are there.
+        unsafe { result::memcpy_dtoh_sync(output, self.output.address) }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_err() {
+            return;
+        }
+        // SAFETY: made by `new`; memory is freed after it, by the drop of the fields, with the context current.
+        let _ = unsafe { result::stream::destroy(self.stream) };
+    }
+}
+
+/// Device memory that grows.
+#[derive(Default)]
+struct Memory {
+    address: CUdeviceptr,
+    bytes: usize,
+}
+
+impl Memory {
+    /// An address with room for `bytes`; what was there is gone.
+    fn of(&mut self, bytes: usize) -> Result<CUdeviceptr, DriverError> {
+        if self.bytes < bytes {
+            let grown = bytes.next_power_of_two();
+            // SAFETY: the context is current. What was there was waited for by whoever used it.
+            let address = unsafe { result::malloc_sync(grown)? };
+            *self = Self { address, bytes: grown };
+        }
+        Ok(self.address)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: allocated by `of`.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}

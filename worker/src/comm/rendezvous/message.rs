@@ -1,0 +1,53 @@
+//! What ranks and the store say to each other: a length, then MessagePack.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{
+    io::{self, Read, Write},
+    net::TcpStream,
+};
+
+/// Longest message; values are addresses and the like.
+const LONGEST_MESSAGE: u32 = 1 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Request {
+    Set {
+        key: String,
+        value: Vec<u8>,
+    },
+    /// Waits until all keys are there, or the time is over.
+    Get {
+        keys: Vec<String>,
+        wait_ms: u64,
+    },
+    Add {
+        key: String,
+        amount: i64,
+    },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Reply {
+    Done,
+    Values(Vec<Option<Vec<u8>>>),
+    Count(i64),
+}
+
+pub(super) fn send(stream: &mut TcpStream, message: &impl Serialize) -> io::Result<()> {
+    let body = lockstep_protocol::wire::encode(message).map_err(io::Error::other)?;
+    let mut bytes = Vec::from((body.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&body);
+    stream.write_all(&bytes)
+}
+
+pub(super) fn receive<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length);
+    if length > LONGEST_MESSAGE {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("a message of {length} bytes")));
+    }
+    let mut body = vec![0; length as usize];
+    stream.read_exact(&mut body)?;
+    lockstep_protocol::wire::decode(&body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+}

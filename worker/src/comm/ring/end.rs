@@ -1,0 +1,95 @@
+//! How a group ends.
+
+use crate::comm::CommError;
+use socket2::SockRef;
+use std::{
+    net::{Shutdown, TcpListener, TcpStream},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+/// How a group ends, for whoever is in a call of it, also in the group concurrent to it.
+#[derive(Debug, Default)]
+pub(super) struct End {
+    reason: OnceLock<String>,
+    aborted: AtomicBool,
+    streams: Mutex<Vec<TcpStream>>,
+    /// Where others connect for messages.
+    listener: OnceLock<TcpListener>,
+    /// Of groups that were split from this one.
+    split: Mutex<Vec<Weak<End>>>,
+}
+
+impl End {
+    /// Ends this group: its connections are closed, so whoever waits for them stops.
+    pub(super) fn call(&self, reason: String) {
+        let _ = self.reason.set(reason);
+        for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        if let Some(listener) = self.listener.get() {
+            // On Linux this wakes who waits in `accept`.
+            let _ = SockRef::from(listener).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Ends this group and all that were split from it.
+    pub(super) fn abort(&self, reason: &str) {
+        self.aborted.store(true, Ordering::SeqCst);
+        self.call(reason.into());
+        let split = std::mem::take(&mut *self.split.lock().unwrap_or_else(PoisonError::into_inner));
+        split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
+    }
+
+    /// An abort of this group is one of `group`, too.
+    pub(super) fn split_off(&self, group: &Arc<End>) {
+        let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
+        split.retain(|other| other.strong_count() > 0);
+        split.push(Arc::downgrade(group));
+        drop(split);
+        if self.aborted.load(Ordering::SeqCst) {
+            group.abort(
+                self.reason.get().map_or("the group that it was split from was aborted", String::as_str),
+            );
+        }
+    }
+
+    /// Has a connection closed when the group ends.
+    pub(super) fn add(&self, stream: &TcpStream) -> std::io::Result<()> {
+        let clone = stream.try_clone()?;
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner).push(clone);
+        if self.has_come() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        Ok(())
+    }
+
+    /// The same for the listener, of which there is one.
+    pub(super) fn add_listener(&self, listener: &TcpListener) -> std::io::Result<()> {
+        let _ = self.listener.set(listener.try_clone()?);
+        Ok(())
+    }
+
+    pub(super) fn has_come(&self) -> bool {
+        self.reason.get().is_some()
+    }
+
+    pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
+        match self.reason.get() {
+            Some(reason) => Err(CommError::Aborted { operation, reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the group because of `error`, and gives that error, or the end that came before it.
+    pub(super) fn failed(&self, error: CommError) -> CommError {
+        if let Err(aborted) = self.not_ended(error.operation()) {
+            // A connection that an abort shut down looks lost.
+            return aborted;
+        }
+        self.call(error.to_string());
+        error
+    }
+}

@@ -1,0 +1,197 @@
+//! Calls that make no sense, ranks that disagree, and ranks that do not come.
+
+use super::*;
+use std::sync::Barrier;
+
+#[test]
+fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
+    for kind in KINDS {
+        on_ranks(kind, 2, TIMEOUT, |group| {
+            let (mut two, mut three) = ([0.0f32; 2], [0.0f32; 3]);
+            let refused = [
+                (group.broadcast((&mut two).into(), 2), "no rank 2 in a group of 2"),
+                (group.send((&[1.0f32]).into(), 2), "no rank 2 in a group of 2"),
+                (group.send((&[1.0f32]).into(), group.rank()), "is this rank itself"),
+                (group.recv((&mut two).into(), u32::MAX), "no rank 4294967295"),
+                (group.recv((&mut two).into(), group.rank()), "is this rank itself"),
+                (group.all_reduce(ValuesMut::U8(&mut [1]), Reduction::Max), "bytes have no sum"),
+                (
+                    group.reduce_scatter((&[1u8, 2]).into(), (&mut [0u8]).into(), Reduction::Sum),
+                    "bytes have no sum",
+                ),
+                (
+                    group.reduce_scatter((&[1.0f32, 2.0]).into(), (&mut two).into(), Reduction::Sum),
+                    "an input of 2 values does not fit an output of 2",
+                ),
+                (
+                    group.all_gather((&[1.0f32, 2.0]).into(), (&mut three).into()),
+                    "an input of 2 values does not fit an output of 3",
+                ),
+                (
+                    group.all_to_all((&[1.0f32; 3]).into(), (&mut three).into()),
+                    "an input of 3 values does not fit an output of 3: the input has 2 equal parts",
+                ),
+                (
+                    group.all_gather((&[1.0f64]).into(), (&mut two).into()),
+                    "the input is float64 and the output float32",
+                ),
+            ];
+            for (result, words) in refused {
+                let error = result.unwrap_err();
+                assert!(matches!(error, CommError::Invalid { .. }), "{error}");
+                assert!(error.to_string().contains(words), "{error}");
+            }
+            group.all_reduce((&mut two).into(), Reduction::Sum).unwrap();
+            group.barrier().unwrap();
+        });
+    }
+}
+
+/// A call on one rank of two.
+type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
+
+#[test]
+fn ranks_that_call_different_things_are_told_which() {
+    let cases: [(OnRank, OnRank, &str, &str); 8] = [
+        (
+            |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
+            |g| g.all_reduce((&mut [0.0f32; 11]).into(), Reduction::Sum),
+            "all_reduce of 10 float32 values (0)",
+            "all_reduce of 11 float32 values (0)",
+        ),
+        (
+            |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
+            |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Max),
+            "all_reduce of 10 float32 values (0)",
+            "all_reduce of 10 float32 values (2)",
+        ),
+        (
+            |g| g.all_reduce(ValuesMut::F16(&mut [0; 10]), Reduction::Sum),
+            |g| g.all_reduce(ValuesMut::Bf16(&mut [0; 10]), Reduction::Sum),
+            "all_reduce of 10 float16 values",
+            "all_reduce of 10 bfloat16 values",
+        ),
+        (
+            |g| g.reduce_scatter((&[0.0f32; 4]).into(), (&mut [0.0f32; 2]).into(), Reduction::Sum),
+            |g| g.reduce_scatter((&[0.0f32; 6]).into(), (&mut [0.0f32; 3]).into(), Reduction::Sum),
+            "reduce_scatter of 4 float32 values",
+            "reduce_scatter of 6 float32 values",
+        ),
+        (
+            |g| g.all_gather((&[0.0f32; 2]).into(), (&mut [0.0f32; 4]).into()),
+            |g| g.all_to_all((&[0.0f32; 4]).into(), (&mut [0.0f32; 4]).into()),
+            "all_gather of 2 float32 values",
+            "all_to_all of 4 float32 values",
+        ),
+        (
+            |g| g.broadcast((&mut [0u8; 2]).into(), 0),
+            |g| g.broadcast((&mut [0u8; 2]).into(), 1),
+            "broadcast of 2 uint8 values (0)",
+            "broadcast of 2 uint8 values (1)",
+        ),
+        (|g| g.barrier(), |g| g.split(Some(0), 0).map(drop), "barrier of 0", "split of 0"),
+        (
+            |g| g.all_reduce((&mut [0.0f64; 0]).into(), Reduction::Sum),
+            |g| g.barrier(),
+            "all_reduce of 0 float64 values",
+            "barrier of 0",
+        ),
+    ];
+    for kind in KINDS {
+        for (first, second, one, other) in &cases {
+            let errors = on_ranks(kind, 2, TIMEOUT, |group| {
+                let call = if group.rank() == 0 { first } else { second };
+                let error = call(group.as_ref()).unwrap_err();
+                assert!(group.barrier().is_err(), "the group is over");
+                error.to_string()
+            });
+            let both = |e: &String| e.contains(one) && e.contains(other);
+            assert!(errors.iter().any(both), "{kind:?}: {errors:?}");
+        }
+    }
+}
+
+#[test]
+fn a_message_of_another_length_or_type_is_refused_by_who_receives_it() {
+    for kind in KINDS {
+        for wrong in [Values::F32(&[0.0; 3]), Values::F64(&[0.0; 2]), Values::U8(&[])] {
+            let over = Barrier::new(2);
+            on_ranks(kind, 2, TIMEOUT, |group| {
+                if group.rank() == 0 {
+                    group.send(wrong, 1).unwrap();
+                    over.wait();
+                    return;
+                }
+                let error = group.recv((&mut [0.0f32; 2]).into(), 0).unwrap_err();
+                let words = error.to_string();
+                assert!(matches!(error, CommError::Mismatch { peer: 0, .. }), "{error}");
+                let sent = format!("send of {} {} values", wrong.len(), wrong.data_type().name());
+                assert!(words.contains(&sent) && words.contains("send of 2 float32 values"), "{words}");
+                over.wait();
+            });
+        }
+    }
+}
+
+#[test]
+fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
+    for kind in KINDS {
+        let over = Barrier::new(4);
+        on_ranks(kind, 4, Duration::from_millis(300), |group| {
+            if group.rank() == 0 {
+                // Rank 2 is no neighbour, and never sends.
+                let error = group.recv((&mut [0u8]).into(), 2).unwrap_err();
+                assert!(matches!(error, CommError::TimedOut { operation: "recv", peer: 2, .. }), "{error}");
+            }
+            over.wait();
+        });
+        // One that is gone is noticed sooner.
+        on_ranks(kind, 2, Duration::from_secs(600), |group| {
+            if group.rank() == 1 {
+                return;
+            }
+            let error = group.recv((&mut [0u8]).into(), 1).unwrap_err();
+            assert!(matches!(error, CommError::Disconnected { peer: 1, .. }), "{error}");
+        });
+        on_ranks(kind, 2, Duration::from_secs(600), |group| {
+            if group.rank() == 1 {
+                return;
+            }
+            // It takes a while until what is sent to nobody comes back.
+            let error = loop {
+                if let Err(error) = group.send((&vec![0u8; 1 << 20]).into(), 1) {
+                    break error;
+                }
+            };
+            assert!(matches!(error, CommError::Disconnected { peer: 1, .. }), "{error}");
+        });
+    }
+}
+
+#[test]
+fn an_abort_ends_the_wait_for_a_message() {
+    for kind in KINDS {
+        // Of a rank that has not sent any yet, and of one that has.
+        for connected in [false, true] {
+            let over = Barrier::new(2);
+            on_ranks(kind, 2, Duration::from_secs(600), |group| {
+                if group.rank() == 1 {
+                    if connected {
+                        group.send((&[1u8]).into(), 0).unwrap();
+                    }
+                    over.wait();
+                    return;
+                }
+                if connected {
+                    group.recv((&mut [0u8]).into(), 1).unwrap();
+                }
+                std::thread::scope(|scope| {
+                    let waiting = scope.spawn(|| group.recv((&mut [0u8]).into(), 1).unwrap_err());
+                    group.abort("enough");
+                    assert_eq!(waiting.join().unwrap().to_string(), "recv: aborted: enough");
+                });
+                over.wait();
+            });
+        }
+    }
+}

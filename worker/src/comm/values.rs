@@ -1,0 +1,257 @@
+//! The buffers that collectives work on: a type and values, in the host's memory.
+
+use super::CommError;
+
+/// Type of the values of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DataType {
+    /// Bytes: moved as they are, never added.
+    U8,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a float32.
+    Bf16,
+    F32,
+    F64,
+}
+
+impl DataType {
+    /// Bytes of a value.
+    pub fn size_bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 4,
+            Self::F64 => 8,
+        }
+    }
+
+    /// `float16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::U8 => "uint8",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+        }
+    }
+
+    /// The name of a code that a peer sent: `as u32`.
+    pub(super) fn name_of_code(code: u32) -> &'static str {
+        let all = [Self::U8, Self::F16, Self::Bf16, Self::F32, Self::F64];
+        all.into_iter().find(|t| *t as u32 == code).map_or("an unknown type", Self::name)
+    }
+}
+
+/// How values of several ranks become one.
+///
+/// 16-bit values are added in float32 and rounded to the nearest after each addition, as NCCL does it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reduction {
+    /// Added in a fixed order, so the bits are the same on every rank and in every run.
+    Sum,
+    /// The sum divided by the group's size.
+    Mean,
+    /// The largest; NaN where any rank has NaN.
+    Max,
+}
+
+/// Values that are read; 16-bit ones by their bits.
+#[derive(Debug, Clone, Copy)]
+pub enum Values<'a> {
+    U8(&'a [u8]),
+    F16(&'a [u16]),
+    Bf16(&'a [u16]),
+    F32(&'a [f32]),
+    F64(&'a [f64]),
+}
+
+/// Values that are written, or read and replaced; 16-bit ones by their bits.
+#[derive(Debug)]
+pub enum ValuesMut<'a> {
+    U8(&'a mut [u8]),
+    F16(&'a mut [u16]),
+    Bf16(&'a mut [u16]),
+    F32(&'a mut [f32]),
+    F64(&'a mut [f64]),
+}
+
+impl<'a> Values<'a> {
+    pub fn data_type(&self) -> DataType {
+        match self {
+            Self::U8(_) => DataType::U8,
+            Self::F16(_) => DataType::F16,
+            Self::Bf16(_) => DataType::Bf16,
+            Self::F32(_) => DataType::F32,
+            Self::F64(_) => DataType::F64,
+        }
+    }
+
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.bytes().len() / self.data_type().size_bytes()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// In the byte order of this machine.
+    pub fn bytes(&self) -> &'a [u8] {
+        match self {
+            Self::U8(values) => values,
+            Self::F16(values) | Self::Bf16(values) => bytemuck::cast_slice(values),
+            Self::F32(values) => bytemuck::cast_slice(values),
+            Self::F64(values) => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+impl ValuesMut<'_> {
+    /// The same values, to be read.
+    pub fn as_values(&self) -> Values<'_> {
+        match self {
+            Self::U8(values) => Values::U8(values),
+            Self::F16(values) => Values::F16(values),
+            Self::Bf16(values) => Values::Bf16(values),
+            Self::F32(values) => Values::F32(values),
+            Self::F64(values) => Values::F64(values),
+        }
+    }
+
+    /// The same values for a call, when they are needed after it.
+    pub fn reborrow(&mut self) -> ValuesMut<'_> {
+        match self {
+            Self::U8(values) => ValuesMut::U8(values),
+            Self::F16(values) => ValuesMut::F16(values),
+            Self::Bf16(values) => ValuesMut::Bf16(values),
+            Self::F32(values) => ValuesMut::F32(values),
+            Self::F64(values) => ValuesMut::F64(values),
+        }
+    }
+
+    pub fn data_type(&self) -> DataType {
+        self.as_values().data_type()
+    }
+
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.as_values().len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// In the byte order of this machine.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::U8(values) => values,
+            Self::F16(values) | Self::Bf16(values) => bytemuck::cast_slice_mut(values),
+            Self::F32(values) => bytemuck::cast_slice_mut(values),
+            Self::F64(values) => bytemuck::cast_slice_mut(values),
+        }
+    }
+}
+
+/// Slices, arrays and vectors of the types that need no tag.
+macro_rules! from_slices {
+    ($($variant:ident of $number:ty),*) => {$(
+        impl<'a> From<&'a [$number]> for Values<'a> {
+            fn from(values: &'a [$number]) -> Self {
+                Self::$variant(values)
+            }
+        }
+        impl<'a> From<&'a Vec<$number>> for Values<'a> {
+            fn from(values: &'a Vec<$number>) -> Self {
+                Self::$variant(values)
+            }
+        }
+        impl<'a, const N: usize> From<&'a [$number; N]> for Values<'a> {
+            fn from(values: &'a [$number; N]) -> Self {
+                Self::$variant(values)
+            }
+        }
+        impl<'a> From<&'a mut [$number]> for ValuesMut<'a> {
+            fn from(values: &'a mut [$number]) -> Self {
+                Self::$variant(values)
+            }
+        }
+        impl<'a> From<&'a mut Vec<$number>> for ValuesMut<'a> {
+            fn from(values: &'a mut Vec<$number>) -> Self {
+                Self::$variant(values)
+            }
+        }
+        impl<'a, const N: usize> From<&'a mut [$number; N]> for ValuesMut<'a> {
+            fn from(values: &'a mut [$number; N]) -> Self {
+                Self::$variant(values)
+            }
+        }
+    )*};
+}
+
+from_slices!(U8 of u8, F32 of f32, F64 of f64);
+
+/// What every implementation checks of a call before it says a word to other ranks.
+pub(super) mod check {
+    use super::{CommError, DataType, Values, ValuesMut};
+
+    fn invalid<T>(operation: &'static str, detail: String) -> Result<T, CommError> {
+        Err(CommError::Invalid { operation, detail })
+    }
+
+    /// Bytes are moved, not added.
+    pub(crate) fn reducible(operation: &'static str, of: DataType) -> Result<(), CommError> {
+        match of {
+            DataType::U8 => {
+                invalid(operation, "bytes have no sum; give float16, bfloat16, float32 or float64".into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// `input` has `of_input` parts of equal length and `output` has `of_output`, all of one type.
+    pub(crate) fn parts(
+        operation: &'static str,
+        (input, of_input): (&Values<'_>, u32),
+        (output, of_output): (&ValuesMut<'_>, u32),
+    ) -> Result<(), CommError> {
+        if input.data_type() != output.data_type() {
+            let (from, to) = (input.data_type().name(), output.data_type().name());
+            return invalid(
+                operation,
+                format!("the input is {from} and the output {to}; they must be alike"),
+            );
+        }
+        let (has, room) = (input.len() as u128, output.len() as u128);
+        if has * u128::from(of_output) != room * u128::from(of_input) || !has.is_multiple_of(of_input.into())
+        {
+            return invalid(
+                operation,
+                format!(
+                    "an input of {has} values does not fit an output of {room}: the input has {of_input} equal parts, the \
+                     output {of_output}"
+                ),
+            );
+        }
+        Ok(())
+    }
+
+    /// `rank` is one of the group's.
+    pub(crate) fn root(operation: &'static str, rank: u32, size: u32) -> Result<(), CommError> {
+        if rank < size {
+            return Ok(());
+        }
+        invalid(operation, format!("there is no rank {rank} in a group of {size}"))
+    }
+
+    /// `peer` is one of the group's, and another one than this.
+    pub(crate) fn peer(operation: &'static str, peer: u32, own: u32, size: u32) -> Result<(), CommError> {
+        root(operation, peer, size)?;
+        if peer == own {
+            return invalid(operation, format!("rank {peer} is this rank itself"));
+        }
+        Ok(())
+    }
+}

@@ -7,12 +7,14 @@ mod check;
 pub mod cpu;
 pub mod cuda;
 mod finite;
+mod fuse;
 mod optimizer;
-mod plan;
 pub mod registry;
 mod shape;
 #[cfg(test)]
 pub(crate) mod toy;
+#[cfg(test)]
+mod unfused;
 
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Needs};

@@ -20,14 +20,14 @@ use std::{
 /// Gradients of some parameters, before or after their sum over the ranks.
 #[derive(Debug)]
 pub(super) enum Bucket {
-    Single(Held<f32>),
+    F32(Held<f32>),
     /// See [`super::gradient`].
-    Exact(Held<f64>),
+    F64(Held<f64>),
 }
 
 impl Default for Bucket {
     fn default() -> Self {
-        Bucket::Single(Held::default())
+        Bucket::F32(Held::default())
     }
 }
 
@@ -151,8 +151,8 @@ impl Thread {
                     }
                     Request::Bucket(mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::Single(values) => comm.all_reduce(values, Reduction::Sum),
-                            Bucket::Exact(values) => comm.all_reduce_f64(values),
+                            Bucket::F32(values) => comm.all_reduce(values, Reduction::Sum),
+                            Bucket::F64(values) => comm.all_reduce_f64(values),
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }

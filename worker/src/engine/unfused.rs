@@ -5,7 +5,7 @@ use crate::{
     comm::Alone,
     data::loader::Batch,
     made_up::{labels, values},
-    net::Network,
+    net::{Network, Role},
     tensors::{HostTensor, NamedTensors},
 };
 use serde::Deserialize;
@@ -60,20 +60,18 @@ pub(super) fn networks() -> Vec<Arc<Network>> {
 
 /// As `unfused` of `make_fixtures.py` fills its model.
 pub(super) fn initial(network: &Network) -> NamedTensors {
-    let fill = |name: &str, len: usize| -> Vec<f32> {
-        match name.rsplit_once('.') {
-            Some((_, "running_mean")) => vec![0.0; len],
-            Some((_, "running_var")) => vec![1.0; len],
-            _ => {
-                let one = if name.starts_with("bn") && name.ends_with("weight") { 1.0 } else { 0.0 };
-                values(&format!("unfused.{name}"), len).into_iter().map(|v| v / 4.0 + one).collect()
-            }
-        }
-    };
     let parameters = network.parameters().into_iter();
     parameters
         .map(|p| {
-            let values = fill(&p.name, p.len());
+            let drawn = |one: f32| -> Vec<f32> {
+                values(&format!("unfused.{}", p.name), p.len()).into_iter().map(|v| v / 4.0 + one).collect()
+            };
+            let values = match p.role {
+                Role::RunningMean => vec![0.0; p.len()],
+                Role::RunningVar => vec![1.0; p.len()],
+                Role::Gamma { .. } => drawn(1.0),
+                _ => drawn(0.0),
+            };
             (p.name, HostTensor { shape: p.shape, values })
         })
         .collect()

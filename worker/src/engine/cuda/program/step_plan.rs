@@ -161,12 +161,6 @@ fn check(network: &Network) -> Result<(), CudaError> {
     if network.head().is_empty() {
         return refuse(format!("{}, which does not end in a linear layer", network.arch));
     }
-    for (tensor, shape) in network.tensors.iter().enumerate() {
-        let padded = tensor == network.input() || tensor == network.logits();
-        if !padded && !shape.channels.is_multiple_of(CHANNELS) {
-            return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
-        }
-    }
     for op in &network.ops {
         match op {
             Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
@@ -183,6 +177,12 @@ fn check(network: &Network) -> Result<(), CudaError> {
                 return refuse(format!("a max pooling of {kernel}x{kernel} windows: 15x15 are the most"));
             }
             _ => {}
+        }
+    }
+    for (tensor, shape) in network.tensors.iter().enumerate() {
+        let padded = tensor == network.input() || tensor == network.logits();
+        if !padded && !shape.channels.is_multiple_of(CHANNELS) {
+            return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
         }
     }
     Ok(())

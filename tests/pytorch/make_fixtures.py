@@ -318,6 +318,49 @@ def step():
     (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
+class Unfused(torch.nn.Module):
+    """What no batch norm precedes: a ReLU, an addition, poolings and a hidden linear layer by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.conv2 = torch.nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.conv3 = torch.nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False)
+        self.bn3 = torch.nn.BatchNorm2d(32)
+        self.hidden = torch.nn.Linear(32, 24)
+        self.fc = torch.nn.Linear(24, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x) + x)
+        x = F.max_pool2d(x, 3, stride=2, padding=1)
+        x = F.relu(self.bn3(self.conv3(x)))
+        return self.fc(F.relu(self.hidden(x.mean((2, 3)))))
+
+
+def unfused():
+    """Logits, loss and gradients of a step of `Unfused`, in float64."""
+    batch, side = 8, 12
+    model = Unfused().double().train()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            drawn = torch.from_numpy(values(f"unfused.{name}", value.numel()).reshape(value.shape)).double()
+            value.copy_(drawn / 4 + (1.0 if name == "bn3.weight" else 0.0))
+    logits = model(nchw(values("unfused.images", batch, side, side, 3)).detach())
+    loss = F.cross_entropy(logits, torch.from_numpy(labels("unfused.labels", batch, 10)))
+    loss.backward()
+    gradients = {}
+    for name, value in model.named_parameters():
+        flat = value.grad.flatten()
+        places = torch.arange(16) * (flat.numel() - 1) // 15
+        gradients[name] = {"norm": flat.norm().item(), "values": flat[places].tolist()}
+    running = {name: value.tolist() for name, value in model.named_buffers() if "running" in name}
+    out = {
+        "batch_size": batch, "image_size": side, "loss": loss.item(), "gradients": gradients, "running": running,
+    }
+    write("unfused.json", json.dumps(out).replace('}, "', '},\n"') + "\n")
+
+
 class Lamb(torch.optim.Optimizer):
     """Algorithm 2 of You et al. 2019 (arXiv 1904.00962) with bias correction; the trust ratio as in timm's
     `Lamb(always_adapt=True, max_grad_norm=None)`. A group may say `adapt=False`."""
@@ -562,6 +605,7 @@ PARTS = {
     "resnexts": lambda: write("resnexts.json", architectures(RESNEXTS_AND_WIDE)),
     "training": training,
     "step": step,
+    "unfused": unfused,
     "optimizers": optimizer_fixtures,
     "mixing": mixing_and_average,
     "looking": looking,

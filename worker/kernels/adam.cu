@@ -33,7 +33,7 @@ __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, doub
 // m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, w = (1 - lr d) w,
 // w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon).
 extern "C" __global__ void __launch_bounds__(256)
-    adamw(float* weights, T* shadow, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
+    adamw(float* weights, T* low_precision, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
           const Scaler* scaler, float first_decay, float second_decay) {
     enter();
     SHARED(double, powers, 2);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256)
         store_channels(weights, i, w);
         store_channels(first_moment, i, m);
         store_channels(second_moment, i, v);
-        if (shadow && i * 8 < first_length) store(shadow, i, pack(w)); // it has the first part alone
+        if (low_precision && i * 8 < first_length) store(low_precision, i, pack(w)); // it has the first part alone
     }
 }
 
@@ -127,7 +127,7 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
 
 // LAMB's second pass: w -= lr rate r.
 extern "C" __global__ void __launch_bounds__(256)
-    lamb(float* weights, T* shadow, MOMENT_PARAMETERS, u64 first_length, u64 length, const Control* control,
+    lamb(float* weights, T* low_precision, MOMENT_PARAMETERS, u64 first_length, u64 length, const Control* control,
          const Scaler* scaler, const Segment* segments, const Rate* rates, u32 count) {
     enter();
     SHARED(double, powers, 2);
@@ -145,6 +145,6 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int k = 0; k < 8; k++) w[k] -= rate * fmaf(own.decay, w[k], m[k] * scale / adam.divisor(v[k]));
         store_channels(weights, i, w);
-        if (shadow && i * 8 < first_length) store(shadow, i, pack(w));
+        if (low_precision && i * 8 < first_length) store(low_precision, i, pack(w));
     }
 }

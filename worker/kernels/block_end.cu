@@ -22,9 +22,9 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
     T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
     T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * APART(NARROW);  // two tiles of x and the shortcut, each thread's own pieces apart
+    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and the shortcut, each thread's own pieces apart
     float* wide = (float*)(copied + 16 * TILE);       // scale and bias, of both
-    Value value = value_of_thread(NARROW);
+    Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
@@ -34,22 +34,22 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         for (int i = 0; i < TURNS; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             bool real = tile < tiles && r < rows;
-            u64 from = real ? (u64)r * WIDE + lane * 8 : 0;
+            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
             T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
             copy_aside(to, p.x + from, real);
             copy_aside(to + 512 * 8, p.shortcut + from, real);
         }
         copies_end();
     };
-    for (u32 n = warp; n < NARROW; n += 16) copy_aside(piece(kept, 64, n, lane), p.weights + n * WIDE + lane * 8, true);
+    for (u32 n = warp; n < REDUCED; n += 16) copy_aside(piece(kept, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
     copy_wide(blockIdx.x, 0);
     copy_wide(blockIdx.x + gridDim.x, 1);
-    if (t < WIDE) {
+    if (t < EXPANDED) {
         wide[t] = p.scale[t];
-        wide[WIDE + t] = p.bias[t];
+        wide[EXPANDED + t] = p.bias[t];
         if (ADD == 2) {
-            wide[2 * WIDE + t] = p.shortcut_scale[t];
-            wide[3 * WIDE + t] = p.shortcut_bias[t];
+            wide[2 * EXPANDED + t] = p.shortcut_scale[t];
+            wide[3 * EXPANDED + t] = p.shortcut_bias[t];
         }
     }
     __syncthreads();
@@ -66,10 +66,10 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
             Apply<ADD> f;
             f.floor = 0;
             load_channels(wide, lane, f.scale);
-            load_channels(wide + WIDE, lane, f.bias);
+            load_channels(wide + EXPANDED, lane, f.bias);
             if (ADD == 2) {
-                load_channels(wide + 2 * WIDE, lane, f.shortcut_scale);
-                load_channels(wide + 3 * WIDE, lane, f.shortcut_bias);
+                load_channels(wide + 2 * EXPANDED, lane, f.shortcut_scale);
+                load_channels(wide + 3 * EXPANDED, lane, f.shortcut_bias);
             }
 #pragma unroll
             for (int i = 0; i < TURNS; i++) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         float c[8];
         products_begin();
 #pragma unroll
-        for (int k = 0; k < WIDE / 16; k++) {
+        for (int k = 0; k < EXPANDED / 16; k++) {
             u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
             multiply_rows(c, input_now + at, kept_now + at, k > 0);
         }
@@ -94,28 +94,28 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         for (int i = 0; i < TURNS; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             if (r < rows) {
-                store(p.y, (u64)r * (WIDE / 8) + lane, out[i]);
-                p.mask[(u64)r * (WIDE / 8) + lane] = (u8)positive[i];
+                store(p.y, (u64)r * (EXPANDED / 8) + lane, out[i]);
+                p.mask[(u64)r * (EXPANDED / 8) + lane] = (u8)positive[i];
             }
         }
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(NARROW) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(NARROW)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
         u32 at = tile * TILE_ROWS + row;
-        Raw z = load(product + row * APART(NARROW), group);
-        if (at < rows) store(p.z, (u64)at * (NARROW / 8) + group, z);
+        Raw z = load(product + row * APART(REDUCED), group);
+        if (at < rows) store(p.z, (u64)at * (REDUCED / 8) + group, z);
         if (at < valid) add_statistics(z, s);
     }
     copies_done();
     __syncthreads();
     double total;
     if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
-    if (!settle(total, site, NARROW, value.active, value.index, number, true)) return;
+    if (!settle(total, site, REDUCED, value.active, value.index, number, true)) return;
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
 }
 

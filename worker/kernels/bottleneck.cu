@@ -5,8 +5,8 @@
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-#define WIDE 256
-#define NARROW 64
+#define EXPANDED 256
+#define REDUCED 64
 
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
@@ -26,10 +26,10 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* dy = kept + 4 * TILE;                          // 64 rows of 256
     T* input = dy + 4 * TILE;                         // 64 rows of 64
     T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * APART(NARROW);  // two tiles of x and g, each thread's own pieces apart
+    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and g, each thread's own pieces apart
     float* wide = (float*)(copied + 16 * TILE);       // scale, slope and offset
-    float* narrow = wide + 3 * WIDE;                  // scale, bias and mean
-    Value value = value_of_thread(NARROW);
+    float* narrow = wide + 3 * EXPANDED;                  // scale, bias and mean
+    Value value = value_of_thread(REDUCED);
     u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         for (int i = 0; i < TURNS; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             bool real = tile < tiles && r < valid;
-            u64 from = real ? (u64)r * WIDE + lane * 8 : 0;
+            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
             T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
             copy_aside(to, p.x + from, real);
             copy_aside(to + 512 * 8, p.g + from, real);
@@ -49,26 +49,26 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     };
     auto load_narrow = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
-        return r < valid ? load(p.from, (u64)r * (NARROW / 8) + group) : zeros();
+        return r < valid ? load(p.from, (u64)r * (REDUCED / 8) + group) : zeros();
     };
     copy_wide(blockIdx.x, 0);
     copy_wide(blockIdx.x + gridDim.x, 1);
     Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
-    for (u32 k = row; k < WIDE; k += 64) {
-        Raw w = load(p.weights + k * NARROW, group);
+    for (u32 k = row; k < EXPANDED; k += 64) {
+        Raw w = load(p.weights + k * REDUCED, group);
         const T* values = (const T*)&w;
 #pragma unroll
         for (int i = 0; i < 8; i++) piece(kept, 64, group * 8 + i, k / 8)[k % 8] = values[i];
     }
-    if (t < WIDE) {
+    if (t < EXPANDED) {
         wide[t] = p.scale[t];
-        wide[WIDE + t] = p.slope[t];
-        wide[2 * WIDE + t] = p.offset[t];
+        wide[EXPANDED + t] = p.slope[t];
+        wide[2 * EXPANDED + t] = p.offset[t];
     }
-    if (NORMED && t < NARROW) {
+    if (NORMED && t < REDUCED) {
         narrow[t] = before.scale[t];
-        narrow[NARROW + t] = before.bias[t];
-        narrow[2 * NARROW + t] = before.mean[t];
+        narrow[REDUCED + t] = before.bias[t];
+        narrow[2 * REDUCED + t] = before.mean[t];
     }
     __syncthreads();
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             if (NORMED) {
                 float v[8], scale[8], bias[8];
                 load_channels(narrow, group, scale);
-                load_channels(narrow + NARROW, group, bias);
+                load_channels(narrow + REDUCED, group, bias);
                 unpack(here, v);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         {
             Slopes f;
             load_channels(wide, lane, f.scale);
-            load_channels(wide + WIDE, lane, f.slope);
-            load_channels(wide + 2 * WIDE, lane, f.offset);
+            load_channels(wide + EXPANDED, lane, f.slope);
+            load_channels(wide + 2 * EXPANDED, lane, f.offset);
 #pragma unroll
             for (int i = 0; i < TURNS; i++) {
                 u32 r = i * 16 + warp;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         for (int i = 0; i < 8; i++) c[i] = 0;
         products_begin();
 #pragma unroll
-        for (int k = 0; k < WIDE / 16; k++) {
+        for (int k = 0; k < EXPANDED / 16; k++) {
             u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
             multiply_rows(c, dy_now + at, kept_now + at, k > 0);
         }
@@ -133,18 +133,18 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             multiply_columns(d, dy_now + (quarter * TILE + k * 16 * 64) / 8, input_now + k * 16 * 64 / 8, 1);
         products_end();
         products_done<1>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(NARROW) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(NARROW)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
-        Raw out = load(product + row * APART(NARROW), group);
-        if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (NARROW / 8) + group, out);
+        Raw out = load(product + row * APART(REDUCED), group);
+        if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (REDUCED / 8) + group, out);
         if (NORMED) {
             float v[8], w[8], mean[8];
-            load_channels(narrow + 2 * NARROW, group, mean);
+            load_channels(narrow + 2 * REDUCED, group, mean);
             unpack(here, v);
             unpack(out, w);
 #pragma unroll
@@ -157,18 +157,18 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         __syncthreads();
     }
     copies_done();
-    float* to = p.dweights + ((u64)blockIdx.x * WIDE + warp * 16 + lane / 4) * NARROW + lane % 4 * 2;
+    float* to = p.dweights + ((u64)blockIdx.x * EXPANDED + warp * 16 + lane / 4) * REDUCED + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         *(uint2*)(to + j * 8) = {__float_as_uint(d[j * 4]), __float_as_uint(d[j * 4 + 1])};
-        *(uint2*)(to + j * 8 + 8 * NARROW) = {__float_as_uint(d[j * 4 + 2]), __float_as_uint(d[j * 4 + 3])};
+        *(uint2*)(to + j * 8 + 8 * REDUCED) = {__float_as_uint(d[j * 4 + 2]), __float_as_uint(d[j * 4 + 3])};
     }
     if (!NORMED) return;
     float* across = (float*)dy;
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(before, total, value);
-    if (!settle(total, site, NARROW, value.active, value.index, number, true)) return;
+    if (!settle(total, site, REDUCED, value.active, value.index, number, true)) return;
     double* pairs = (double*)dy;
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }

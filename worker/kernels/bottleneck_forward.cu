@@ -12,17 +12,17 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 256 rows of 64
     T* input = kept + 4 * TILE;                       // twice 64 rows of 64
     T* product = input + 2 * TILE;                    // 64 rows of 256, with gaps
-    Value value = value_of_thread(WIDE);
+    Value value = value_of_thread(EXPANDED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
     auto load_narrow = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
-        return r < rows ? load(from, (u64)r * (NARROW / 8) + group) : zeros();
+        return r < rows ? load(from, (u64)r * (REDUCED / 8) + group) : zeros();
     };
     Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
-    for (u32 n = row; n < WIDE; n += 64)
-        copy_aside(piece(kept, WIDE, n, group), weights + n * NARROW + group * 8, true);
+    for (u32 n = row; n < EXPANDED; n += 64)
+        copy_aside(piece(kept, EXPANDED, n, group), weights + n * REDUCED + group * 8, true);
     float scale[8], bias[8];
     if (NORMED) {
         load_channels(scale_, group, scale);
@@ -50,29 +50,29 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         float c[32];
         products_begin();
 #pragma unroll
-        for (int k = 0; k < NARROW; k += 16)
+        for (int k = 0; k < REDUCED; k += 16)
             multiply_rows_by_64(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
         products_end();
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(WIDE) + quarter * 64 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * APART(EXPANDED) + quarter * 64 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(WIDE)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * APART(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             u32 r = i * 16 + warp, at = tile * TILE_ROWS + r;
-            Raw out = load(product + r * APART(WIDE), lane);
-            if (at < rows) store(y, (u64)at * (WIDE / 8) + lane, out);
+            Raw out = load(product + r * APART(EXPANDED), lane);
+            if (at < rows) store(y, (u64)at * (EXPANDED / 8) + lane, out);
             if (at < valid) add_statistics(out, s);
         }
     }
     __syncthreads();
     double total;
     if (!column_sums(block_sums(s, (float*)product), value, (float*)product, partials, counters, total)) return;
-    if (!settle(total, site, WIDE, value.active, value.index, number, true)) return;
+    if (!settle(total, site, EXPANDED, value.active, value.index, number, true)) return;
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 

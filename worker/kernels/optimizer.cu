@@ -17,24 +17,24 @@ struct Scaler {
 #define LARGEST_SCALE 16777216.0f // 2^24
 
 struct Gradients {
-    const void* first; // T, or float32 if `wide`
+    const void* first; // T, or float32 if `in_float32`
     const float* second;
     u64 first_length, length; // values; multiples of 8
-    u32 wide;
+    u32 in_float32;
 
     __device__ __forceinline__ void get(u64 group, float (&g)[8]) const {
         u64 split = first_length / 8;
         if (group >= split)
             load_channels(second, group - split, g);
-        else if (wide)
+        else if (in_float32)
             load_channels((const float*)first, group, g);
         else
             unpack(load((const T*)first, group), g);
     }
 };
-#define GRADIENT_PARAMETERS const void *first, const float *second, u64 first_length, u64 length, u32 wide
+#define GRADIENT_PARAMETERS const void *first, const float *second, u64 first_length, u64 length, u32 in_float32
 #define GRADIENTS \
-    Gradients { first, second, first_length, length, wide }
+    Gradients { first, second, first_length, length, in_float32 }
 
 // Sum over the block of one double a thread, in a fixed order; valid in thread 0.
 __device__ __forceinline__ double block_sum(double v, double* warps) {
@@ -181,7 +181,7 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
 // second's may differ.
 // 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
 template <int KIND>
-__device__ __forceinline__ void update(float* weights, float* velocity, T* shadow, const Gradients& gradients,
+__device__ __forceinline__ void update(float* weights, float* velocity, T* low_precision, const Gradients& gradients,
                                        const Control* control, const Scaler* scaler, float momentum, float first_decay,
                                        float second_decay, const Segment* segments, const Rate* rates, u32 count) {
     if (!scaler->apply) return;
@@ -210,16 +210,16 @@ __device__ __forceinline__ void update(float* weights, float* velocity, T* shado
         }
         store_channels(weights, i, w);
         store_channels(velocity, i, v);
-        if (shadow && i * 8 < gradients.first_length) store(shadow, i, pack(w)); // it has the first part alone
+        if (low_precision && i * 8 < gradients.first_length) store(low_precision, i, pack(w)); // it has the first part alone
     }
 }
 #define UPDATE(NAME, KIND)                                                                                          \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        NAME(float* weights, float* velocity, T* shadow, GRADIENT_PARAMETERS, const Control* control,                \
+        NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control,                \
              const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
              const Rate* rates, u32 count) {                                                                                           \
         enter();                                                                                                    \
-        update<KIND>(weights, velocity, shadow, GRADIENTS, control, scaler, momentum, first_decay, second_decay,     \
+        update<KIND>(weights, velocity, low_precision, GRADIENTS, control, scaler, momentum, first_decay, second_decay,     \
                      segments, rates, count);                                                                       \
     }
 UPDATE(sgd_momentum, 0)

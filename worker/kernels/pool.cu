@@ -29,7 +29,7 @@ __device__ __forceinline__ u32 strips_of(const Pool& p) {
 }
 
 // The largest values of the three pixels of one window row, after what is done to them.
-template <bool AFFINE, bool TAPS> struct RowMax {
+template <bool AFFINE, bool ARGMAX> struct RowMax {
     float best[8];
     u32 tap[8];
 
@@ -42,7 +42,7 @@ template <bool AFFINE, bool TAPS> struct RowMax {
     }
     // A value wins if it is larger, or is no number: a diverged run shows.
     __device__ __forceinline__ void offer(int k, float v, u32 which) {
-        if (TAPS) {
+        if (ARGMAX) {
             bool wins = v > best[k] || v != v;
             best[k] = wins ? v : best[k];
             tap[k] = wins ? which : tap[k];
@@ -63,8 +63,8 @@ template <bool AFFINE, bool TAPS> struct RowMax {
     }
 };
 
-template <bool AFFINE, bool TAPS>
-__device__ __forceinline__ void max_pool(const T* x, const float* scale_, const float* bias_, T* y, u8* taps,
+template <bool AFFINE, bool ARGMAX>
+__device__ __forceinline__ void max_pool(const T* x, const float* scale_, const float* bias_, T* y, u8* argmax,
                                          const Pool& p, u32 channels) {
     Walk w = walk(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             raw[1] = load(x, at);
             if (right) raw[2] = load(x, at + w.groups);
         };
-        RowMax<AFFINE, TAPS> above; // of the row that the next window begins with
+        RowMax<AFFINE, ARGMAX> above; // of the row that the next window begins with
         above.nothing();
         if (s.first > 0) {
             Raw raw[3];
@@ -96,7 +96,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             bool last = 2 * a + 1 >= p.height;
             fetch(2 * a, middle);
             if (!last) fetch(2 * a + 1, below);
-            RowMax<AFFINE, TAPS> window = above;
+            RowMax<AFFINE, ARGMAX> window = above;
             window.offer(middle, left, right, scale, bias, 3);
             above.nothing();
             if (!last) {
@@ -106,33 +106,33 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             }
             u64 at = ((u64)(s.picture * p.out_height + a) * p.out_width + b) * w.groups + w.group;
             store(y, at, pack(window.best));
-            if (TAPS) {
+            if (ARGMAX) {
                 u32 low = window.tap[0] | window.tap[1] << 8 | window.tap[2] << 16 | window.tap[3] << 24;
                 u32 high = window.tap[4] | window.tap[5] << 8 | window.tap[6] << 16 | window.tap[7] << 24;
-                ((uint2*)taps)[at] = {low, high};
+                ((uint2*)argmax)[at] = {low, high};
             }
         }
     }
 }
 
-#define MAX_POOL(NAME, AFFINE, TAPS)                                                                              \
+#define MAX_POOL(NAME, AFFINE, ARGMAX)                                                                              \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-        NAME(const T* x, const float* scale, const float* bias, T* y, u8* taps, POOL_PARAMETERS, u32 channels) { \
+        NAME(const T* x, const float* scale, const float* bias, T* y, u8* argmax, POOL_PARAMETERS, u32 channels) { \
         enter();                                                                                                \
-        max_pool<AFFINE, TAPS>(x, scale, bias, y, taps, POOL, channels);                                          \
+        max_pool<AFFINE, ARGMAX>(x, scale, bias, y, argmax, POOL, channels);                                          \
     }
 MAX_POOL(norm_max_pool, true, false)
-MAX_POOL(norm_max_pool_taps, true, true)
+MAX_POOL(norm_max_pool_argmax, true, true)
 
 // One window's gradient and tap.
 struct Window {
     Raw dy;
-    uint2 taps;
+    uint2 argmax;
 };
 __device__ __forceinline__ void add_where(const Window& w, u32 tap, float (&g)[8]) {
     float d[8];
     unpack(w.dy, d);
-    u32 low = w.taps.x ^ tap * 0x01010101u, high = w.taps.y ^ tap * 0x01010101u;
+    u32 low = w.argmax.x ^ tap * 0x01010101u, high = w.argmax.y ^ tap * 0x01010101u;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         if (!(low & 0xffu << 8 * k)) g[k] += d[k];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_where(const Window& w, u32 tap, float (&g)[8
 // Calls visit(row, column, g) for the up to four input pixels under each output of the strips: each input pixel
 // of a picture exactly once. `row` counts over pictures.
 template <typename Before, typename Visit>
-__device__ __forceinline__ void unpool(const T* dy, const u8* taps, const Pool& p, const Walk& w, u32 pictures,
+__device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const Walk& w, u32 pictures,
                                        Before before, Visit visit) {
     u32 strips = (p.out_height + p.strip - 1) / p.strip, items = pictures * p.out_width * strips;
     for (u32 item = w.first; item < items; item += w.step) {
@@ -153,8 +153,8 @@ __device__ __forceinline__ void unpool(const T* dy, const u8* taps, const Pool& 
             u64 at = ((u64)(s.picture * p.out_height + a) * p.out_width + b) * w.groups + w.group;
             row[0] = row[1] = {zeros(), {0xffffffffu, 0xffffffffu}};
             if (a < p.out_height) {
-                row[0] = {load(dy, at), ((const uint2*)taps)[at]};
-                if (b + 1 < p.out_width) row[1] = {load(dy, at + w.groups), ((const uint2*)taps)[at + w.groups]};
+                row[0] = {load(dy, at), ((const uint2*)argmax)[at]};
+                if (b + 1 < p.out_width) row[1] = {load(dy, at + w.groups), ((const uint2*)argmax)[at + w.groups]};
             }
         };
         Window above[2], below[2];
@@ -217,9 +217,9 @@ __device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool
     return control ? min(control->valid, p.pictures) : p.pictures;
 }
 
-// norm_backward_sums for an output that went through the ReLU and the max pooling: dy and taps are the pooled ones.
+// norm_backward_sums for an output that went through the ReLU and the max pooling: dy and argmax are the pooled ones.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    norm_backward_sums_max_pool(const T* x, const T* dy, const u8* taps, const Control* control, POOL_PARAMETERS,
+    norm_backward_sums_max_pool(const T* x, const T* dy, const u8* argmax, const Control* control, POOL_PARAMETERS,
                                 u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
     enter();
     SHARED(float, across, 16 * 512);
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         load_channels(b.mean, w.group, mean_);
         load_channels(b.scale, w.group, scale_);
         load_channels(b.bias, w.group, bias_);
-        unpool(dy, taps, p, w, valid_pictures(control, p), FetchFour{x, w.groups, w.group},
+        unpool(dy, argmax, p, w, valid_pictures(control, p), FetchFour{x, w.groups, w.group},
                [&](u64, const Raw& raw, float(&g)[8]) {
                    float v[8];
                    unpack(raw, v);
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 
 // norm_backward_apply for the same.
 extern "C" __global__ void __launch_bounds__(256, 2)
-    norm_backward_apply_max_pool(const T* x, const T* dy, const u8* taps, const float* scale, const float* bias,
+    norm_backward_apply_max_pool(const T* x, const T* dy, const u8* argmax, const float* scale, const float* bias,
                                  const float* slope, const float* offset, T* dx, const Control* control,
                                  POOL_PARAMETERS, u32 channels) {
     enter();
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     load_channels(offset, w.group, f.offset);
     load_channels(bias, w.group, bias_);
     u32 pictures_here = valid_pictures(control, p);
-    unpool(dy, taps, p, w, pictures_here, FetchFour{x, w.groups, w.group},
+    unpool(dy, argmax, p, w, pictures_here, FetchFour{x, w.groups, w.group},
            [&](u64 pixel, const Raw& raw, float(&g)[8]) {
                float v[8];
                unpack(raw, v);

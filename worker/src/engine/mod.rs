@@ -7,13 +7,15 @@ mod check;
 pub mod cpu;
 pub mod cuda;
 mod finite;
+mod fuse;
 mod optimizer;
-mod plan;
 pub mod registry;
 mod shape;
 mod state_dict;
 #[cfg(test)]
 pub(crate) mod toy;
+#[cfg(test)]
+mod unfused;
 
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};

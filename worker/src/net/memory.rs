@@ -1,9 +1,9 @@
-//! How many values a network keeps of a picture between its way there and its way back: what its memory grows with.
+//! How many values a network keeps of a picture between its forward and its backward pass: what its memory grows with.
 
 use super::{Network, Op};
 
 impl Network {
-    /// Values of what convolutions make of a picture: batch norm's way back needs all of them, in any engine.
+    /// Values of what convolutions make of a picture: batch norm's backward pass needs all of them, in any engine.
     pub fn convolution_values(&self) -> u64 {
         self.values_of(|op| matches!(op, Op::Conv { .. }))
     }

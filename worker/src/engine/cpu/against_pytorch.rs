@@ -176,11 +176,11 @@ fn pooling() {
             .iter()
             .map(|v| (v * 4.0).round_ties_even().max(0.0))
             .collect();
-        let (mut y, mut taps) = (vec![f32::NAN; batch * output.len()], vec![9; batch * output.len()]);
-        pool.forward(&x, &mut y, &mut taps);
+        let (mut y, mut argmax) = (vec![f32::NAN; batch * output.len()], vec![9; batch * output.len()]);
+        pool.forward(&x, &mut y, &mut argmax);
         fixtures.compare(&format!("{name}.y"), &y);
         let mut dx = vec![f32::NAN; x.len()];
-        pool.backward(&values(&format!("{name}.dy"), y.len()), &taps, &mut dx);
+        pool.backward(&values(&format!("{name}.dy"), y.len()), &argmax, &mut dx);
         fixtures.compare(&format!("{name}.dx"), &dx);
     });
     cases("average_pool", |fixtures, name, numbers| {

@@ -1,6 +1,6 @@
 //! The running average of weights and running statistics.
 
-use super::machine::Norm;
+use super::executor::Norm;
 use rayon::prelude::*;
 
 /// Values of a task.

@@ -5,7 +5,10 @@
 //! number of threads, accurate when a channel's mean is large against its spread, and to float32's
 //! last bit (but for about one value in 10^8) the same however a batch is cut over ranks.
 
-use super::simd::{LANES, wide};
+use super::{
+    elementwise::relu_of,
+    simd::{LANES, wide},
+};
 use rayon::prelude::*;
 
 /// PyTorch's default: added to the variance before its root is taken.
@@ -22,15 +25,15 @@ pub(super) struct Statistics {
     pub(super) mean: Vec<f32>,
     /// 1 / sqrt(variance + epsilon), biased variance.
     pub(super) inv_std: Vec<f32>,
-    /// The same before rounding, for the running statistics.
-    exact: Vec<(f64, f64)>,
+    /// Mean and variance before rounding, for the running statistics.
+    in_f64: Vec<(f64, f64)>,
 }
 
 impl Statistics {
     /// From sums over `count` rows: first all channels' sums, then all channels' sums of squares.
     pub(super) fn from_sums(sums: &[f64], count: f64) -> Self {
         let (sum, square) = sums.split_at(sums.len() / 2);
-        let exact: Vec<(f64, f64)> = std::iter::zip(sum, square)
+        let in_f64: Vec<(f64, f64)> = std::iter::zip(sum, square)
             .map(|(s, q)| {
                 let mean = s / count;
                 let variance = q / count - mean * mean;
@@ -39,22 +42,22 @@ impl Statistics {
             })
             .collect();
         Self {
-            mean: exact.iter().map(|e| e.0 as f32).collect(),
-            inv_std: exact.iter().map(|e| (1.0 / (e.1 + EPSILON).sqrt()) as f32).collect(),
-            exact,
+            mean: in_f64.iter().map(|e| e.0 as f32).collect(),
+            inv_std: in_f64.iter().map(|e| (1.0 / (e.1 + EPSILON).sqrt()) as f32).collect(),
+            in_f64,
         }
     }
 
     /// The running statistics, for inference.
     pub(super) fn from_running(mean: &[f32], var: &[f32]) -> Self {
         let inv_std = var.iter().map(|&v| (1.0 / (f64::from(v) + EPSILON).sqrt()) as f32).collect();
-        Self { mean: mean.to_vec(), inv_std, exact: Vec::new() }
+        Self { mean: mean.to_vec(), inv_std, in_f64: Vec::new() }
     }
 
     /// Moves the running statistics towards these, with the unbiased variance, as PyTorch does.
     pub(super) fn update_running(&self, count: f64, mean: &mut [f32], var: &mut [f32]) {
         let unbias = count / (count - 1.0).max(1.0);
-        for (&(m, v), (mean, var)) in self.exact.iter().zip(std::iter::zip(mean, var)) {
+        for (&(m, v), (mean, var)) in self.in_f64.iter().zip(std::iter::zip(mean, var)) {
             *mean = (1.0 - MOMENTUM) * *mean + MOMENTUM * m as f32;
             *var = (1.0 - MOMENTUM) * *var + MOMENTUM * (v * unbias) as f32;
         }
@@ -187,12 +190,6 @@ impl Affine<'_> {
 fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
     const { assert!(W > 0) };
     from[at..at + W].first_chunk().unwrap_or(&[0.0; W])
-}
-
-/// ReLU as PyTorch has it: NaN stays NaN, so that a diverged run shows. (`max` would make it zero.)
-#[inline(always)]
-fn relu_of(v: f32) -> f32 {
-    if v < 0.0 { 0.0 } else { v }
 }
 
 /// y = relu(batch_norm(x) + shortcut), with the shortcut and the ReLU only as asked for.

@@ -3,16 +3,20 @@
 use super::{
     batch_norm::{self, Affine, Statistics},
     conv::{self, ConvShape},
+    elementwise,
+    executor::Executor,
     linear,
-    machine::Machine,
     pool::{self, MaxPool},
 };
 use crate::{
-    engine::{EngineError, plan::Step},
+    engine::{
+        EngineError,
+        fuse::{Conv, FusedOp, Norm},
+    },
     net::{Network, TensorId},
 };
 
-impl Machine {
+impl Executor {
     /// Runs the network over `pictures` images (NHWC) and leaves every activation for backward.
     ///
     /// Training names the pictures that batch norm's statistics are of (this rank's, or all ranks');
@@ -26,17 +30,17 @@ impl Machine {
         self.reserve(pictures);
         let input = self.network.input();
         self.activations[input][..images.len()].copy_from_slice(images);
-        for index in 0..self.steps.len() {
-            let output = self.steps[index].output();
+        for index in 0..self.ops.len() {
+            let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
-            let result = self.step_forward(index, pictures, statistics_of, &mut y);
+            let result = self.op_forward(index, pictures, statistics_of, &mut y);
             self.activations[output] = y;
             result?;
         }
         Ok(())
     }
 
-    fn step_forward(
+    fn op_forward(
         &mut self,
         index: usize,
         pictures: usize,
@@ -44,43 +48,53 @@ impl Machine {
         y: &mut [f32],
     ) -> Result<(), EngineError> {
         let shapes = &self.network.tensors;
-        let step = &self.steps[index];
-        let y = &mut y[..pictures * shapes[step.output()].len()];
+        let op = &self.ops[index];
+        let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
             let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
             Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
         };
-        match step {
+        match op {
             // Without pictures there is nothing to compute, but statistics of other ranks' still come.
-            Step::Norm { .. } => {}
-            _ if pictures == 0 => return Ok(()),
-            Step::Conv { name, shape, input, output, feeds_norm, .. } => {
+            FusedOp::Norm(_) => return self.norm_forward(index, pictures, statistics_of, y),
+            _ if pictures == 0 => {}
+            FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let weight = weight(name, "weight")?;
-                if *feeds_norm && statistics_of.is_some() && !self.exact {
+                if norm_after.is_some() && statistics_of.is_some() && !self.f64_gradients {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
                 } else {
                     conv::forward(&shape, x(*input), weight, y, &mut self.scratch);
                 }
-                return Ok(());
             }
-            Step::MaxPool { input, output, .. } => {
+            FusedOp::Relu { input, .. } => elementwise::relu(x(*input), y),
+            FusedOp::Add { branch, shortcut, .. } => elementwise::add(x(*branch), x(*shortcut), y),
+            FusedOp::MaxPool { input, output, .. } => {
                 let len = y.len();
-                max_pool(&self.network, step).forward(x(*input), y, &mut self.taps[*output][..len]);
-                return Ok(());
+                max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
             }
-            Step::GlobalAveragePool { input, .. } => {
-                pool::global_average(x(*input), shapes[*input], y);
-                return Ok(());
-            }
-            Step::Linear { name, input, .. } => {
+            FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
+            FusedOp::Linear { name, input, .. } => {
                 linear::forward(x(*input), weight(name, "weight")?, weight(name, "bias")?, y);
-                return Ok(());
             }
         }
-        let Step::Norm { name, norm, input, shortcut, relu, .. } = step else { return Ok(()) };
+        Ok(())
+    }
+
+    fn norm_forward(
+        &mut self,
+        index: usize,
+        pictures: usize,
+        statistics_of: Option<f64>,
+        y: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, .. }) = &self.ops[index] else {
+            return Ok(());
+        };
+        let shapes = &self.network.tensors;
+        let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
         let statistics = match statistics_of {
             None => {
@@ -105,21 +119,24 @@ impl Machine {
                 statistics
             }
         };
-        let affine =
-            Affine { statistics: &statistics, gamma: weight(name, "weight")?, beta: weight(name, "bias")? };
-        batch_norm::forward(x(*input), affine, shortcut.map(x), *relu, y);
+        let weight = |suffix: &str| -> Result<&[f32], EngineError> {
+            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
+        };
+        let affine = Affine { statistics: &statistics, gamma: weight("weight")?, beta: weight("bias")? };
+        batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
         self.norms[*norm].statistics = statistics;
         Ok(())
     }
 }
 
-/// The pooling that a [`Step::MaxPool`] of `network` is.
-pub(super) fn max_pool(network: &Network, step: &Step) -> MaxPool {
+/// The pooling that a [`FusedOp::MaxPool`] of `network` is.
+pub(super) fn max_pool(network: &Network, op: &FusedOp) -> MaxPool {
     let (mut pool, shapes) = (
         MaxPool { input: network.tensors[0], output: network.tensors[0], kernel: 1, stride: 1, padding: 0 },
         &network.tensors,
     );
-    if let Step::MaxPool { input, output, kernel, stride, padding } = *step {
+    if let FusedOp::MaxPool { input, output, kernel, stride, padding } = *op {
         pool = MaxPool { input: shapes[input], output: shapes[output], kernel, stride, padding };
     }
     pool

@@ -13,7 +13,7 @@
 
 use super::{
     conv::Scratch,
-    machine::{Machine, Turn},
+    executor::{Executor, MicroBatch},
     reduce::Bucket,
 };
 use rayon::prelude::*;
@@ -26,46 +26,46 @@ pub(super) const SHARE: usize = 8;
 /// Values of a task when shares are added.
 const CHUNK: usize = 4096;
 
-impl Machine {
+impl Executor {
     /// Adds the gradient of a parameter: `compute` overwrites a buffer with that of some pictures.
     pub(super) fn add_gradient(
         &mut self,
         slot: usize,
-        turn: Turn,
+        micro_batch: MicroBatch,
         pictures: usize,
         compute: impl Fn(Range<usize>, &mut [f32], &mut Scratch) + Sync,
     ) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
         match self.state.gradient(bucket) {
-            Bucket::Single(values) => {
+            Bucket::F32(values) => {
                 let out = &mut values[range];
-                match (pictures, turn.first) {
+                match (pictures, micro_batch.first) {
                     (0, true) => out.fill(0.0),
                     (0, false) => {}
                     (_, true) => compute(0..pictures, out, &mut self.scratch),
                     (_, false) => {
-                        let mut part = self.spare.take(out.len());
+                        let mut part = self.spare.alloc(out.len());
                         compute(0..pictures, &mut part, &mut self.scratch);
                         out.iter_mut().zip(&part).for_each(|(o, p)| *o += p);
-                        self.spare.give(part);
+                        self.spare.free(part);
                     }
                 }
             }
-            Bucket::Exact(values) => {
+            Bucket::F64(values) => {
                 let out = &mut values[range];
                 let len = out.len();
                 let shares = pictures.div_ceil(SHARE);
                 if self.scratches.len() < shares {
                     self.scratches.resize_with(shares, Scratch::default);
                 }
-                let mut parts = self.spare.take(shares * len);
+                let mut parts = self.spare.alloc(shares * len);
                 parts.par_chunks_mut(len).zip(&mut self.scratches).enumerate().for_each(
                     |(share, (part, scratch))| {
                         compute(share * SHARE..pictures.min((share + 1) * SHARE), part, scratch);
                     },
                 );
                 out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
-                    if turn.first {
+                    if micro_batch.first {
                         out.fill(0.0);
                     }
                     for part in parts.chunks_exact(len) {
@@ -73,30 +73,30 @@ impl Machine {
                         out.iter_mut().zip(part).for_each(|(o, p)| *o += f64::from(*p));
                     }
                 });
-                self.spare.give(parts);
+                self.spare.free(parts);
             }
         }
-        self.complete(slot, turn);
+        self.complete(slot, micro_batch);
     }
 
     /// Adds a gradient that is known in float64.
-    pub(super) fn add_sums(&mut self, slot: usize, turn: Turn, sums: &[f64]) {
+    pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, sums: &[f64]) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
         match self.state.gradient(bucket) {
-            Bucket::Single(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
-                *o = if turn.first { *s as f32 } else { *o + *s as f32 };
+            Bucket::F32(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+                *o = if micro_batch.first { *s as f32 } else { *o + *s as f32 };
             }),
-            Bucket::Exact(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
-                *o = if turn.first { *s } else { *o + *s };
+            Bucket::F64(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+                *o = if micro_batch.first { *s } else { *o + *s };
             }),
         }
-        self.complete(slot, turn);
+        self.complete(slot, micro_batch);
     }
 
     /// Notes a bucket whose last gradient this was.
-    fn complete(&mut self, slot: usize, turn: Turn) {
+    fn complete(&mut self, slot: usize, micro_batch: MicroBatch) {
         let bucket = self.layout.slots[slot].bucket;
-        if !turn.last || self.layout.last_slots[bucket] != slot {
+        if !micro_batch.last || self.layout.last_slots[bucket] != slot {
             return;
         }
         if self.reducer.carries_gradients() {

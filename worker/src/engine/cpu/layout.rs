@@ -5,8 +5,8 @@ use super::conv::{self, ConvShape};
 use crate::{
     engine::{
         EngineError, HostTensor, NamedTensors,
+        fuse::{Conv, FusedOp, Norm},
         optimizer::{is_weight, tensor_name},
-        plan::Step,
     },
     net::Network,
 };
@@ -70,18 +70,23 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub(super) fn new(network: &Network, steps: &[Step]) -> Self {
+    pub(super) fn new(network: &Network, ops: &[FusedOp]) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout =
             Self { slots: Vec::new(), by_name: BTreeMap::new(), buckets: Vec::new(), last_slots: Vec::new() };
         let bucket_len = bucket_len(network);
         let mut bucket = 0..0;
-        for step in steps.iter().rev() {
-            let (name, suffixes, conv): (_, &[&str], _) = match step {
-                Step::Conv { name, shape, .. } => (name, &["weight"], Some(*shape)),
-                Step::Norm { name, .. } | Step::Linear { name, .. } => (name, &["weight", "bias"], None),
-                Step::MaxPool { .. } | Step::GlobalAveragePool { .. } => continue,
+        for op in ops.iter().rev() {
+            let (name, suffixes, conv): (_, &[&str], _) = match op {
+                FusedOp::Conv(Conv { name, shape, .. }) => (name, &["weight"], Some(*shape)),
+                FusedOp::Norm(Norm { name, .. }) | FusedOp::Linear { name, .. } => {
+                    (name, &["weight", "bias"], None)
+                }
+                FusedOp::Relu { .. }
+                | FusedOp::Add { .. }
+                | FusedOp::MaxPool { .. }
+                | FusedOp::GlobalAveragePool { .. } => continue,
             };
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
@@ -143,13 +148,13 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::plan, net::resnet};
+    use crate::{engine::fuse, net::resnet};
     use lockstep_protocol::spec::ModelSpec;
 
     #[test]
     fn a_parameter_that_is_not_there_is_an_error_and_not_the_first_one() {
         let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
-        let layout = Layout::new(&network, &plan::compile(&network).unwrap());
+        let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
         for (number, slot) in layout.slots.iter().enumerate() {
             assert_eq!(layout.slot(&slot.name).unwrap(), number);
         }

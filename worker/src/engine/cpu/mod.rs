@@ -11,14 +11,17 @@ mod backend;
 mod backward;
 mod batch_norm;
 pub mod conv;
+mod elementwise;
+mod executor;
 mod forward;
 mod gradient;
 mod layout;
 mod linear;
 mod loss;
-mod machine;
 mod optimizer;
 mod pieces;
+#[cfg(test)]
+mod plain_graph;
 mod pool;
 mod reduce;
 mod simd;
@@ -26,13 +29,23 @@ mod state;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    check, finite, unknown_size,
+    check, finite, fuse::Capabilities, unknown_size,
 };
 use crate::{comm::ProcessGroup, data::loader::Batch, net::Network};
 use average::Average;
 pub(super) use backend::Cpu;
-use machine::Machine;
+use executor::Executor;
 use std::sync::Arc;
+
+/// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
+const CAPABILITIES: Capabilities = Capabilities {
+    norm_add_relu: true,
+    shortcut_norm: false,
+    norm_max_pool: false,
+    norm_average_pool: false,
+    one_sum_buffer: false,
+    wgmma: false,
+};
 
 pub(super) fn build(
     network: Arc<Network>,
@@ -45,11 +58,11 @@ pub(super) fn build(
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
-    let machine = Machine::new(network.clone(), config, comm.clone())?;
+    let executor = Executor::new(network.clone(), config, comm.clone(), CAPABILITIES)?;
     let mut engine =
-        CpuEngine { threads, machine, sizes: vec![network.clone()], network, comm, average: None };
+        CpuEngine { threads, executor, sizes: vec![network.clone()], network, comm, average: None };
     engine.set_parameters(initial)?;
-    if engine.machine.state.memory().is_some() {
+    if engine.executor.state.memory().is_some() {
         engine.comm.barrier()?;
     }
     Ok(Box::new(engine))
@@ -57,7 +70,7 @@ pub(super) fn build(
 
 struct CpuEngine {
     threads: rayon::ThreadPool,
-    machine: Machine,
+    executor: Executor,
     /// For pictures of the current size.
     network: Arc<Network>,
     /// For each size that it is ready for.
@@ -77,7 +90,7 @@ impl Engine for CpuEngine {
         if self.network.image_size != image_size {
             let network = self.sizes.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
-            self.machine.set_network(self.network.clone())?;
+            self.executor.set_network(self.network.clone());
         }
         Ok(())
     }
@@ -86,33 +99,33 @@ impl Engine for CpuEngine {
         for batch in micro_batches {
             check_batch(&self.network, batch)?;
         }
-        let machine = &mut self.machine;
-        self.threads.install(|| machine.train_step(micro_batches, lr)).map(Some)
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.train_step(micro_batches, lr)).map(Some)
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         check_batch(&self.network, batch)?;
-        let machine = &mut self.machine;
-        self.threads.install(|| machine.evaluate(batch))
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.evaluate(batch))
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         check_batch(&self.network, batch)?;
-        let machine = &mut self.machine;
-        self.threads.install(|| machine.infer(batch))
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.infer(batch))
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        let running = self.machine.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
-        Ok(self.export(&self.machine.state.weights, running))
+        let running = self.executor.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        Ok(self.export(&self.executor.state.weights, running))
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(&self.network, values)?;
         if self.writes() {
-            self.machine.layout.import(None, values, &mut self.machine.state.weights);
+            self.executor.layout.import(None, values, &mut self.executor.state.weights);
         }
-        for norm in &mut self.machine.norms {
+        for norm in &mut self.executor.norms {
             if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
                 norm.running_mean.copy_from_slice(&mean.values);
             }
@@ -124,7 +137,7 @@ impl Engine for CpuEngine {
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
-        let Machine { state, norms, .. } = &self.machine;
+        let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
             Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
             none => *none = Some(Average::new(&state.weights, norms)),
@@ -143,7 +156,7 @@ impl Engine for CpuEngine {
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(&self.network, values)?;
-        let Machine { layout, state, norms, .. } = &self.machine;
+        let Executor { layout, state, norms, .. } = &self.executor;
         let mut average = Average::new(&state.weights, norms);
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
@@ -156,7 +169,7 @@ impl Engine for CpuEngine {
     }
 
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
-        let Machine { layout, state, config, .. } = &self.machine;
+        let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
         for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
             layout.export(Some(name), flat, &mut slots);
@@ -165,10 +178,10 @@ impl Engine for CpuEngine {
     }
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        let optimizer = self.machine.config.optimizer;
+        let optimizer = self.executor.config.optimizer;
         check::check_shapes(&self.network, &to.slots, optimizer.state_shapes(&self.network))?;
         let writes = self.writes();
-        let Machine { layout, state, .. } = &mut self.machine;
+        let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
         if writes {
             for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
@@ -187,18 +200,18 @@ impl Engine for CpuEngine {
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
-        if self.machine.state.memory().is_none() {
-            self.comm.broadcast((&mut self.machine.state.weights[..]).into(), 0)?;
+        if self.executor.state.memory().is_none() {
+            self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
         }
         let mut running: Vec<f32> = self
-            .machine
+            .executor
             .norms
             .iter()
             .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
             .collect();
         self.comm.broadcast((&mut running).into(), 0)?;
         let mut rest = &running[..];
-        for norm in &mut self.machine.norms {
+        for norm in &mut self.executor.norms {
             for values in [&mut norm.running_mean, &mut norm.running_var] {
                 let (these, others) = rest.split_at(values.len());
                 values.copy_from_slice(these);
@@ -209,7 +222,7 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
-        match (&self.machine.apart, self.comm.size()) {
+        match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
             (None, _) => "ranks share memory: weights are there once, gradients travel no way".into(),
             (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
@@ -228,8 +241,8 @@ impl CpuEngine {
     /// Weights in the engine's order, and each batch norm's running mean and variance.
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
-        self.machine.layout.export(None, weights, &mut all);
-        for (norm, of_norm) in self.machine.norms.iter().zip(running) {
+        self.executor.layout.export(None, weights, &mut all);
+        for (norm, of_norm) in self.executor.norms.iter().zip(running) {
             for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
                 all.insert(format!("{}.{suffix}", norm.name), tensor);
@@ -240,7 +253,7 @@ impl CpuEngine {
 
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
     fn writes(&self) -> bool {
-        self.machine.state.memory().is_none() || self.comm.rank() == 0
+        self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
 }
 

@@ -32,13 +32,13 @@ impl MaxPool {
         }
     }
 
-    /// `taps` gets, for each output, which tap of the window won: the first of equals, as in PyTorch.
-    pub(super) fn forward(&self, x: &[f32], y: &mut [f32], taps: &mut [u8]) {
+    /// `argmax` gets, for each output, which tap of the window won: the first of equals, as in PyTorch.
+    pub(super) fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
-        y.par_chunks_mut(outputs).zip(taps.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
-            |((y, taps), x)| {
-                for (pixel, (y, taps)) in
-                    y.chunks_exact_mut(channels).zip(taps.chunks_exact_mut(channels)).enumerate()
+        y.par_chunks_mut(outputs).zip(argmax.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
+            |((y, argmax), x)| {
+                for (pixel, (y, argmax)) in
+                    y.chunks_exact_mut(channels).zip(argmax.chunks_exact_mut(channels)).enumerate()
                 {
                     let mut first = true;
                     self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
@@ -47,7 +47,7 @@ impl MaxPool {
                             // A NaN wins and stays, so that a diverged run shows.
                             if first || x[c] > y[c] || x[c].is_nan() {
                                 y[c] = x[c];
-                                taps[c] = tap;
+                                argmax[c] = tap;
                             }
                         }
                         first = false;
@@ -58,18 +58,18 @@ impl MaxPool {
     }
 
     /// Overwrites `dx`: each output's gradient goes to the input that won.
-    pub(super) fn backward(&self, dy: &[f32], taps: &[u8], dx: &mut [f32]) {
+    pub(super) fn backward(&self, dy: &[f32], argmax: &[u8], dx: &mut [f32]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
-        dx.par_chunks_mut(inputs).zip(dy.par_chunks(outputs).zip(taps.par_chunks(outputs))).for_each(
-            |(dx, (dy, taps))| {
+        dx.par_chunks_mut(inputs).zip(dy.par_chunks(outputs).zip(argmax.par_chunks(outputs))).for_each(
+            |(dx, (dy, argmax))| {
                 dx.fill(0.0);
-                for (pixel, (dy, taps)) in
-                    dy.chunks_exact(channels).zip(taps.chunks_exact(channels)).enumerate()
+                for (pixel, (dy, argmax)) in
+                    dy.chunks_exact(channels).zip(argmax.chunks_exact(channels)).enumerate()
                 {
                     self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
                         let dx = &mut dx[at..at + channels];
                         for c in 0..channels {
-                            if taps[c] == tap {
+                            if argmax[c] == tap {
                                 dx[c] += dy[c];
                             }
                         }

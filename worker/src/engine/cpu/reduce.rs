@@ -20,14 +20,14 @@ use std::{
 /// Gradients of some parameters, before or after their sum over the ranks.
 #[derive(Debug)]
 pub(super) enum Bucket {
-    Single(SharedSlice<f32>),
+    F32(SharedSlice<f32>),
     /// See [`super::gradient`].
-    Exact(SharedSlice<f64>),
+    F64(SharedSlice<f64>),
 }
 
 impl Default for Bucket {
     fn default() -> Self {
-        Bucket::Single(SharedSlice::default())
+        Bucket::F32(SharedSlice::default())
     }
 }
 
@@ -151,12 +151,8 @@ impl Thread {
                     }
                     Request::Bucket(mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::Single(values) => {
-                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
-                            }
-                            Bucket::Exact(values) => {
-                                comm.all_reduce((&mut values[..]).into(), Reduction::Sum)
-                            }
+                            Bucket::F32(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::F64(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }

@@ -110,7 +110,7 @@ impl State {
     /// Another rank is gone.
     pub(super) fn new(
         layout: &Layout,
-        exact: bool,
+        f64_gradients: bool,
         optimizer: Optimizer,
         comm: &dyn ProcessGroup,
     ) -> Result<(Self, Option<String>), CommError> {
@@ -128,11 +128,11 @@ impl State {
         let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| map.take(4 * len)).collect();
         let counts = map.take(world * size_of::<Counts>());
         let squares = [0; 3].map(|_| map.take(8 * pieces.len()));
-        let width = if exact { 8 } else { 4 };
+        let width = if f64_gradients { 8 } else { 4 };
         let places: Vec<Vec<usize>> = (0..world)
             .map(|_| layout.buckets.iter().map(|bucket| map.take(width * bucket.len())).collect())
             .collect();
-        let (memory, apart) = match world {
+        let (memory, shm_unavailable_reason) = match world {
             1 => (None, None),
             _ => match comm.shared_memory(map.next)? {
                 Ok(memory) => (Some(memory), None),
@@ -142,9 +142,9 @@ impl State {
         let kept = match &memory {
             // SAFETY: numbers, of which all bits are valid; the module says who uses which when.
             Some(memory) => unsafe {
-                let bucket = |(at, range): (&usize, &Range<usize>)| match exact {
-                    true => Bucket::Exact(memory.view(*at, range.len())),
-                    false => Bucket::Single(memory.view(*at, range.len())),
+                let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
+                    true => Bucket::F64(memory.view(*at, range.len())),
+                    false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
                 Kept {
@@ -156,9 +156,9 @@ impl State {
                 }
             },
             None => {
-                let bucket = |range: &Range<usize>| match exact {
-                    true => Bucket::Exact(vec![0.0; range.len()].into()),
-                    false => Bucket::Single(vec![0.0; range.len()].into()),
+                let bucket = |range: &Range<usize>| match f64_gradients {
+                    true => Bucket::F64(vec![0.0; range.len()].into()),
+                    false => Bucket::F32(vec![0.0; range.len()].into()),
                 };
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
                 Kept {
@@ -192,7 +192,7 @@ impl State {
             buckets,
             steps,
         };
-        Ok((state, apart))
+        Ok((state, shm_unavailable_reason))
     }
 
     /// Memory that all ranks see, if that is where this is.
@@ -365,18 +365,18 @@ fn number(bits: &AtomicU64) -> f64 {
 /// A bucket's values of all ranks, added in their order.
 #[inline(always)]
 fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
-    let mut exact = [0.0f64; BLOCK];
-    let exact = &mut exact[..out.len()];
+    let mut sums = [0.0f64; BLOCK];
+    let sums = &mut sums[..out.len()];
     for (rank, buckets) in gradients.iter().enumerate() {
         match &buckets[bucket] {
-            Bucket::Single(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
-            Bucket::Single(values) => {
+            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
+            Bucket::F32(values) => {
                 out.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
             }
-            Bucket::Exact(values) => {
-                exact.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
+            Bucket::F64(values) => {
+                sums.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
                 if rank + 1 == gradients.len() {
-                    out.iter_mut().zip(&*exact).for_each(|(o, v)| *o = *v as f32);
+                    out.iter_mut().zip(&*sums).for_each(|(o, v)| *o = *v as f32);
                 }
             }
         }
@@ -386,8 +386,8 @@ fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut 
 #[inline(always)]
 fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
     match bucket {
-        Bucket::Single(values) => out.copy_from_slice(&values[place]),
-        Bucket::Exact(values) => out.iter_mut().zip(&values[place]).for_each(|(o, v)| *o = *v as f32),
+        Bucket::F32(values) => out.copy_from_slice(&values[place]),
+        Bucket::F64(values) => out.iter_mut().zip(&values[place]).for_each(|(o, v)| *o = *v as f32),
     }
 }
 
@@ -398,8 +398,8 @@ unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
     // SAFETY: the caller's promise.
     unsafe {
         match bucket {
-            Bucket::Single(values) => values.part(place).copy_from_slice(sum),
-            Bucket::Exact(values) => {
+            Bucket::F32(values) => values.part(place).copy_from_slice(sum),
+            Bucket::F64(values) => {
                 values.part(place).iter_mut().zip(sum).for_each(|(o, v)| *o = f64::from(*v));
             }
         }

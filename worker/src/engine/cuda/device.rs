@@ -346,11 +346,11 @@ impl Stream {
             let mut nodes = 0;
             let _ = sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut nodes);
             let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0))
-                .map_err(CudaError::driver("preparing a recorded step"));
+                .map_err(CudaError::driver("preparing a captured step"));
             let _ = result::graph::destroy(graph);
             let graph = Graph { executable: executable?, nodes };
             result::graph::upload(graph.executable, self.0)
-                .map_err(CudaError::driver("preparing a recorded step"))?;
+                .map_err(CudaError::driver("preparing a captured step"))?;
             Ok(graph)
         }
     }
@@ -415,7 +415,7 @@ impl Drop for Event {
     }
 }
 
-/// A recorded step, ready to run.
+/// A captured step, ready to run.
 pub(super) struct Graph {
     executable: sys::CUgraphExec,
     pub(super) nodes: usize,

@@ -64,6 +64,7 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/bottleneck_forward.cu"),
     include_str!("../../../kernels/block_end.cu"),
     include_str!("../../../kernels/pool.cu"),
+    include_str!("../../../kernels/elementwise.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),
     include_str!("../../../kernels/adam.cu"),
@@ -110,7 +111,6 @@ pub(super) struct Kernels {
     functions: std::sync::Mutex<HashMap<&'static str, sys::CUfunction>>,
     multiprocessors: u32,
     dtype: DType,
-    capability: u32,
     /// Whether kernels are set up early.
     early: bool,
     pub(super) profile: Profile,
@@ -143,7 +143,6 @@ impl Kernels {
             functions: Default::default(),
             multiprocessors,
             dtype,
-            capability: device.capability,
             early,
             profile: Profile::default(),
         })
@@ -163,9 +162,9 @@ impl Kernels {
         self.dtype
     }
 
-    /// Whether there are the kernels that need them.
-    pub(super) fn has_warpgroups(&self) -> bool {
-        self.capability == WARPGROUPS
+    /// Whether GPUs of this compute capability run the kernels that need them.
+    pub(super) fn has_warpgroups(capability: u32) -> bool {
+        capability == WARPGROUPS
     }
 
     /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type.

@@ -1,15 +1,14 @@
 //! Where each parameter lies on the GPU.
 //!
-//! Weights and optimizer state are flat float32 buffers of two parts. *Wide*: weights of convolutions and of the
-//! linear layer, in the order in which backward produces their gradients, with a copy and gradients
-//! in the type that is computed in. *Narrow*: batch norm's parameters and the linear layer's bias, with
-//! float32 gradients.
+//! Weights and optimizer state are flat float32 buffers of two parts. *Matrices*: weights of convolutions and of linear
+//! layers, in the order in which the backward pass produces their gradients, with a low-precision copy and gradients in
+//! the type that is computed in. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
 
 use crate::{
     engine::{
         EngineError, HostTensor, NamedTensors,
+        fuse::{Conv, FusedOp, Norm},
         optimizer::{is_weight, tensor_name},
-        plan::Step,
     },
     net::{Network, Role},
 };
@@ -18,7 +17,7 @@ use std::{collections::BTreeMap, ops::Range};
 /// Values to which every parameter is aligned: 16 bytes in any type, and whole tiles of the optimizer.
 const ALIGN: usize = 1024;
 
-/// Values at which a bucket of wide gradients is closed (8 MB in 16 bits): long enough for NVLink's
+/// Values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): long enough for NVLink's
 /// full speed, short enough that the last one ends soon after backward.
 const BUCKET: usize = 4 << 20;
 
@@ -57,20 +56,20 @@ pub(super) struct Slot {
 pub(super) struct Layout {
     pub(super) slots: Vec<Slot>,
     by_name: BTreeMap<String, usize>,
-    /// Values of the wide part; the narrow part begins there.
-    pub(super) wide: usize,
+    /// Values of the matrices; the vectors begin there.
+    pub(super) matrices: usize,
     /// Values in all.
     pub(super) len: usize,
-    /// Ranges of the wide part that are reduced together, in backward's order.
+    /// Ranges of the matrices that are reduced together, in backward's order.
     pub(super) buckets: Vec<Range<usize>>,
 }
 
 impl Layout {
-    /// `steps` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
+    /// `ops` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
     /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one.
     pub(super) fn new(
         network: &Network,
-        steps: &[Step],
+        ops: &[FusedOp],
         padded_in: usize,
         padded_classes: usize,
         folded: bool,
@@ -78,28 +77,30 @@ impl Layout {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout =
-            Self { slots: Vec::new(), by_name: BTreeMap::new(), wide: 0, len: 0, buckets: Vec::new() };
-        let mut narrow = Vec::new();
+            Self { slots: Vec::new(), by_name: BTreeMap::new(), matrices: 0, len: 0, buckets: Vec::new() };
+        let mut vectors = Vec::new();
         let mut bucket = 0;
-        for step in steps.iter().rev() {
-            let (Step::Conv { name, .. } | Step::Norm { name, .. } | Step::Linear { name, .. }) = step else {
+        for op in ops.iter().rev() {
+            let (FusedOp::Conv(Conv { name, .. })
+            | FusedOp::Norm(Norm { name, .. })
+            | FusedOp::Linear { name, .. }) = op
+            else {
                 continue;
             };
+            let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
             for p in ["weight", "bias"].iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
-                    (Role::ConvWeight, [out, ..])
-                        if folded && matches!(step, Step::Conv { needs_input_gradient: false, .. }) =>
-                    {
+                    (Role::ConvWeight, [out, ..]) if folded && reads_pictures => {
                         (Order::Folded, out * FOLDED)
                     }
                     (Role::ConvWeight, [out, inputs, height, width]) => {
-                        let padded_in = match step {
-                            Step::Conv { needs_input_gradient: false, .. } => padded_in,
-                            _ => *inputs,
-                        };
+                        let padded_in = if reads_pictures { padded_in } else { *inputs };
                         (Order::Krsc { padded_in }, out * height * width * padded_in)
                     }
-                    (Role::LinearWeight, [_, inputs]) => (Order::Rows, padded_classes * inputs),
+                    (Role::LinearWeight, [out, inputs]) => {
+                        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+                        (Order::Rows, if is_head { padded_classes } else { *out } * inputs)
+                    }
                     _ => (Order::Vector, p.len()),
                 };
                 let slot = Slot {
@@ -110,7 +111,7 @@ impl Layout {
                     is_weight: is_weight(p.role),
                 };
                 if slot.order == Order::Vector {
-                    narrow.push(slot);
+                    vectors.push(slot);
                 } else {
                     layout.push(slot);
                     if layout.len - bucket >= BUCKET {
@@ -120,11 +121,11 @@ impl Layout {
                 }
             }
         }
-        layout.wide = layout.len;
-        if layout.wide > bucket {
-            layout.buckets.push(bucket..layout.wide);
+        layout.matrices = layout.len;
+        if layout.matrices > bucket {
+            layout.buckets.push(bucket..layout.matrices);
         }
-        narrow.into_iter().for_each(|slot| layout.push(slot));
+        vectors.into_iter().for_each(|slot| layout.push(slot));
         layout
     }
 
@@ -228,7 +229,7 @@ fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
 mod tests {
     use super::*;
     use crate::{
-        engine::plan,
+        engine::fuse,
         net::{init, resnet},
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
@@ -238,7 +239,8 @@ mod tests {
     fn grouped_weights_go_to_the_gpu_s_order_and_back() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
         let network = resnet::build(&model, 64, 3, 10).unwrap();
-        let layout = Layout::new(&network, &plan::compile(&network).unwrap(), 4, 16, true);
+        let layout =
+            Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
         let flat = layout.import(None, &initial).unwrap();

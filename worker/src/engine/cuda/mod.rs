@@ -1,6 +1,6 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
-//! A step is recorded once as a CUDA graph and then replayed: what changes from step to step is read by the
+//! A step is captured once as a CUDA graph and then replayed: what changes from step to step is read by the
 //! kernels from [`rings`]. The host starts a step, goes on, and reads its result when it comes. Results
 //! are the same bits in every run: every sum has a fixed order.
 
@@ -14,7 +14,6 @@ mod error;
 mod jpeg;
 mod kernels;
 mod layout;
-mod nodes;
 mod ops;
 mod pictures;
 #[cfg(test)]
@@ -50,7 +49,7 @@ pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
-use program::{Accumulation, Input, Phase, Program};
+use program::{Input, MicroBatch, Phase, Program};
 use reduce::Reducer;
 use rings::{Control, Inputs, Record, Results};
 use state::State;
@@ -117,7 +116,7 @@ pub(super) fn build(
     Ok(Box::new(engine))
 }
 
-/// Whether the GPU has room for what batch norm's way back needs, before plans are timed with tensors of that size. Half of
+/// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
 /// it counts, as fused passes may do without some; what is in all is known when plans are, and asked for then.
 fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
     let bytes = if dtype == DType::F32 { 4 } else { 2 };
@@ -138,18 +137,18 @@ fn dtype_of(precision: Precision) -> DType {
     }
 }
 
-/// A way through the step that is recorded.
+/// What a captured graph is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Route {
+struct GraphKey {
     /// Of the network's input.
     image_size: usize,
     phase: Phase,
     input: Input,
 }
 
-/// A recorded step, or that it ran once: what runs for the first time loads kernels, which a recording
+/// A step as a CUDA graph, or that it ran once: what runs for the first time loads kernels, which a capture
 /// must not.
-enum Recorded {
+enum CapturedGraph {
     Once,
     Graph(Graph),
 }
@@ -163,7 +162,7 @@ enum UnderWay {
 
 struct CudaEngine {
     // Fields are dropped in this order: graphs use the program's memory, all use the device.
-    graphs: HashMap<Route, Recorded>,
+    graphs: HashMap<GraphKey, CapturedGraph>,
     program: Program,
     on_gpu: Option<OnGpu>,
     staging: Option<Staging>,
@@ -196,23 +195,23 @@ impl CudaEngine {
             *calls = self.program.profile(phase, input)?;
             return Ok(());
         }
-        let route = Route { image_size: self.network.image_size, phase, input };
+        let key = GraphKey { image_size: self.network.image_size, phase, input };
         let main = self.program.main.0;
-        match self.graphs.get(&route) {
-            Some(Recorded::Graph(graph)) => graph.launch(main)?,
-            Some(Recorded::Once) => {
+        match self.graphs.get(&key) {
+            Some(CapturedGraph::Graph(graph)) => graph.launch(main)?,
+            Some(CapturedGraph::Once) => {
                 main.begin_capture()?;
                 let emitted = self.program.emit(phase, input);
                 let graph = main.end_capture();
                 emitted?;
                 let graph = graph?;
-                tracing::debug!("recorded {route:?}: {} nodes", graph.nodes);
+                tracing::debug!("captured {key:?}: {} nodes", graph.nodes);
                 graph.launch(main)?;
-                self.graphs.insert(route, Recorded::Graph(graph));
+                self.graphs.insert(key, CapturedGraph::Graph(graph));
             }
             None => {
                 self.program.emit(phase, input)?;
-                self.graphs.insert(route, Recorded::Once);
+                self.graphs.insert(key, CapturedGraph::Once);
             }
         }
         Ok(())
@@ -357,8 +356,8 @@ impl Engine for CudaEngine {
                 ..Control::default()
             };
             let whole = batch.labels.len() == self.config.batch_size;
-            let accumulation = Accumulation { first: std::mem::take(&mut first), last: slot == last, whole };
-            self.run(Phase::Train(accumulation), control, batch)?;
+            let micro_batch = MicroBatch { first: std::mem::take(&mut first), last: slot == last, whole };
+            self.run(Phase::Train(micro_batch), control, batch)?;
         }
         self.under_way.push_back(UnderWay::OnGpu);
         self.steps.0 += 1;

@@ -18,6 +18,7 @@
 mod adam;
 mod block_end;
 mod bottleneck;
+mod elementwise;
 mod input;
 mod loss;
 mod norm;
@@ -29,6 +30,7 @@ mod through;
 pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
+pub(super) use elementwise::PlainPool;
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
 pub(super) use loss::{BiasedLogits, CrossEntropy};
 pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};
@@ -98,9 +100,9 @@ impl Ops {
         self.kernels.launch(stream, name, geometry, args)
     }
 
-    /// Whether there are the kernels that multiply matrices themselves.
-    fn multiplies(&self) -> bool {
-        self.kernels.has_warpgroups() && self.kernels.dtype() != DType::F32
+    /// Whether there are kernels that multiply matrices themselves on a GPU of this compute capability.
+    pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
+        Kernels::has_warpgroups(capability) && dtype != DType::F32
     }
 
     /// Values of a row that one thread has in flight at a time; `IN_FLIGHT` of `numbers.cu`.

@@ -4,12 +4,12 @@ use super::{
     cudnn::{Convolution, Direction},
     device::Device,
     kernels::{DType, Kernels},
-    nodes::{self, Node},
+    program::{StepPlan, capabilities},
     tuner::Tuner,
 };
 use crate::net::resnet;
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -38,40 +38,17 @@ fn gpu_convolutions_have_plans() {
         (Arch::ResNeXt101_64x4d, Stem::Imagenet, 224, 32),
     ] {
         let network = resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap();
-        let (_, nodes) = nodes::compile(&network).unwrap();
-        for (dtype, padded) in [(DType::F16, 4), (DType::Bf16, 4)] {
+        let network = Arc::new(network);
+        for dtype in [DType::F16, DType::Bf16] {
             let began = Instant::now();
             let mut tuner = Tuner::new(&device, true).unwrap();
             let mut all = Vec::new();
-            for node in &nodes {
-                let (input, output, kernel, stride, padding, groups, first) = match *node {
-                    Node::Conv { input, output, kernel, stride, padding, groups, first, .. } => {
-                        (input, output, kernel, stride, padding, groups, first)
-                    }
-                    Node::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
-                    _ => continue,
-                };
-                let (from, to) = (network.tensors[input], network.tensors[output]);
+            let plan = StepPlan::new(network.clone(), batch, dtype, capabilities(false)).unwrap();
+            for (convolution, first) in plan.convolutions() {
                 for direction in [Direction::Forward, Direction::Weight, Direction::Input] {
-                    if first && direction == Direction::Input {
-                        continue;
+                    if !(first && direction == Direction::Input) {
+                        all.push(Convolution { direction, ..convolution });
                     }
-                    all.push(Convolution {
-                        direction,
-                        dtype,
-                        batch,
-                        in_h: from.height,
-                        in_w: from.width,
-                        in_c: if first { padded } else { from.channels },
-                        out_h: to.height,
-                        out_w: to.width,
-                        out_c: to.channels.next_multiple_of(8),
-                        kernel,
-                        stride,
-                        padding,
-                        groups,
-                        sums: false,
-                    });
                 }
             }
             if let Err(error) = tuner.prepare(&device, &all) {
@@ -87,14 +64,14 @@ fn gpu_convolutions_have_plans() {
             };
             let (f, w, i) = (of(Direction::Forward), of(Direction::Weight), of(Direction::Input));
             eprintln!(
-                "{arch:?} {side} px batch {batch} {} input padded to {padded}: forward {f:.3} + weight {w:.3} + input {i:.3} = {:.3} ms, {:.0} images/s; {} plans in {prepared:.1} s, workspace {} MB",
+                "{arch:?} {side} px batch {batch} {}: forward {f:.3} + weight {w:.3} + input {i:.3} = {:.3} ms, {:.0} images/s; {} plans in {prepared:.1} s, workspace {} MB",
                 dtype.name(),
                 f + w + i,
                 1e3 * batch as f32 / (f + w + i),
                 tuner.timed.len(),
                 tuner.workspace_bytes(true).max(tuner.workspace_bytes(false)) >> 20
             );
-            for (c, ms) in tuner.timed.iter().filter(|(c, _)| c.in_c == padded) {
+            for (c, ms) in &tuner.timed {
                 eprintln!("  {c}: {:.1} us", 1e3 * ms);
             }
             let began = Instant::now();

@@ -1,16 +1,16 @@
 //! The step: what is started on the GPU, in order. Read it from top to bottom and know what a step does.
 //!
-//! Everything here is deterministic in its calls: emitted twice, it uses the same places in memory, so it
-//! may be run as it is or recorded and replayed.
+//! What runs as one is decided before (`engine/fuse.rs`), what follows from the network alone is [`StepPlan`], and
+//! [`GraphEmitter`] goes through both directions. Everything here is deterministic in its calls: emitted twice, it uses the
+//! same memory, so it may be run as it is or captured and replayed.
 
 use super::{
-    arena::{Arena, Place},
+    arena::{Allocation, Arena},
     cudnn::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     error::CudaError,
     kernels::{DType, Kernels},
     layout::Layout,
-    nodes::{self, Node, NormNode, Shortcut},
     ops::{self, NormSite, Ops, ScaleTable},
     reduce::Reducer,
     rings::{Inputs, Results},
@@ -20,25 +20,26 @@ use super::{
 use crate::{
     comm::ProcessGroup,
     data::loader::Form,
-    engine::{EngineConfig, EngineError, GpuConfig},
+    engine::{
+        EngineConfig, EngineError, GpuConfig,
+        fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
+    },
     net::{Network, TensorId},
 };
+use emitter::{GraphEmitter, arena_bytes};
 use std::{collections::HashMap, sync::Arc};
-use walk::Walk;
 
-mod walk;
+mod emitter;
+mod step_plan;
 
-/// Channels of the input as the network's first convolution reads it: a multiple of what cuDNN's
-/// tensor-core engines take.
-const PADDED_INPUT: usize = 4;
-/// The same for the outputs of the linear layer, which runs as a 1x1 convolution.
-const PADDED_CLASSES: usize = 8;
-/// Weight gradients, which run beside the way back, that it does not wait for where it needs their memory.
-const BEHIND: usize = 4;
+pub(super) use step_plan::{StepPlan, capabilities};
 
-/// Which part of a step a micro-batch is.
+/// Weight gradients on the side stream that the backward pass does not wait for to use their memory again.
+const PENDING_WEIGHT_GRADIENTS: usize = 4;
+
+/// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Accumulation {
+pub(super) struct MicroBatch {
     /// Its gradients replace those of the step before.
     pub(super) first: bool,
     /// The update follows it.
@@ -49,7 +50,7 @@ pub(super) struct Accumulation {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Phase {
-    Train(Accumulation),
+    Train(MicroBatch),
     /// With running statistics.
     Evaluate,
 }
@@ -67,25 +68,25 @@ pub(super) enum Input {
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
     /// Of every value.
-    Whole(Place),
+    Whole(Allocation),
     /// Of the mean over all pixels.
-    Pooled(Place),
-    /// Still to be taken through a 1x1 convolution with so many outputs and these weights.
-    Convolved { dy: Place, weights: Ptr, inner: usize },
+    Pooled(Allocation),
+    /// Of the output of a 1x1 convolution with so many outputs and these weights, whose dgrad batch norm computes.
+    ThroughConv { dy: Allocation, weights: Ptr, outputs: usize },
     /// Past a ReLU; the sums of the batch norm before it are known.
-    Summed(Place),
+    Summed(Allocation),
     /// Of a batch norm's output; the sums are known, and the convolution before it applies them.
-    Unapplied { g: Place, x: Place, norm: usize },
+    Deferred { g: Allocation, x: Allocation, norm: usize },
 }
 
 impl Gradient {
-    fn place(self) -> Place {
+    fn allocation(self) -> Allocation {
         match self {
-            Gradient::Whole(place)
-            | Gradient::Pooled(place)
-            | Gradient::Summed(place)
-            | Gradient::Convolved { dy: place, .. }
-            | Gradient::Unapplied { g: place, .. } => place,
+            Gradient::Whole(at)
+            | Gradient::Pooled(at)
+            | Gradient::Summed(at)
+            | Gradient::ThroughConv { dy: at, .. }
+            | Gradient::Deferred { g: at, .. } => at,
         }
     }
 }
@@ -97,22 +98,16 @@ struct Scaled {
 }
 
 pub(super) struct Program {
-    /// For pictures of the current size; what else follows from the size is looked up by it.
-    network: Arc<Network>,
+    /// For pictures of the current size.
+    plan: StepPlan,
     /// For each size that there is memory and a plan for.
     sizes: Vec<Arc<Network>>,
-    nodes: Vec<Node>,
     norms: Vec<NormSite>,
     config: EngineConfig,
     dtype: DType,
     /// Whether the loss scale moves by itself; `None` where nothing is scaled.
     pub(super) dynamic_scale: Option<bool>,
     deterministic: bool,
-    padded_input: usize,
-    padded_classes: usize,
-    /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 one over 2x2 pixels: of a handful of channels
-    /// cuDNN makes a slow one (1.9 ms of ResNet-50's 28 at batch 256).
-    folded: bool,
     pub(super) ops: Ops,
     /// Partial sums of the kernels.
     #[allow(dead_code)] // Its address is with `ops`.
@@ -125,11 +120,11 @@ pub(super) struct Program {
     pub(super) inputs: Inputs,
     pub(super) results: Results,
     pub(super) reducer: Option<Reducer>,
-    /// Of the wide part, in the type that is computed in.
-    wide_gradients: Buffer,
-    /// Float32: of the narrow part, as if it followed the wide one.
-    narrow_gradients: Buffer,
-    /// Float32 sums over micro-batches of the wide part.
+    /// Of the matrices, in the type that is computed in.
+    matrix_gradients: Buffer,
+    /// Float32: of the vectors, as if they followed the matrices.
+    vector_gradients: Buffer,
+    /// Float32 sums over micro-batches of the matrices' gradients.
     accumulated: Option<Buffer>,
     #[allow(dead_code)] // Their addresses are with `norms`.
     norm_values: Buffer,
@@ -168,62 +163,47 @@ impl Program {
         comm: Arc<dyn ProcessGroup>,
         gpu: &GpuConfig,
     ) -> Result<Self, EngineError> {
-        let (steps, nodes) = nodes::compile(&network)?;
-        if let Some(shape) = network.tensors.iter().skip(1).find(|s| s.channels % 8 != 0 && s.pixels() > 1) {
-            return Err(CudaError::Unsupported(format!(
-                "{} channels, which is not a multiple of 8",
-                shape.channels
-            ))
-            .into());
-        }
-        let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
-        let padded_classes = network.classes.next_multiple_of(PADDED_CLASSES);
-        let folded = padded_input == 4
-            && network.image_size.is_multiple_of(2)
-            && nodes
-                .iter()
-                .any(|node| matches!(node, Node::Conv { kernel: 7, stride: 2, padding: 3, first: true, .. }));
-        let layout = Layout::new(&network, &steps, padded_input, padded_classes, folded);
+        let plan = StepPlan::new(
+            network.clone(),
+            config.batch_size,
+            dtype,
+            capabilities(Ops::multiplies_matrices(device.capability, dtype)),
+        )?;
+        let layout = Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
         let kernels = Kernels::load(device, dtype)?;
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
         let state =
-            State::new(device, &network, &steps, layout.clone(), dtype, first_scale, config.optimizer)?;
-        let narrow_gradients = device.zeros(4 * (layout.len - layout.wide).max(1))?;
-        let wide_gradients = device.zeros(dtype.size() * layout.wide)?;
+            State::new(device, &network, plan.norms(), layout.clone(), dtype, first_scale, config.optimizer)?;
+        let vector_gradients = device.zeros(4 * (layout.len - layout.matrices).max(1))?;
+        let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
 
         // Mean, 1/std, scale, bias, slope and offset.
         let values_of = |channels: usize| 4 * 6 * channels;
-        let norm_nodes: Vec<&NormNode> = nodes
-            .iter()
-            .filter_map(|node| match node {
-                Node::Norm(norm) => Some(norm),
-                _ => None,
-            })
-            .collect();
-        let channels_of = |norm: &NormNode| network.tensors[norm.input].channels;
+        let norm_ops: Vec<&Norm> = plan.norms().collect();
+        let channels_of = |norm: &Norm| network.tensors[norm.input].channels;
         let norm_values =
-            device.zeros(norm_nodes.iter().map(|n| values_of(channels_of(n))).sum::<usize>().max(4))?;
-        let narrow_at = |name: &str, suffix: &str| {
-            narrow_gradients.ptr + 4 * (layout.slot(name, suffix).range.start - layout.wide) as u64
+            device.zeros(norm_ops.iter().map(|n| values_of(channels_of(n))).sum::<usize>().max(4))?;
+        let vector_at = |name: &str, suffix: &str| {
+            vector_gradients.ptr + 4 * (layout.slot(name, suffix).range.start - layout.matrices) as u64
         };
         let mut values = norm_values.ptr;
-        let mut norms: Vec<(usize, NormSite)> = norm_nodes
+        let mut norms: Vec<(usize, NormSite)> = norm_ops
             .iter()
             .map(|node| {
                 let shape = network.tensors[node.input];
                 let (running_mean, running_var) = state.running(node.norm);
                 let run = |number: usize| values + (4 * number * shape.channels) as u64;
                 let norm = NormSite {
-                    gamma: state.narrow(&node.name, "weight"),
-                    beta: state.narrow(&node.name, "bias"),
+                    gamma: state.vector(&node.name, "weight"),
+                    beta: state.vector(&node.name, "bias"),
                     running_mean,
                     running_var,
                     mean: run(0),
                     inv_std: run(1),
                     scale: run(2),
                     bias: run(3),
-                    dgamma: narrow_at(&node.name, "weight"),
-                    dbeta: narrow_at(&node.name, "bias"),
+                    dgamma: vector_at(&node.name, "weight"),
+                    dbeta: vector_at(&node.name, "bias"),
                     slope: run(4),
                     offset: run(5),
                 };
@@ -239,7 +219,7 @@ impl Program {
             1 => None,
             _ => {
                 let mut channels: Vec<(usize, usize)> =
-                    norm_nodes.iter().map(|n| (n.norm, channels_of(n))).collect();
+                    norm_ops.iter().map(|n| (n.norm, channels_of(n))).collect();
                 channels.sort_unstable();
                 let channels: Vec<usize> = channels.into_iter().map(|(_, c)| c).collect();
                 Some(Reducer::new(
@@ -253,7 +233,7 @@ impl Program {
         };
         let accumulated = match config.accumulate {
             0 | 1 => None,
-            _ => Some(device.zeros(4 * layout.wide)?),
+            _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let segments: Vec<u64> = layout
             .slots
@@ -265,7 +245,7 @@ impl Program {
             .collect();
         let count = layout.slots.len();
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        let (pictures, classes) = (config.batch_size as u32, padded_classes as u32);
+        let (pictures, classes) = (config.batch_size as u32, plan.padded_classes as u32);
         let scratch =
             device
                 .zeros(Ops::scratch_bytes(device.multiprocessors, pictures, classes, count as u32) as usize)?;
@@ -289,32 +269,28 @@ impl Program {
             side: OwnedStream::new(false)?,
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
-            side_done: nodes.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
+            side_done: plan.ops.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
             deterministic: gpu.deterministic,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
             config: config.clone(),
             dtype,
-            padded_input,
-            padded_classes,
-            folded,
             state,
             reducer,
-            wide_gradients,
-            narrow_gradients,
+            matrix_gradients,
+            vector_gradients,
             accumulated,
             norm_values,
             channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
-            nodes,
             norms,
-            sizes: vec![network.clone()],
-            network,
+            sizes: vec![network],
+            plan,
         };
         program.reserve(device)?;
         Ok(program)
     }
 
-    /// Prepares for more sizes of pictures, some of which are never trained on. Nothing may be recorded yet, as memory
+    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
     /// moves.
     pub(super) fn take_sizes(
         &mut self,
@@ -322,9 +298,9 @@ impl Program {
         training: &[usize],
         evaluation: &[usize],
     ) -> Result<(), EngineError> {
-        let own = self.network.clone();
+        let own = self.plan.network.clone();
         if let Some(odd) =
-            training.iter().chain(evaluation).find(|size| self.folded && !size.is_multiple_of(2))
+            training.iter().chain(evaluation).find(|size| self.plan.folded && !size.is_multiple_of(2))
         {
             let text = format!(
                 "pictures of {odd} pixels beside those of {}: sizes of one run are even",
@@ -336,20 +312,22 @@ impl Program {
         let mut bytes = self.arena.bytes;
         for (sizes, trains) in [(training, true), (evaluation, false)] {
             for size in sizes {
-                self.network = Arc::new(own.resized(*size));
-                self.sizes.push(self.network.clone());
+                let network = Arc::new(own.resized(*size));
+                self.sizes.push(network.clone());
+                self.plan.set_network(network);
                 self.prepare_plans(device, trains)?;
-                bytes = bytes.max(self.arena_bytes(trains)?);
+                bytes = bytes.max(arena_bytes(&self.plan, trains)?);
             }
         }
-        self.network = own;
+        self.plan.set_network(own);
         self.allocate(device, bytes)
     }
 
-    /// Goes on with pictures of another size; gives its network.
+    /// Continues with pictures of another size; gives its network.
     pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
-        self.network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
-        Some(self.network.clone())
+        let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
+        self.plan.set_network(network.clone());
+        Some(network)
     }
 
     /// Values of a picture of the largest size.
@@ -357,23 +335,24 @@ impl Program {
         self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
     }
 
-    /// Prepares plans and memory: goes through the steps once without starting anything.
+    /// Prepares plans and memory.
     fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
         self.prepare_plans(device, true)?;
-        let bytes = self.arena_bytes(true)?;
+        let bytes = arena_bytes(&self.plan, true)?;
         self.allocate(device, bytes)
     }
 
     /// Finds a plan for each convolution of the current size; of all passes where it `trains`.
     fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let mut wanted = Vec::new();
-        for node in &self.nodes {
-            let Some((convolution, first)) = self.convolution(node) else { continue };
+        for op in &self.plan.ops {
+            let Some((convolution, first)) = self.plan.convolution(op) else { continue };
             wanted.push(Convolution { direction: Direction::Forward, ..convolution });
             if !trains {
                 continue;
             }
-            if matches!(node, Node::Conv { .. }) && self.takes_sums(&convolution) {
+            if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
+            {
                 wanted.push(Convolution { sums: true, ..convolution });
             }
             wanted.push(Convolution { direction: Direction::Weight, ..convolution });
@@ -382,22 +361,6 @@ impl Program {
             }
         }
         Ok(self.tuner.prepare(device, &wanted)?)
-    }
-
-    /// What activations of the current size take at most.
-    fn arena_bytes(&self, trains: bool) -> Result<usize, EngineError> {
-        let both = Accumulation { first: true, last: true, whole: true };
-        let peak = |phase: Phase, beside: bool| -> Result<usize, EngineError> {
-            let mut walk = Walk::new(self, None, beside);
-            walk.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
-            Ok(walk.arena.peak)
-        };
-        let evaluated = peak(Phase::Evaluate, true)?;
-        if !trains {
-            return Ok(evaluated);
-        }
-        // Without any beside is how a step is timed call by call.
-        Ok(evaluated.max(peak(Phase::Train(both), true)?).max(peak(Phase::Train(both), false)?))
     }
 
     /// Room for activations and for all plans.
@@ -423,7 +386,7 @@ impl Program {
             .iter()
             .zip(std)
             .flat_map(|(m, s)| (0..256).map(move |v| (v as f32 / 255.0 - m) / s))
-            .take(256 * self.network.channels)
+            .take(256 * self.plan.network.channels)
             .collect();
         self.normalisation.write(&table)
     }
@@ -447,14 +410,14 @@ impl Program {
     /// [`Program::emit`] with each call timed, one after another.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<(String, f64)>, EngineError> {
         self.ops.profile().begin();
-        let result = Walk::new(self, Some(self.arena.ptr), false).network(phase, input);
+        let result = GraphEmitter::new(&self.plan, Some(self), false).network(phase, input);
         let calls = self.ops.profile().end()?;
         result.map(|()| calls)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].
     pub(super) fn emit(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        Walk::new(self, Some(self.arena.ptr), true).network(phase, input)
+        GraphEmitter::new(&self.plan, Some(self), true).network(phase, input)
     }
 
     /// Loss and right answers of the micro-batch that was evaluated last.
@@ -474,7 +437,7 @@ impl Program {
     /// The logits of its first `pictures` pictures.
     pub(super) fn logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main.0.synchronize()?;
-        let mut logits = vec![0f32; pictures * self.network.classes];
+        let mut logits = vec![0f32; pictures * self.plan.network.classes];
         self.evaluated_logits.read(0, &mut logits)?;
         Ok(logits)
     }
@@ -492,38 +455,25 @@ impl Program {
         plain && self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
     }
 
-    /// The convolution that a node is, and whether nothing before it is trained.
-    fn convolution(&self, node: &Node) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, padding, groups, first) = match *node {
-            Node::Conv { input, output, kernel, stride, padding, groups, first, .. } => {
-                (input, output, kernel, stride, padding, groups, first)
-            }
-            Node::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
-            _ => return None,
-        };
-        let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
-        let convolution = Convolution {
-            direction: Direction::Forward,
-            dtype: self.dtype,
-            batch: self.config.batch_size,
-            in_h: from.height,
-            in_w: from.width,
-            in_c: if first { self.padded_input } else { from.channels },
-            out_h: to.height,
-            out_w: to.width,
-            out_c: if matches!(node, Node::Linear { .. }) { self.padded_classes } else { to.channels },
-            kernel,
-            stride,
-            padding,
-            groups,
-            sums: false,
-        };
-        if first && self.folded {
-            let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
-            let folded =
-                Convolution { in_h: side, in_w: side, in_c, kernel: 4, stride: 1, padding: 0, ..convolution };
-            return Some((folded, first));
-        }
-        Some((convolution, first))
+    /// Starts a convolution that stays on the main stream.
+    fn convolve(
+        &self,
+        stream: Stream,
+        convolution: Convolution,
+        tensors: Tensors,
+    ) -> Result<(), EngineError> {
+        self.convolve_with(stream, convolution, tensors, self.workspace.ptr)
+    }
+
+    fn convolve_with(
+        &self,
+        stream: Stream,
+        convolution: Convolution,
+        tensors: Tensors,
+        workspace: Ptr,
+    ) -> Result<(), EngineError> {
+        let plan = self.tuner.plan(&convolution)?;
+        let run = || Ok(self.tuner.cudnn().run(stream, plan, tensors, workspace)?);
+        self.ops.profile().around(stream, || convolution.to_string(), run)
     }
 }

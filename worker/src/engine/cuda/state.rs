@@ -10,7 +10,7 @@ use super::{
     ops::Ops,
 };
 use crate::{
-    engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, plan::Step},
+    engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, fuse::Norm},
     net::Network,
 };
 
@@ -52,8 +52,8 @@ pub(super) struct State {
     optimizer: Optimizer,
     /// As long, each of the optimizer's slots.
     pub(super) optimizer_slots: Vec<Buffer>,
-    /// Wide weights in the type that is computed in; `None` with float32, where they are the weights.
-    shadow: Option<Buffer>,
+    /// The matrices in the type that is computed in; `None` with float32, where they are the weights.
+    low_precision: Option<Buffer>,
     /// Mean and variance of every batch norm.
     running_values: Buffer,
     running: Vec<Running>,
@@ -63,10 +63,10 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(
+    pub(super) fn new<'a>(
         device: &Device,
         network: &Network,
-        steps: &[Step],
+        norms: impl IntoIterator<Item = &'a Norm>,
         layout: Layout,
         dtype: DType,
         first_scale: f32,
@@ -74,18 +74,16 @@ impl State {
     ) -> Result<Self, CudaError> {
         let mut running: Vec<(usize, Running)> = Vec::new();
         let mut at = 0;
-        for step in steps {
-            if let Step::Norm { name, norm, input, .. } = step {
-                let channels = network.tensors[*input].channels;
-                let stride = channels.next_multiple_of(64);
-                running.push((*norm, Running { name: name.clone(), at, channels, stride }));
-                at += 2 * stride;
-            }
+        for Norm { name, norm, input, .. } in norms {
+            let channels = network.tensors[*input].channels;
+            let stride = channels.next_multiple_of(64);
+            running.push((*norm, Running { name: name.clone(), at, channels, stride }));
+            at += 2 * stride;
         }
         running.sort_by_key(|(norm, _)| *norm);
-        let shadow = match dtype {
+        let low_precision = match dtype {
             DType::F32 => None,
-            _ => Some(device.zeros(layout.wide * dtype.size())?),
+            _ => Some(device.zeros(layout.matrices * dtype.size())?),
         };
         let scaling = Scaling { scale: first_scale, ..bytemuck::Zeroable::zeroed() };
         Ok(Self {
@@ -96,7 +94,7 @@ impl State {
                 .iter()
                 .map(|_| device.zeros(4 * layout.len))
                 .collect::<Result<_, _>>()?,
-            shadow,
+            low_precision,
             running_values: device.zeros(4 * at.max(1))?,
             running: running.into_iter().map(|(_, r)| r).collect(),
             scaling: device.upload(&[scaling])?,
@@ -107,18 +105,18 @@ impl State {
     }
 
     /// The weights of a convolution or linear layer in the type that is computed in.
-    pub(super) fn wide(&self, name: &str) -> Ptr {
+    pub(super) fn matrix(&self, name: &str) -> Ptr {
         let at = self.layout.slot(name, "weight").range.start;
-        self.shadow().map_or(self.weights.ptr + 4 * at as u64, |s| s + (at * self.dtype.size()) as u64)
+        self.low_precision().map_or(self.weights.ptr + 4 * at as u64, |s| s + (at * self.dtype.size()) as u64)
     }
 
-    /// Where the update leaves the wide weights in 16 bits.
-    pub(super) fn shadow(&self) -> Option<Ptr> {
-        self.shadow.as_ref().map(|s| s.ptr)
+    /// Where the update leaves the matrices in 16 bits.
+    pub(super) fn low_precision(&self) -> Option<Ptr> {
+        self.low_precision.as_ref().map(|s| s.ptr)
     }
 
-    /// A narrow parameter.
-    pub(super) fn narrow(&self, name: &str, suffix: &str) -> Ptr {
+    /// A bias, or a parameter of a batch norm, float32.
+    pub(super) fn vector(&self, name: &str, suffix: &str) -> Ptr {
         self.weights.ptr + 4 * self.layout.slot(name, suffix).range.start as u64
     }
 
@@ -233,8 +231,8 @@ impl State {
         let (weights, statistics) = flat.split_at(self.layout.len);
         self.weights.write(weights)?;
         self.running_values.write(statistics)?;
-        if let Some(shadow) = self.shadow() {
-            ops.narrow(stream, self.weights.ptr, shadow, self.layout.wide as u64)?;
+        if let Some(low_precision) = self.low_precision() {
+            ops.to_low_precision(stream, self.weights.ptr, low_precision, self.layout.matrices as u64)?;
             stream.synchronize()?;
         }
         Ok(())

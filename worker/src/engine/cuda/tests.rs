@@ -18,6 +18,7 @@ mod mixing;
 mod optimizers;
 mod scaling;
 mod sizes;
+mod unfused;
 
 fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
@@ -226,7 +227,7 @@ impl CpuStep {
 }
 
 /// Small networks that have every operation and fusion, and next to nothing else.
-fn operations() -> Vec<Arc<Network>> {
+pub(super) fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
     let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
     for (name, kernel, stride, pooled, width) in stems {
@@ -534,7 +535,7 @@ fn gpu_gradients_are_the_same_bit_for_bit_in_every_engine() {
             let mut first: Option<Vec<NamedTensors>> = None;
             for _ in 0..4 {
                 let mut engine = cuda(&network, &config, precision);
-                // The first step runs as it is, the second is recorded, the third replayed.
+                // The first step runs as it is, the second is captured, the third replayed.
                 let states: Vec<NamedTensors> = (0..3)
                     .map(|_| {
                         engine.train_step(std::slice::from_ref(&pictures), 0.05).unwrap();

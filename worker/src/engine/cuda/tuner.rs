@@ -16,7 +16,7 @@ use std::{
 const MOST_WORKSPACE: usize = 512 << 20;
 /// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
 const PASS_BYTES_A_MILLI: f32 = 3e9;
-/// Runs in a recorded graph, which is timed.
+/// Runs in a captured graph, which is timed.
 const RUNS: usize = 4;
 /// So many times the best plan's time in a single run: not worth more of them.
 const TOO_SLOW: f32 = 3.0;
@@ -210,7 +210,7 @@ impl Bench {
 
     /// Milliseconds of a run, from runs one after another in a graph: alone, the host's work would be
     /// longer than a short kernel. A plan that is far slower than the best is not timed twice, and
-    /// one that cannot be recorded is of no use.
+    /// one that cannot be captured is of no use.
     fn time(
         &self,
         cudnn: &Cudnn,
@@ -231,9 +231,9 @@ impl Bench {
             return Ok(once);
         }
         stream.begin_capture()?;
-        let recorded = (0..RUNS).try_for_each(|_| run());
+        let captured = (0..RUNS).try_for_each(|_| run());
         let graph = stream.end_capture();
-        recorded?;
+        captured?;
         let graph = graph?;
         let mut shortest = f32::INFINITY;
         for _ in 0..2 {

@@ -43,11 +43,11 @@ pub(in crate::engine::cuda) struct Lamb {
 }
 
 impl Ops {
-    /// After [`Ops::gradient_norm`]. Moves: weights and moments twice, gradients and shadow once: 28 bytes a value in the
+    /// After [`Ops::gradient_norm`]. Moves: weights and moments twice, gradients and low_precision once: 28 bytes a value in the
     /// 16-bit formats.
     pub(in crate::engine::cuda) fn adamw(&self, stream: Stream, p: AdamW) -> Result<(), CudaError> {
         let AdamW { flat, moments } = p;
-        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(flat.shadow)];
+        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(flat.low_precision)];
         args.extend(moments.args());
         args.extend(flat.gradients.args());
         args.extend([Arg::Ptr(flat.control), Arg::Ptr(flat.scaler)]);
@@ -55,7 +55,7 @@ impl Ops {
         self.launch(stream, "adamw", self.items(flat.gradients.length / 8, 6), &args)
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and shadow once.
+    /// After [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and low_precision once.
     pub(in crate::engine::cuda) fn lamb(&self, stream: Stream, p: Lamb) -> Result<(), CudaError> {
         let Lamb { flat, moments, rates } = p;
         let [segments, decay] = [Arg::Ptr(rates.segments), Arg::F32(flat.decay[0])];
@@ -69,7 +69,7 @@ impl Ops {
         let args = [Arg::Ptr(self.partials()), segments, count, decay, Arg::Ptr(rates.rates)];
         self.launch(stream, "lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)?;
 
-        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(flat.shadow)];
+        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(flat.low_precision)];
         args.extend(moments.args());
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
         args.extend([Arg::Ptr(flat.control), Arg::Ptr(flat.scaler), segments, Arg::Ptr(rates.rates), count]);

@@ -2,7 +2,7 @@
 
 use super::{
     Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Shortcut, Stream,
-    bottleneck::{APART, NARROW, ROWS, WIDE},
+    bottleneck::{APART, EXPANDED, REDUCED, ROWS},
     norm::shape_args,
 };
 
@@ -30,11 +30,6 @@ pub(in crate::engine::cuda) struct BlockEnd {
 }
 
 impl Ops {
-    /// Whether [`Ops::block_end`] takes a 1x1 convolution from `inputs` to `outputs` channels.
-    pub(in crate::engine::cuda) fn ends_block(&self, inputs: usize, outputs: usize) -> bool {
-        self.multiplies() && (inputs, outputs) == (WIDE, NARROW)
-    }
-
     /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the
     /// mask and z once.
     pub(in crate::engine::cuda) fn block_end(&self, stream: Stream, p: BlockEnd) -> Result<(), CudaError> {
@@ -47,8 +42,8 @@ impl Ops {
         args.extend(p.behind.forward_args());
         args.extend(p.reduce.site_args());
         // The weights, the tiles of y and z, two of x and the shortcut; coefficients.
-        let values = NARROW * WIDE + ROWS * (WIDE + NARROW + APART + 2 * 2 * WIDE);
-        let shared_bytes = (1024 + values * self.kernels.dtype().size() + 4 * WIDE * 4) as u32;
+        let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + APART + 2 * 2 * EXPANDED);
+        let shared_bytes = (1024 + values * self.kernels.dtype().size() + 4 * EXPANDED * 4) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = match p.shortcut {
             Shortcut::Norm { .. } => "block_end_add_norm",

@@ -3,9 +3,8 @@
 
 use super::{Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Stream, norm::shape_args, plain};
 
-/// Channels of the convolution's output and of its input; `WIDE` and `NARROW` of `bottleneck.cu`.
-pub(super) const WIDE: usize = 256;
-pub(super) const NARROW: usize = 64;
+/// Channels of the convolution's output and of its input; `EXPANDED` and `REDUCED` of `bottleneck.cu`.
+pub(super) use crate::engine::fuse::{EXPANDED, REDUCED};
 /// Rows of a tile, and values by which its rows are longer in shared memory.
 pub(super) const ROWS: usize = 64;
 pub(super) const APART: usize = 8;
@@ -76,21 +75,16 @@ impl Ops {
         args.extend(p.behind.forward_args());
         args.extend(p.reduce.site_args());
         // The weights, two tiles of the input, one of the output.
-        let values = NARROW * WIDE + ROWS * (2 * NARROW + WIDE + APART);
+        let values = REDUCED * EXPANDED + ROWS * (2 * REDUCED + EXPANDED + APART);
         let shared_bytes = (1024 + values * self.kernels.dtype().size()) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_forward" } else { "projection_forward" };
         self.launch(stream, name, geometry, &args)
     }
 
-    /// Whether [`Ops::bottleneck_backward`] takes a 1x1 convolution from `inputs` to `outputs` channels.
-    pub(in crate::engine::cuda) fn is_bottleneck(&self, inputs: usize, outputs: usize) -> bool {
-        self.multiplies() && (inputs, outputs) == (NARROW, WIDE)
-    }
-
     /// Memory for the weight gradients of all blocks.
     pub(in crate::engine::cuda) fn bottleneck_bytes(&self) -> usize {
-        self.kernels.multiprocessors() as usize * WIDE * NARROW * 4
+        self.kernels.multiprocessors() as usize * EXPANDED * REDUCED * 4
     }
 
     /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
@@ -113,13 +107,13 @@ impl Ops {
         args.extend(before.site.backward_args(before.accumulate));
         args.extend(before.reduce.site_args());
         // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
-        let values = NARROW * WIDE + ROWS * (WIDE + NARROW + NARROW + APART + 2 * 2 * WIDE);
-        let coefficients = 3 * (WIDE + NARROW);
+        let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + REDUCED + APART + 2 * 2 * EXPANDED);
+        let coefficients = 3 * (EXPANDED + REDUCED);
         let shared_bytes = (1024 + values * self.kernels.dtype().size() + coefficients * 4) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
         self.launch(stream, name, geometry, &args)?;
-        let length = (WIDE * NARROW) as u32;
+        let length = (EXPANDED * REDUCED) as u32;
         let args = [Arg::Ptr(p.room), Arg::Ptr(p.dweights), Arg::U32(blocks), Arg::U32(length)];
         self.launch(stream, "sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), &args)
     }

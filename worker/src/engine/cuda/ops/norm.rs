@@ -1,6 +1,6 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! Two roads, picked by size ([`Ops::small`]): one launch for statistics and application together, where a
+//! Two ways, picked by size ([`Ops::small`]): one launch for statistics and application together, where a
 //! cluster of up to 8 blocks owns 16 channels and keeps its rows in registers or the first-level cache; or two
 //! launches, each at the memory's speed.
 //!
@@ -250,7 +250,7 @@ pub(super) fn shape_args(control: Ptr, shape: Shape) -> [Arg; 4] {
     [Arg::Ptr(control), Arg::U32(shape.pixels), Arg::U32(shape.rows()), Arg::U32(shape.channels)]
 }
 
-/// Most rows a thread walks on the one-launch road. Longer, and two launches on all multiprocessors win: on an
+/// Most rows a thread walks on the one-launch way. Longer, and two launches on all multiprocessors win: on an
 /// H200 ResNet-50's step at 224 pixels and batch 32 takes 5.13 ms with 4 or 8 here and 5.43 ms with 16.
 const SMALL_ROWS_PER_THREAD: u32 = 4;
 /// Groups of 8 channels of a block there, at most; `SMALL_GROUPS` of `norm_forward.cu`.
@@ -260,7 +260,7 @@ const SMALL_GROUPS: u32 = 4;
 const LEFT_FREE: u32 = 32;
 
 impl Ops {
-    /// The launch of the one-launch road, when it is the faster one.
+    /// The launch of the one-launch way, when it is the faster one.
     ///
     /// A cluster of `k` blocks owns 16 channels (32 where there would be too many blocks); a thread walks
     /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) every cluster has to be resident
@@ -294,7 +294,7 @@ impl Ops {
         self.small(shape, waits).is_some()
     }
 
-    /// Batch norm forward by whichever road suits the shape; with [`Reduce::Leave`] only its statistics.
+    /// Batch norm forward by whichever way suits the shape; with [`Reduce::Leave`] only its statistics.
     ///
     /// Moves: small, x and the shortcut once, y and mask once. Otherwise x twice.
     pub(in crate::engine::cuda) fn norm_forward(
@@ -414,7 +414,7 @@ impl Ops {
         self.launch(stream, "norm_fold", plain([p.channels.div_ceil(256), 1, 1], [256, 1, 1]), &args)
     }
 
-    /// Batch norm backward by whichever road suits the shape; with [`Reduce::Leave`] only its sums (and dz).
+    /// Batch norm backward by whichever way suits the shape; with [`Reduce::Leave`] only its sums (and dz).
     ///
     /// Moves: small, x, dy and more once, dx (and dz) once. Otherwise x and the gradient twice; with dz, the
     /// second time dz alone.

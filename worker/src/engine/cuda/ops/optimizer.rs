@@ -11,14 +11,14 @@ pub(super) const NORM_PARTS: u32 = 16;
 /// A step's gradients, times the loss scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Gradients {
-    /// The first part: T, or float32 if `wide` (accumulated over micro-batches).
+    /// The first part: T, or float32 if `in_float32` (accumulated over micro-batches).
     pub(in crate::engine::cuda) first: Ptr,
     /// The second part: float32.
     pub(in crate::engine::cuda) second: Ptr,
     /// Values of the first part, and of both.
     pub(in crate::engine::cuda) first_length: u64,
     pub(in crate::engine::cuda) length: u64,
-    pub(in crate::engine::cuda) wide: bool,
+    pub(in crate::engine::cuda) in_float32: bool,
 }
 
 impl Gradients {
@@ -28,7 +28,7 @@ impl Gradients {
             Arg::Ptr(self.second),
             Arg::U64(self.first_length),
             Arg::U64(self.length),
-            Arg::U32(self.wide.into()),
+            Arg::U32(self.in_float32.into()),
         ]
     }
 }
@@ -50,7 +50,7 @@ pub(in crate::engine::cuda) struct Flat {
     /// float32, like the optimizer's slots.
     pub(in crate::engine::cuda) weights: Ptr,
     /// The weights as T; may be 0.
-    pub(in crate::engine::cuda) shadow: Ptr,
+    pub(in crate::engine::cuda) low_precision: Ptr,
     pub(in crate::engine::cuda) gradients: Gradients,
     /// The learning rate is its `lr`.
     pub(in crate::engine::cuda) control: Ptr,
@@ -141,7 +141,7 @@ impl Ops {
         self.launch(stream, "lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and shadow once: 20 bytes a
+    /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes a
     /// value in the 16-bit formats.
     pub(in crate::engine::cuda) fn sgd(&self, stream: Stream, p: Sgd) -> Result<(), CudaError> {
         let none = Rates { segments: 0, count: 0, rates: 0 };
@@ -151,7 +151,7 @@ impl Ops {
             Update::Lars(rates) => ("sgd_lars", rates),
         };
         let flat = p.flat;
-        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(p.velocity), Arg::Ptr(flat.shadow)];
+        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(p.velocity), Arg::Ptr(flat.low_precision)];
         args.extend(flat.gradients.args());
         args.extend([
             Arg::Ptr(flat.control),
@@ -223,7 +223,7 @@ impl Ops {
     }
 
     /// to (T) = from (float32); `length` values, a multiple of 8.
-    pub(in crate::engine::cuda) fn narrow(
+    pub(in crate::engine::cuda) fn to_low_precision(
         &self,
         stream: Stream,
         from: Ptr,

@@ -23,8 +23,8 @@ pub(in crate::engine::cuda) struct MaxPool {
     /// Scale and bias, float32 a channel each.
     pub(in crate::engine::cuda) norm: (Ptr, Ptr),
     pub(in crate::engine::cuda) y: Ptr,
-    /// Which tap of its window won, a byte for each value of y; 0 for inference.
-    pub(in crate::engine::cuda) taps: Ptr,
+    /// Which place of its window each value of y came from, a byte a value; 0 for inference.
+    pub(in crate::engine::cuda) argmax: Ptr,
     pub(in crate::engine::cuda) pool: Pool,
 }
 
@@ -34,7 +34,7 @@ pub(in crate::engine::cuda) struct NormBackwardMaxPool {
     pub(in crate::engine::cuda) x: Ptr,
     /// The pooled activation's gradient.
     pub(in crate::engine::cuda) dy: Ptr,
-    pub(in crate::engine::cuda) taps: Ptr,
+    pub(in crate::engine::cuda) argmax: Ptr,
     pub(in crate::engine::cuda) dx: Ptr,
     pub(in crate::engine::cuda) control: Ptr,
     pub(in crate::engine::cuda) pool: Pool,
@@ -76,26 +76,26 @@ impl Ops {
         (geometry, args)
     }
 
-    /// Moves: x once, y and taps once.
+    /// Moves: x once, y and argmax once.
     pub(in crate::engine::cuda) fn max_pool(&self, stream: Stream, p: MaxPool) -> Result<(), CudaError> {
-        let name = if p.taps == 0 { "norm_max_pool" } else { "norm_max_pool_taps" };
+        let name = if p.argmax == 0 { "norm_max_pool" } else { "norm_max_pool_argmax" };
         let (scale, bias) = p.norm;
         let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let mut args: Vec<Arg> = [p.x, scale, bias, p.y, p.taps].map(Arg::Ptr).to_vec();
+        let mut args: Vec<Arg> = [p.x, scale, bias, p.y, p.argmax].map(Arg::Ptr).to_vec();
         args.extend(pool);
         args.push(Arg::U32(p.pool.channels));
         self.launch(stream, name, geometry, &args)
     }
 
     /// Both passes; with [`Reduce::Leave`] only the sums (then `norm_backward_finish`, then
-    /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and taps twice, dx once.
+    /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and argmax twice, dx once.
     pub(in crate::engine::cuda) fn norm_backward_max_pool(
         &self,
         stream: Stream,
         p: NormBackwardMaxPool,
     ) -> Result<(), CudaError> {
         let (geometry, pool) = self.strips(p.pool, 512, 1);
-        let mut args: Vec<Arg> = [p.x, p.dy, p.taps, p.control].map(Arg::Ptr).to_vec();
+        let mut args: Vec<Arg> = [p.x, p.dy, p.argmax, p.control].map(Arg::Ptr).to_vec();
         args.extend(pool);
         args.extend([Arg::U32(p.pool.channels), Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
         args.extend(p.site.backward_args(p.accumulate));
@@ -116,7 +116,7 @@ impl Ops {
         let (geometry, pool) = self.strips(p.pool, 256, 2);
         let site = p.site;
         let mut args: Vec<Arg> =
-            [p.x, p.dy, p.taps, site.scale, site.bias, site.slope, site.offset, p.dx, p.control]
+            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset, p.dx, p.control]
                 .map(Arg::Ptr)
                 .to_vec();
         args.extend(pool);

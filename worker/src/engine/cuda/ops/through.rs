@@ -20,11 +20,6 @@ pub(in crate::engine::cuda) struct Through {
 }
 
 impl Ops {
-    /// Whether [`Ops::norm_backward_through`] takes a convolution of so many outputs.
-    pub(in crate::engine::cuda) fn goes_through(&self, inner: usize, channels: usize) -> bool {
-        self.multiplies() && matches!(inner, 64 | 128 | 256) && channels.is_multiple_of(TILE.1 as usize)
-    }
-
     /// [`Ops::norm_backward_sums`] of `p`, whose gradient is `through`'s instead of its own; dz is wanted. Moves:
     /// x, `more` and dz once, dy a few times, mostly from the second-level cache.
     pub(in crate::engine::cuda) fn norm_backward_through(

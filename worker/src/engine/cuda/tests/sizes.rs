@@ -3,7 +3,7 @@
 use super::*;
 use crate::engine::EvalResult;
 
-/// Steps at a size before it changes: the first runs as it is, the second is recorded, the third replayed.
+/// Steps at a size before it changes: the first runs as it is, the second is captured, the third replayed.
 const STEPS: usize = 4;
 
 fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {

@@ -6,19 +6,19 @@ use crate::{
     data::loader::Batch,
     engine::{
         EngineConfig, EngineError, EvalResult, StepResult,
-        plan::{self, Step},
+        fuse::{self, Capabilities, FusedOp},
     },
     net::Network,
 };
 use std::sync::Arc;
 
-/// Trained values up to which gradients are summed exactly: the CIFAR family (ResNet-110 has 1.7
+/// Trained values up to which gradients are summed in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
 /// million), whose steps are long against sending twice the bytes.
-const EXACT_UP_TO: usize = 2_000_000;
+const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
-/// Which micro-batch of a step is under way.
+/// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Turn {
+pub(super) struct MicroBatch {
     /// Its gradients overwrite those of the step before.
     pub(super) first: bool,
     /// Its gradients complete the step's.
@@ -34,14 +34,14 @@ pub(super) struct Norm {
     pub(super) statistics: Statistics,
 }
 
-/// Buffers for gradients of activations, handed out and taken back; after the first step nothing is
+/// Buffers for gradients of activations, which are used again; after the first step nothing is
 /// allocated any more.
 #[derive(Default)]
 pub(super) struct Spare(Vec<Vec<f32>>);
 
 impl Spare {
     /// A buffer of `len` values of any content.
-    pub(super) fn take(&mut self, len: usize) -> Vec<f32> {
+    pub(super) fn alloc(&mut self, len: usize) -> Vec<f32> {
         let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
         let Some(best) = fits.min_by_key(|&i| self.0[i].capacity()) else { return vec![0.0; len] };
         let mut buffer = self.0.swap_remove(best);
@@ -49,20 +49,21 @@ impl Spare {
         buffer
     }
 
-    pub(super) fn give(&mut self, buffer: Vec<f32>) {
+    pub(super) fn free(&mut self, buffer: Vec<f32>) {
         self.0.push(buffer);
     }
 }
 
-pub(super) struct Machine {
+pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
     world_size: f64,
-    pub(super) steps: Vec<Step>,
+    pub(super) ops: Vec<FusedOp>,
+    capabilities: Capabilities,
     pub(super) layout: Layout,
     pub(super) state: State,
     /// Why the ranks do not share memory, if they do not.
-    pub(super) apart: Option<String>,
+    pub(super) shm_unavailable_reason: Option<String>,
     /// Complete buckets that wait to be sent.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
@@ -72,78 +73,80 @@ pub(super) struct Machine {
     pub(super) sums: Vec<Vec<f64>>,
     /// By tensor: gradients from each of its readers.
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
-    /// Which tap won, by output tensor of a max pooling.
-    pub(super) taps: Vec<Vec<u8>>,
+    /// By output tensor of a max pooling: which place of its window each value came from.
+    pub(super) argmax: Vec<Vec<u8>>,
     pub(super) spare: Spare,
     pub(super) scratch: conv::Scratch,
-    /// Whether gradients are summed exactly; see [`super::gradient`].
-    pub(super) exact: bool,
+    /// Whether gradients are summed in float64; see [`super::gradient`].
+    pub(super) f64_gradients: bool,
     /// Of each share of a batch.
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
 }
 
-impl Machine {
+impl Executor {
     pub(super) fn new(
         network: Arc<Network>,
         config: EngineConfig,
         comm: Arc<dyn ProcessGroup>,
+        capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
-        let steps = plan::compile(&network)?;
-        let layout = Layout::new(&network, &steps);
-        let exact = layout.len() <= EXACT_UP_TO;
-        let norms = norms(&network, &steps);
+        let ops = fuse::fuse(&network, &capabilities);
+        let layout = Layout::new(&network, &ops);
+        let f64_gradients = layout.len() <= F64_GRADIENTS_UP_TO;
+        let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
         let world_size = f64::from(comm.size());
-        let (state, apart) = State::new(&layout, exact, config.optimizer, comm.as_ref())?;
+        let (state, shm_unavailable_reason) =
+            State::new(&layout, f64_gradients, config.optimizer, comm.as_ref())?;
         let reducer = Reducer::new(comm, state.memory())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
-        let mut machine = Self {
+        let mut executor = Self {
             state,
-            apart,
-            exact,
+            shm_unavailable_reason,
+            f64_gradients,
             scratches: Vec::new(),
             ready: Vec::new(),
             activations: vec![Vec::new(); tensors],
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
-            taps: vec![Vec::new(); tensors],
+            argmax: vec![Vec::new(); tensors],
             spare: Spare::default(),
             scratch: conv::Scratch::default(),
             network,
             config,
             world_size,
-            steps,
+            ops,
+            capabilities,
             layout,
             norms,
             reducer,
         };
-        machine.reserve(machine.config.batch_size);
-        Ok(machine)
+        executor.reserve(executor.config.batch_size);
+        Ok(executor)
     }
 
-    /// Goes on with the same network at another size of its input: what is trained stays, buffers grow.
-    pub(super) fn set_network(&mut self, network: Arc<Network>) -> Result<(), EngineError> {
-        self.steps = plan::compile(&network)?;
+    /// Continues with the same network at another size of its input: what is trained stays, buffers grow.
+    pub(super) fn set_network(&mut self, network: Arc<Network>) {
+        self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
         self.reserve(self.config.batch_size);
-        Ok(())
     }
 
     /// Makes room for activations of `batch` pictures; never shrinks.
     pub(super) fn reserve(&mut self, batch: usize) {
-        let outputs = self.steps.iter().map(Step::output);
+        let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
             let len = batch * self.network.tensors[tensor].len();
             if self.activations[tensor].len() < len {
                 self.activations[tensor] = vec![0.0; len];
             }
         }
-        for step in &self.steps {
-            if let Step::MaxPool { output, .. } = *step {
+        for op in &self.ops {
+            if let FusedOp::MaxPool { output, .. } = *op {
                 let len = batch * self.network.tensors[output].len();
-                let taps = &mut self.taps[output];
-                taps.resize(len.max(taps.len()), 0);
+                let argmax = &mut self.argmax[output];
+                argmax.resize(len.max(argmax.len()), 0);
             }
         }
     }
@@ -181,8 +184,8 @@ impl Machine {
             let part = self.loss_and_gradient(batch, scale);
             measured.sum += part.sum;
             measured.correct += part.correct;
-            let turn = Turn { first: std::mem::take(&mut first), last: slot == last };
-            self.backward(batch.labels.len(), of, turn)?;
+            let micro_batch = MicroBatch { first: std::mem::take(&mut first), last: slot == last };
+            self.backward(batch.labels.len(), of, micro_batch)?;
         }
         let square_sum = self.update()?;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
@@ -201,7 +204,7 @@ impl Machine {
     fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
         let (tensor, classes) = (self.network.logits(), self.network.classes);
         let len = batch.labels.len() * classes;
-        let mut gradient = self.spare.take(len);
+        let mut gradient = self.spare.alloc(len);
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
         let gradient_of = Some((&mut gradient[..], scale));
@@ -240,11 +243,11 @@ impl Machine {
     }
 }
 
-fn norms(network: &Network, steps: &[Step]) -> Vec<Norm> {
-    let mut norms: Vec<(usize, Norm)> = steps
+fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
+    let mut norms: Vec<(usize, Norm)> = ops
         .iter()
-        .filter_map(|step| match step {
-            Step::Norm { name, norm, input, .. } => {
+        .filter_map(|op| match op {
+            FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
                 Some((
                     *norm,

@@ -1,0 +1,179 @@
+// Operations by themselves, where nothing fits to fuse them with: ReLU, addition, a linear layer's bias, max pooling of any
+// window, and the gradient of a global average pooling. Activations are [rows, channels] in T; `length` counts values, a
+// multiple of 8.
+
+// y = max(x, 0); NaN stays NaN.
+extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
+    enter();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8];
+        unpack(load(x, i), v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = larger(v[k], 0.0f);
+        store(y, i, pack(v));
+    }
+}
+
+// dx = dy where the ReLU's output y is above 0, else 0.
+extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, const T* dy, T* dx, u64 length) {
+    enter();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8], g[8];
+        unpack(load(y, i), v);
+        unpack(load(dy, i), g);
+#pragma unroll
+        for (int k = 0; k < 8; k++) g[k] = v[k] > 0 ? g[k] : 0.0f;
+        store(dx, i, pack(g));
+    }
+}
+
+// sum = a + b.
+extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
+    enter();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8], w[8];
+        unpack(load(a, i), v);
+        unpack(load(b, i), w);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] += w[k];
+        store(sum, i, pack(v));
+    }
+}
+
+// y += bias, float32 [channels].
+extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bias, u32 rows, u32 channels) {
+    enter();
+    u64 groups = channels / 8, all = rows * groups, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        float v[8], b[8];
+        unpack(load(y, i), v);
+        load_channels(bias, i % groups, b);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] += b[k];
+        store(y, i, pack(v));
+    }
+}
+
+// dbias [channels], float32: the sums of dy over rows, in an order that depends on the number of rows alone. A warp owns eight
+// channels. Padding's gradients are zeros.
+extern "C" __global__ void __launch_bounds__(128)
+    bias_gradient(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate) {
+    enter();
+    u32 groups = channels / 8, group = blockIdx.x * blockDim.y + threadIdx.y;
+    if (group >= groups) return;
+    float s[8] = {};
+    for (u32 r = threadIdx.x; r < rows; r += 32) {
+        float g[8];
+        unpack(load(dy, (u64)r * groups + group), g);
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] += g[k];
+    }
+    for (u32 o = 16; o > 0; o /= 2)
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] += from_lane_xor(s[k], o);
+    if (threadIdx.x != 0) return;
+    float before[8] = {};
+    if (accumulate) load_channels(dbias, group, before);
+#pragma unroll
+    for (int k = 0; k < 8; k++) s[k] += before[k];
+    store_channels(dbias, group, s);
+}
+
+// dx [pictures, pixels, channels]: each pixel gets its share of dy [pictures, channels].
+extern "C" __global__ void __launch_bounds__(256)
+    global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
+    enter();
+    u64 groups = channels / 8, all = (u64)pictures * pixels * groups, step = (u64)gridDim.x * blockDim.x;
+    float each = 1.0f / pixels;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        float g[8];
+        unpack(load(dy, i / groups / pixels * groups + i % groups), g);
+#pragma unroll
+        for (int k = 0; k < 8; k++) g[k] *= each;
+        store(dx, i, pack(g));
+    }
+}
+
+// A square max pooling of any window of up to 15 x 15 pixels.
+struct PlainPool {
+    u32 pictures, height, width, out_height, out_width, kernel, stride, padding;
+};
+#define PLAIN_POOL_PARAMETERS                                                                                       \
+    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding, u32 channels
+#define PLAIN_POOL \
+    PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding }
+
+// y, and where given argmax: which place of its window each value came from, the first of equals. A NaN wins and stays.
+extern "C" __global__ void __launch_bounds__(256)
+    plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
+    enter();
+    PlainPool p = PLAIN_POOL;
+    u64 groups = channels / 8, all = (u64)p.pictures * p.out_height * p.out_width * groups;
+    u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        u64 group = i % groups, pixel = i / groups;
+        u32 column = pixel % p.out_width, row = pixel / p.out_width % p.out_height;
+        u64 picture = pixel / p.out_width / p.out_height;
+        float best[8];
+        u8 where[8];
+        bool first = true;
+        for (u32 a = 0; a < p.kernel; a++) {
+            u32 r = row * p.stride + a - p.padding; // below 0 wraps to above the height
+            if (r >= p.height) continue;
+            for (u32 b = 0; b < p.kernel; b++) {
+                u32 c = column * p.stride + b - p.padding;
+                if (c >= p.width) continue;
+                float v[8];
+                unpack(load(x, ((picture * p.height + r) * p.width + c) * groups + group), v);
+#pragma unroll
+                for (int k = 0; k < 8; k++)
+                    if (first || v[k] > best[k] || v[k] != v[k]) {
+                        best[k] = v[k];
+                        where[k] = (u8)(a * p.kernel + b);
+                    }
+                first = false;
+            }
+        }
+        store(y, i, pack(best));
+        if (argmax) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) argmax[i * 8 + k] = where[k];
+        }
+    }
+}
+
+// dx: each value gets the gradients of the windows that it won.
+extern "C" __global__ void __launch_bounds__(256)
+    plain_max_pool_backward(const T* dy, const u8* argmax, T* dx, PLAIN_POOL_PARAMETERS) {
+    enter();
+    PlainPool p = PLAIN_POOL;
+    u64 groups = channels / 8, all = (u64)p.pictures * p.height * p.width * groups;
+    u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        u64 group = i % groups, pixel = i / groups;
+        u32 column = pixel % p.width, row = pixel / p.width % p.height;
+        u64 picture = pixel / p.width / p.height;
+        float g[8] = {};
+        for (u32 a = 0; a < p.kernel; a++) {
+            // The window in which this pixel is in row a, if there is one.
+            if (row + p.padding < a) break;
+            u32 r = row + p.padding - a;
+            if (r % p.stride || r / p.stride >= p.out_height) continue;
+            for (u32 b = 0; b < p.kernel; b++) {
+                if (column + p.padding < b) break;
+                u32 c = column + p.padding - b;
+                if (c % p.stride || c / p.stride >= p.out_width) continue;
+                u64 at = ((picture * p.out_height + r / p.stride) * p.out_width + c / p.stride) * groups + group;
+                float d[8];
+                unpack(load(dy, at), d);
+#pragma unroll
+                for (int k = 0; k < 8; k++)
+                    if (argmax[at * 8 + k] == a * p.kernel + b) g[k] += d[k];
+            }
+        }
+        store(dx, i, pack(g));
+    }
+}

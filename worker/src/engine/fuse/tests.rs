@@ -1,0 +1,136 @@
+use super::*;
+use crate::net::resnet;
+use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+
+const ALL: Capabilities = Capabilities {
+    norm_add_relu: true,
+    shortcut_norm: true,
+    norm_max_pool: true,
+    norm_average_pool: true,
+    one_sum_buffer: true,
+    wgmma: true,
+};
+
+fn build(arch: Arch, stem: Stem, side: usize) -> Network {
+    resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap()
+}
+
+fn count(ops: &[FusedOp], is: impl Fn(&FusedOp) -> bool) -> usize {
+    ops.iter().filter(|op| is(op)).count()
+}
+
+#[test]
+fn without_capabilities_every_operation_runs_by_itself_and_in_order() {
+    let net = build(Arch::ResNet50, Stem::Imagenet, 64);
+    let ops = fuse(&net, &Capabilities::default());
+    let outputs: Vec<_> = ops.iter().map(FusedOp::output).collect();
+    assert_eq!(outputs, net.ops.iter().map(Op::output).collect::<Vec<_>>());
+    let reads: Vec<_> = ops.iter().map(FusedOp::reads).collect();
+    assert_eq!(reads, net.ops.iter().map(Op::inputs).collect::<Vec<_>>());
+    let plain = |op: &FusedOp| match op {
+        FusedOp::Conv(conv) => {
+            conv.forward == ConvForward::Plain { early_statistics: false }
+                && conv.backward == ConvBackward::Plain
+        }
+        FusedOp::Norm(norm) => {
+            !norm.relu
+                && !norm.pooled
+                && !norm.backward_in_conv
+                && norm.shortcut.is_none()
+                && norm.forward == NormForward::Here
+                && norm.statistics == StatisticsIn::Norm
+        }
+        FusedOp::GlobalAveragePool { gradient_in_norm, .. } => !gradient_in_norm,
+        _ => true,
+    };
+    assert!(ops.iter().all(plain));
+}
+
+#[test]
+fn a_residual_network_becomes_convolutions_and_fused_norms() {
+    let net = build(Arch::ResNet20, Stem::Cifar, 32);
+    let ops = fuse(&net, &Capabilities { norm_add_relu: true, ..Capabilities::default() });
+    let norms = |with_shortcut, with_relu| {
+        count(&ops, |op| {
+            matches!(op, FusedOp::Norm(norm)
+                if norm.shortcut.is_some() == with_shortcut && norm.relu == with_relu)
+        })
+    };
+    // Stem and first of each block; ends of blocks; the two projections.
+    assert_eq!((norms(false, true), norms(true, true), norms(false, false)), (10, 9, 2));
+    assert_eq!(ops.len(), 21 + 21 + 2);
+}
+
+/// In either order of a block's operations, and where a tensor has more readers, nothing that somebody reads is left out.
+#[test]
+fn whatever_is_read_is_made_before() {
+    let mut nets = vec![
+        build(Arch::ResNet50, Stem::Imagenet, 64),
+        build(Arch::ResNet18, Stem::Imagenet, 64),
+        build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32),
+    ];
+    // The output of a batch norm is added twice, that of a ReLU is pooled and read by a convolution.
+    let mut net = Network::new("odd", 32, 3, 10);
+    let mut x = net.conv("conv1", net.input(), 64, 3, 1);
+    x = net.batch_norm("bn1", x);
+    let sum = net.add(x, x);
+    let y = net.relu(sum);
+    let pooled = net.max_pool(y, 3, 2);
+    let z = net.conv("conv2", y, 64, 3, 2);
+    let z = net.batch_norm("bn2", z);
+    let z = net.add(z, pooled);
+    let z = net.global_average_pool(z);
+    net.linear("fc", z, 10);
+    nets.push(net);
+    for net in nets {
+        for bits in 0..64u32 {
+            let has = |bit: u32| bits >> bit & 1 == 1;
+            let can = Capabilities {
+                norm_add_relu: has(0),
+                shortcut_norm: has(1),
+                norm_max_pool: has(2),
+                norm_average_pool: has(3),
+                one_sum_buffer: has(4),
+                wgmma: has(5),
+            };
+            let ops = fuse(&net, &can);
+            let mut made = vec![net.input()];
+            for op in &ops {
+                for tensor in op.reads() {
+                    assert!(made.contains(&tensor), "{}: {op} with {can:?}", net.arch);
+                }
+                if !matches!(op, FusedOp::Norm(Norm { forward: NormForward::InShortcut, .. })) {
+                    made.push(op.output());
+                }
+            }
+            assert!(made.contains(&net.logits()), "{} with {can:?}", net.arch);
+        }
+    }
+}
+
+#[test]
+fn what_is_fused_across_convolutions_needs_its_shapes() {
+    // The widening and the narrowing convolutions of the first stage, and the dgrads of the first convolutions of blocks 1 and
+    // 2 of the first stage (64 outputs), 1 to 3 of the second (128) and 1 to 5 of the third (256).
+    let ops = fuse(&build(Arch::ResNet50, Stem::Imagenet, 224), &ALL);
+    let forward = |is: fn(&ConvForward) -> bool| {
+        count(&ops, |op| matches!(op, FusedOp::Conv(conv) if is(&conv.forward)))
+    };
+    assert_eq!(forward(|f| matches!(f, ConvForward::WithNorms { norm_before: Some(_) })), 3);
+    assert_eq!(forward(|f| matches!(f, ConvForward::WithNorms { norm_before: None })), 1);
+    assert_eq!(forward(|f| matches!(f, ConvForward::WithBlockEnd { .. })), 2);
+    let dgrads = |ops: &[FusedOp]| {
+        count(ops, |op| matches!(op, FusedOp::Conv(conv) if conv.backward == ConvBackward::DgradInNorm))
+    };
+    // Also those of the first blocks of stages 2 and 3, whose projections have a stride.
+    assert_eq!(dgrads(&ops), 2 + 4 + 6);
+    // ResNeXt's convolutions are twice as wide.
+    let ops = fuse(&build(Arch::ResNeXt50_32x4d, Stem::Imagenet, 224), &ALL);
+    assert_eq!(
+        count(&ops, |op| matches!(op, FusedOp::Conv(conv) if conv.name == "layer1.0.conv3"
+        && conv.forward == (ConvForward::Plain { early_statistics: true }))),
+        1
+    );
+    let ops = fuse(&build(Arch::ResNet18, Stem::Imagenet, 224), &ALL);
+    assert_eq!(dgrads(&ops), 0);
+}

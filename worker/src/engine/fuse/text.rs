@@ -1,0 +1,95 @@
+//! Fused operations as text, for people and for the tests that pin them.
+
+use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn};
+use std::fmt::{Display, Formatter, Result};
+
+impl Display for FusedOp {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        match self {
+            FusedOp::Conv(conv) => conv.fmt(f),
+            FusedOp::Norm(norm) => norm.fmt(f),
+            FusedOp::Relu { input, output } => write!(f, "relu t{input} -> t{output}"),
+            FusedOp::Add { branch, shortcut, output } => {
+                write!(f, "add t{branch} + t{shortcut} -> t{output}")
+            }
+            FusedOp::MaxPool { input, output, kernel, stride, .. } => {
+                write!(f, "max_pool {kernel}x{kernel} stride {stride} t{input} -> t{output}")
+            }
+            FusedOp::GlobalAveragePool { input, output, gradient_in_norm } => {
+                write!(f, "global_average_pool t{input} -> t{output}")?;
+                note(f, *gradient_in_norm, "gradient spread by the batch norm before it")
+            }
+            FusedOp::Linear { name, input, output, .. } => write!(f, "linear {name} t{input} -> t{output}"),
+        }
+    }
+}
+
+fn note(f: &mut Formatter<'_>, there: bool, text: &str) -> Result {
+    if there { write!(f, "; {text}") } else { Ok(()) }
+}
+
+impl Display for Conv {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let (name, shape) = (&self.name, &self.shape);
+        let (kernel, stride, groups) = (shape.kernel, shape.stride, shape.groups);
+        write!(f, "conv {name} {kernel}x{kernel}")?;
+        if stride > 1 {
+            write!(f, " stride {stride}")?;
+        }
+        if groups > 1 {
+            write!(f, " groups {groups}")?;
+        }
+        write!(f, " {} -> {} channels, t{} -> t{}", shape.in_c, shape.out_c, self.input, self.output)?;
+        match self.forward {
+            ConvForward::Plain { early_statistics } => note(f, early_statistics, "then its statistics")?,
+            ConvForward::WithNorms { norm_before: None } => write!(f, "; forward with its statistics")?,
+            ConvForward::WithNorms { norm_before: Some(before) } => {
+                write!(f, "; forward with the application of norm {before} and its statistics")?;
+            }
+            ConvForward::WithBlockEnd { block_end } => {
+                write!(f, "; forward with the block end of norm {block_end} and its statistics")?;
+            }
+        }
+        match self.backward {
+            ConvBackward::Plain => Ok(()),
+            ConvBackward::DgradInNorm => write!(f, "; dgrad in the batch norm before it"),
+            ConvBackward::WithNorms { norm_before: None } => {
+                write!(f, "; dgrad and wgrad with the application of the batch norm after it")
+            }
+            ConvBackward::WithNorms { norm_before: Some(before) } => {
+                write!(
+                    f,
+                    "; dgrad and wgrad with the application of the batch norm after it and the sums of norm {before}"
+                )
+            }
+        }
+    }
+}
+
+impl Display for Norm {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        write!(f, "norm {} {} t{}", self.norm, self.name, self.input)?;
+        match self.shortcut {
+            None => {}
+            Some(shortcut) => match shortcut.deferred {
+                None => write!(f, " + t{}", shortcut.tensor)?,
+                Some(norm) => write!(f, " + norm {} of t{}", norm.norm, norm.input)?,
+            },
+        }
+        note(f, self.relu, "relu")?;
+        note(f, self.pooled, "max_pool 3x3 stride 2")?;
+        write!(f, " -> t{}", self.output)?;
+        match self.statistics {
+            StatisticsIn::Norm => {}
+            StatisticsIn::AfterConv => write!(f, "; statistics taken after its convolution")?,
+            StatisticsIn::Conv => write!(f, "; statistics taken in its convolution")?,
+        }
+        match self.forward {
+            NormForward::Here => {}
+            NormForward::InShortcut => write!(f, "; applied by the addition")?,
+            NormForward::InConv => write!(f, "; applied by the convolution after it")?,
+            NormForward::InNextConv => write!(f, "; applied and written by the convolution after it")?,
+        }
+        note(f, self.backward_in_conv, "backward applied by its convolution")
+    }
+}

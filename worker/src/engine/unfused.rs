@@ -1,0 +1,142 @@
+//! Networks of operations that nothing fits to fuse with, on the CPU engine: against PyTorch, and fused against not.
+
+use super::{EngineConfig, Optimizer, build_cpu};
+use crate::{
+    comm::SingleRank,
+    data::loader::Batch,
+    made_up::{labels, values},
+    net::{Network, Role},
+    tensors::{HostTensor, NamedTensors},
+};
+use serde::Deserialize;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// `Unfused` of `tests/pytorch/make_fixtures.py`: a ReLU, an addition, poolings and a hidden linear layer by themselves.
+pub(super) fn network(image_size: usize) -> Network {
+    let mut net = Network::new("unfused", image_size, 3, 10);
+    let x = net.conv("conv1", net.input(), 16, 3, 1);
+    let shortcut = net.relu(x);
+    let branch = net.conv("conv2", shortcut, 16, 3, 1);
+    let sum = net.add(branch, shortcut);
+    let x = net.relu(sum);
+    let x = net.max_pool(x, 3, 2);
+    let x = net.conv("conv3", x, 32, 3, 2);
+    let x = net.batch_norm("bn3", x);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    let x = net.linear("hidden", x, 24);
+    let x = net.relu(x);
+    net.linear("fc", x, 10);
+    net
+}
+
+/// Where tensors have several readers: a batch norm behind a ReLU that is also its shortcut, a sum of a tensor with itself, a
+/// pooling around which the tensor is added, an addition of linear layers.
+fn many_readers() -> Network {
+    let mut net = Network::new("many readers", 12, 3, 10);
+    let x = net.conv("conv1", net.input(), 16, 3, 1);
+    let x = net.relu(x);
+    let normed = net.batch_norm("bn1", x);
+    let sum = net.add(normed, x);
+    let pooled = net.max_pool(sum, 3, 1);
+    let sum = net.add(pooled, sum);
+    let twice = net.add(sum, sum);
+    let x = net.conv("conv2", twice, 16, 3, 1);
+    let normed = net.batch_norm("bn2", x);
+    let branch = net.relu(normed);
+    let other = net.conv("conv3", normed, 16, 1, 1);
+    let sum = net.add(branch, other);
+    let mean = net.global_average_pool(sum);
+    let hidden = net.linear("hidden", mean, 16);
+    let sum = net.add(hidden, mean);
+    let x = net.relu(sum);
+    net.linear("fc", x, 10);
+    net
+}
+
+pub(super) fn networks() -> Vec<Arc<Network>> {
+    vec![Arc::new(network(12)), Arc::new(many_readers())]
+}
+
+/// As `unfused` of `make_fixtures.py` fills its model.
+pub(super) fn initial(network: &Network) -> NamedTensors {
+    let parameters = network.parameters().into_iter();
+    parameters
+        .map(|p| {
+            let drawn = |one: f32| -> Vec<f32> {
+                values(&format!("unfused.{}", p.name), p.len()).into_iter().map(|v| v / 4.0 + one).collect()
+            };
+            let values = match p.role {
+                Role::RunningMean => vec![0.0; p.len()],
+                Role::RunningVar => vec![1.0; p.len()],
+                Role::Gamma { .. } => drawn(1.0),
+                _ => drawn(0.0),
+            };
+            (p.name, HostTensor { shape: p.shape, values })
+        })
+        .collect()
+}
+
+pub(super) fn batch(network: &Network, size: usize) -> Batch {
+    Batch {
+        images: values("unfused.images", size * network.tensors[network.input()].len()),
+        labels: labels("unfused.labels", size, network.classes),
+        indices: (0..size as u64).collect(),
+        ..Batch::default()
+    }
+}
+
+/// Momentum is the gradient after the first step.
+pub(super) fn config(batch_size: usize) -> EngineConfig {
+    EngineConfig {
+        batch_size,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: 2,
+    }
+}
+
+#[derive(Deserialize)]
+struct Gradient {
+    norm: f32,
+    /// At 16 places from the first value to the last.
+    values: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Fixture {
+    batch_size: usize,
+    image_size: usize,
+    loss: f32,
+    gradients: BTreeMap<String, Gradient>,
+    running: BTreeMap<String, Vec<f32>>,
+}
+
+#[test]
+fn a_step_of_operations_by_themselves_is_pytorch_s() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/unfused.json");
+    let fixture: Fixture = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let network = Arc::new(network(fixture.image_size));
+    let config = config(fixture.batch_size);
+    let mut engine = build_cpu(network.clone(), &initial(&network), config, Arc::new(SingleRank)).unwrap();
+    let step = engine.train_step(&[batch(&network, fixture.batch_size)], 0.1).unwrap();
+    assert!((step.loss - fixture.loss).abs() < 1e-6 * fixture.loss, "{} {}", step.loss, fixture.loss);
+    let gradients = engine.optimizer_state().unwrap().slots;
+    assert_eq!(gradients.len(), fixture.gradients.len());
+    for (name, wanted) in &fixture.gradients {
+        let ours = &gradients[&format!("{name}.momentum")].values;
+        for (place, theirs) in wanted.values.iter().enumerate() {
+            let ours = ours[place * (ours.len() - 1) / 15];
+            assert!((ours - theirs).abs() < 1e-5 * wanted.norm, "{name}: {ours} instead of {theirs}");
+        }
+    }
+    let parameters = engine.parameters().unwrap();
+    for (name, wanted) in &fixture.running {
+        for (ours, theirs) in parameters[name].values.iter().zip(wanted) {
+            assert!((ours - theirs).abs() < 1e-5, "{name}: {ours} instead of {theirs}");
+        }
+    }
+}

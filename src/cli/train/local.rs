@@ -16,10 +16,11 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// When one rank has failed the others notice by themselves; who does not within this is told.
+/// When one rank has failed the others notice by themselves; who does not within this is told. Those who stop in order,
+/// because one of them was told to, have the time that a rank gives itself for its checkpoint.
 const SETTLE: Settle = {
     let within = Duration::from_secs(2);
-    Settle { certain: within, provisional: within, stopping: within }
+    Settle { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
 /// From TERM to KILL, of ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
@@ -51,10 +52,11 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         let mut command = Command {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
             interrupted: false,
             show: Show::new(),
         };
-        // Whatever ends this command (a closed pipe, an error) ends them, too.
+        // What this command can see of its end (a closed pipe, an error) ends them, too; SIGKILL it cannot.
         let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
@@ -74,11 +76,29 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
 struct Command {
     interrupt: Signal,
     terminate: Signal,
+    /// Its terminal is gone; `None` where that is to change nothing.
+    hangup: Option<Signal>,
     interrupted: bool,
     show: Show,
 }
 
-/// Somebody pressed Ctrl-C, or sent SIGTERM.
+/// Whether SIGHUP was ignored when this process was started, as nohup(1) does it (proc_pid_status(5)).
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
+}
+
+async fn received(signal: Option<&mut Signal>) {
+    match signal {
+        Some(signal) => {
+            signal.recv().await;
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Somebody pressed Ctrl-C, sent SIGTERM, or closed the terminal.
 struct Interrupt;
 
 impl Policy for Command {
@@ -92,6 +112,7 @@ impl Policy for Command {
         tokio::select! {
             _ = self.interrupt.recv() => Interrupt,
             _ = self.terminate.recv() => Interrupt,
+            () = received(self.hangup.as_mut()) => Interrupt,
         }
     }
 

@@ -53,7 +53,7 @@ pub enum Reduction {
     Sum,
     /// The sum divided by the group's size.
     Mean,
-    /// The largest; NaN where any rank has NaN.
+    /// The largest; NaN where any rank has NaN, except with NCCL, whose maximum leaves NaN out.
     Max,
 }
 

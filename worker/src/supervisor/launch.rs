@@ -13,7 +13,6 @@ use crate::{
     rank::RankConfig,
 };
 use lockstep_protocol::agent::StartAttempt;
-use rustix::process::Signal;
 use std::{
     fs::{self, File},
     io,
@@ -81,8 +80,7 @@ impl RankProcess {
             Self::spawn(config.rank, &mut command, UnixProcessGroup::Own).map_err(|e| named(program, e))?;
         let identity_path = rank_file(&dir, config.rank, "pid");
         if let Err(error) = write_whole(&identity_path, &serde_json::to_vec(&process.identity)?) {
-            process.signal(Signal::KILL);
-            process.poll();
+            process.kill_and_wait();
             return Err(error);
         }
         Ok(process)
@@ -111,6 +109,7 @@ mod tests {
     };
     use crate::engine::toy;
     use lockstep_protocol::{agent::AttemptRef, job::JobId, spec::JobSpec};
+    use rustix::process::Signal;
     use std::time::{Duration, Instant};
 
     /// A program that takes a rank's place: `rank <file> --job ...` as shell script.

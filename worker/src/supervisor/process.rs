@@ -136,13 +136,13 @@ impl RankProcess {
     /// proc_pid_stat(5) names it; `D` is one that the kernel does not let go.
     pub fn remains(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
-        if own == 0 {
+        // While a group has members its number is given to no other process: one that has it now is a stranger, like its group.
+        if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
         }
         proc_fs::all()
             .filter(|(pid, s)| match self.group {
-                // A later process may have its number: that one would be younger than its own group's leader.
-                _ if *pid == own => s.start_time == start_time,
+                _ if *pid == own => true,
                 UnixProcessGroup::Own => s.group == own,
                 UnixProcessGroup::Inherited => false,
             })
@@ -200,5 +200,18 @@ mod tests {
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));
         assert!(process.sweep());
+    }
+
+    #[test]
+    fn a_stranger_who_has_the_number_of_a_rank_is_spared_with_its_group() {
+        let mut command = Command::new("sleep");
+        let mut stranger =
+            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is there");
+        let Identity { pid, start_time, boot_id } = &stranger.identity;
+        let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
+        let mut rank = RankProcess::adopted(0, Some(before));
+        assert!(rank.sweep(), "{:?}", rank.remains());
+        assert_eq!((stranger.poll(), stranger.remains().len()), (None, 1));
+        stranger.kill_and_wait();
     }
 }

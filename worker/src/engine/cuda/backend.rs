@@ -94,8 +94,8 @@ impl Backend for Cuda {
         libraries::ready(Which::needed(world_size))
     }
 
-    fn shared_memory(&self, spec: &JobSpec, local_ranks: usize) -> SharedMemory {
-        let ranks = if spec.parallel.device == Device::Cuda && local_ranks > 1 { local_ranks } else { 0 };
+    fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
+        let ranks = if local_ranks > 1 { local_ranks } else { 0 };
         SharedMemory { bytes: SHARED_MEMORY * ranks as u64, library: "NCCL" }
     }
 

@@ -155,7 +155,9 @@ async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
 async fn the_newest_checkpoint_is_torn() {
     let _turn = turn().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    // Long enough that it is not over when the pause comes.
+    let steps = 4 * STEPS;
+    let model = undisturbed(steps).await;
     for (fault, harm) in [
         (
             "the newest checkpoint is torn",
@@ -166,7 +168,7 @@ async fn the_newest_checkpoint_is_torn() {
             bytes[middle] ^= 1;
         }),
     ] {
-        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let id = server.submit(&spec("disturbed", steps)).await;
         runs_past(&server, &id, 2 * EVERY + 20).await;
         server.cli(&["pause", &id]).ok();
         let all = server.checkpoints(&id).await;
@@ -178,7 +180,7 @@ async fn the_newest_checkpoint_is_torn() {
         fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("harm");
         let row = Row::begin(fault);
         server.cli(&["resume", &id]).ok();
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, steps, &model, &[]).await;
         let events = stored(&server, &id).await;
         let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
         assert_eq!(number(&plan["start_step"]), before, "{all:?}");

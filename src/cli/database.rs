@@ -1,6 +1,6 @@
 //! `lockstep migrate`, `backup` and `restore`: what is done to a database from outside the server.
 
-use super::{block_on, output, wrong};
+use super::{block_on, file, output, wrong};
 use lockstep_server::{
     ServeConfig,
     store::{
@@ -8,7 +8,11 @@ use lockstep_server::{
         backup::{BackupError, Summary, backup, restore},
     },
 };
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
 
 /// Which database.
 #[derive(clap::Args)]
@@ -85,6 +89,15 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
 pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
+    file::check_output(&args.output)?;
+    if let Location::Sqlite(database) = &location
+        && is_of(database, &args.output)
+    {
+        let (path, database) = (args.output.display(), database.display());
+        return Err(wrong(format!(
+            "{path} is the database {database} itself, or a file of it; name another file"
+        )));
+    }
     let done = block_on(async { backup(&location, &args.output).await.map_err(told) })?;
     report("backed up", &location, &args.output, &done, args.which.json)
 }
@@ -99,6 +112,25 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     std::fs::create_dir_all(&args.which.data_dir)?;
     let done = block_on(async { restore(&location, &args.file).await.map_err(told) })?;
     report("restored", &location, &args.file, &done, args.which.json)
+}
+
+/// Whether a path is an SQLite database's file or one of those that it has beside it, under whatever name.
+fn is_of(database: &Path, path: &Path) -> bool {
+    ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
+        let mut part = database.as_os_str().to_owned();
+        part.push(suffix);
+        let part = PathBuf::from(part);
+        let id = |path: &Path| fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
+        let folder = |path: &Path| {
+            let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+            fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()
+        };
+        let same_file = id(&part).is_some() && id(&part) == id(path);
+        same_file
+            || (part.file_name() == path.file_name()
+                && folder(&part).is_some()
+                && folder(&part) == folder(path))
+    })
 }
 
 fn told(error: BackupError) -> anyhow::Error {

@@ -4,7 +4,7 @@ use super::{
     api::{Api, ServerArgs},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights},
-    output, wrong,
+    file, output, wrong,
 };
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
@@ -34,6 +34,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job or checkpoint, 1 when what came is damaged.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    file::check_output(&args.output)?;
     let api = Api::new(&args.server.server)?;
     block_on(async {
         let (_, chosen) = args.which.find(&api).await?;

@@ -1,6 +1,7 @@
 //! Files that somebody names on the command line. Opening a named pipe waits for somebody who writes into it, and a device
 //! may never end: only regular files are read, and what the caller's shell has connected this process to.
 
+use super::wrong;
 use lockstep_worker::files;
 use std::{
     fs::{self, File},
@@ -34,6 +35,21 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
     if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
 }
 
+/// Looks whether a file may be written as `path`: it is written beside it and renamed, which would put a file in the place of a
+/// device or a pipe.
+///
+/// # Errors
+/// Exit status 2: what is there is no regular file.
+pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
+    match fs::metadata(path) {
+        Ok(there) if !there.is_file() => Err(wrong(format!(
+            "{}: there is something that is no regular file, which this command would replace; name another file",
+            path.display()
+        ))),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,6 +81,13 @@ mod tests {
         ] {
             let said = at_once(path.clone()).unwrap_err();
             assert!(said.contains(words), "{words:?} in {said}, of {}", path.display());
+        }
+        std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
+        for path in [at("pipe"), at("link"), "/dev/null".into(), dir.path().into()] {
+            assert!(check_output(&path).is_err(), "{}", path.display());
+        }
+        for path in [at("file"), at("none")] {
+            assert!(check_output(&path).is_ok(), "{}", path.display());
         }
     }
 }

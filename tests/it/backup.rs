@@ -24,6 +24,21 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     }
     let told = server.cli(&[&["backup", "-o", file], &which[..]].concat());
     assert!(told.ok().contains("backed up 1 jobs"), "{}", told.stdout);
+    if server.database.is_none() {
+        std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
+            .expect("a link");
+        for place in
+            [data.join("lockstep.db"), data.join("lockstep.db-journal"), server.folder().path().join("link")]
+        {
+            let place = place.to_str().expect("UTF-8");
+            server
+                .cli(&[&["backup", "-o", place], &which[..]].concat())
+                .wrong(&["is the database", "name another file"]);
+        }
+    }
+    server
+        .cli(&[&["backup", "-o", "/dev/null"], &which[..]].concat())
+        .wrong(&["/dev/null", "name another file"]);
     // The server has the database: whoever would change it is refused.
     server.cli(&[&["migrate"], &which[..]].concat()).wrong(&["in use"]);
     server.cli(&[&["restore", file], &which[..]].concat()).wrong(&["in use"]);

@@ -19,53 +19,39 @@ const FENCE_EVERY: Duration = Duration::from_millis(500);
 /// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
 /// not fence anybody.
 #[derive(Debug)]
-pub(super) struct Lease(Mutex<State>);
-
-#[derive(Debug)]
-struct State {
-    /// When the server was heard last; before that, when this agent started.
-    last: Instant,
-    length: Duration,
-    /// The server was heard at all.
-    heard: bool,
-}
+pub(super) struct Lease(Mutex<(Instant, Duration)>);
 
 impl Lease {
     pub(super) fn new() -> Self {
-        Self(Mutex::new(State { last: Instant::now(), length: UNTIL_TOLD, heard: false }))
+        Self(Mutex::new((Instant::now(), UNTIL_TOLD)))
     }
 
     /// The server answered something that was sent at `sent`: it counted from then at the earliest.
     pub(super) fn renew(&self, sent: Instant) {
-        let mut state = self.lock();
-        (state.last, state.heard) = (sent, true);
+        self.lock().0 = sent;
     }
 
     /// The server has said how long it waits.
     pub(super) fn set_length(&self, length: Duration) {
-        self.lock().length = length;
+        self.lock().1 = length;
     }
 
     /// How long the server has been silent, when that is past the lease.
     pub(super) fn overdue(&self) -> Option<Duration> {
-        let State { last, length, .. } = *self.lock();
+        let (last, length) = *self.lock();
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
     /// How long ranks may go on if nothing more is heard. A little less than the server waits, so that they have
-    /// ended when it gives the work to others. `None` before it was heard, too: ranks that an earlier agent started have
-    /// the deadline that it gave them, or starting agents again and again would let them train for ever.
+    /// ended when it gives the work to others.
     pub(super) fn left(&self) -> Option<Duration> {
-        let State { last, length, heard } = *self.lock();
-        if !heard {
-            return None;
-        }
+        let (last, length) = *self.lock();
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last.elapsed())
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        // Plain values: whole, whoever panicked.
+    fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {
+        // Two plain values: whole, whoever panicked.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
@@ -87,16 +73,6 @@ pub(super) async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn nothing_is_extended_before_the_server_is_heard() {
-        let lease = Lease::new();
-        assert_eq!(lease.left(), None);
-        lease.set_length(Duration::from_secs(15));
-        assert_eq!(lease.left(), None);
-        lease.renew(Instant::now());
-        assert!(lease.left().unwrap() > Duration::from_secs(10));
-    }
 
     #[test]
     fn it_counts_from_the_sending_not_from_the_answer() {

@@ -186,15 +186,17 @@ async fn the_server_dies_at_every_point_of_writing_to_postgres() {
 async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    // Reports come a few times a second: the job must be long enough for the fourth on a quick machine.
+    let steps = 4 * STEPS;
+    let model = undisturbed(steps).await;
     for point in ["ingest.begin", "ingest.event", "ingest.commit"] {
         let struck = |time: u32| marks.path().join(format!("{point}.{time}"));
         let fault = |time: u32| format!("{point}:error@{time}:{}", struck(time).display());
         let environment = vec![("LOCKSTEP_FAULT".into(), (2..5).map(fault).collect::<Vec<_>>().join(","))];
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let id = server.submit(&spec("disturbed", steps)).await;
         let row = Row::begin(&format!("the database's disk is full at {point}"));
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1);
         assert!((2..5).all(|time| struck(time).exists()), "{point} was reached each time");
         row.passed("reports waited, training went on");

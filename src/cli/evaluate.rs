@@ -101,7 +101,7 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         })
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
-    let name = |class: usize| found.classes.get(class).map_or("?", |c| c.name.as_str());
+    let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
     for (count, of, taken_for) in confused(found) {
         output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
     }

@@ -3,7 +3,7 @@
 //! It is a child that outlives its parent: when the server is killed, ranks train on, and the next
 //! server's agent takes them over.
 
-use super::wrong;
+use super::{sentence, wrong};
 use anyhow::Context;
 use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
@@ -104,7 +104,7 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
                     born = Instant::now();
                     break;
                 }
-                Err(error) => tracing::error!(error = format!("{error:#}"), "the local agent does not start"),
+                Err(error) => tracing::error!(error = sentence(&error), "the local agent does not start"),
             }
         }
     }

@@ -46,14 +46,19 @@ pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
+/// A name from a file or a server as part of a line: without line breaks and tabs, and with characters that a terminal obeys
+/// as JSON writes them.
+pub(crate) fn one_line(text: &str) -> String {
+    unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
+}
+
 /// A table with columns as wide as their content, headed by `header`.
 ///
 /// # Errors
 /// As [`line`].
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
     // A row is a line, whatever is in it.
-    let cell = |cell: &String| unseen::shown(&cell.replace(['\n', '\t'], " ")).into_owned();
-    let rows: Vec<[String; N]> = rows.iter().map(|row| row.each_ref().map(cell)).collect();
+    let rows: Vec<[String; N]> = rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
     let mut widths = header.map(|h| h.chars().count());
     for row in &rows {
         for (width, cell) in widths.iter_mut().zip(row) {

@@ -84,15 +84,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 output::warn(format_args!("{}, checkpoint {}", by.job, by.checkpoint));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
-                let words = |c: &Probability| format!("{} {:.1} %", c.class, c.probability * 100.0);
-                let top: Vec<String> = prediction.classes.iter().map(words).collect();
-                output::line(format_args!("{}: {}", prediction.name, top.join(", ")))?;
+                output::line(line(prediction))?;
             }
         }
     }
     let unread: Vec<String> =
         predictions.iter().filter_map(|p| p.error.as_ref().map(|e| format!("{} {e}", p.name))).collect();
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
+}
+
+/// A prediction as one line. Class names are whatever the model's file holds; no character of theirs moves the cursor or
+/// begins another line, whether a terminal or a program reads it.
+fn line(prediction: &Prediction) -> String {
+    let words =
+        |c: &Probability| format!("{} {:.1} %", output::one_line(&c.class), c.probability * 100.0);
+    let top: Vec<String> = prediction.classes.iter().map(words).collect();
+    format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }
 
 /// Whose model it was.
@@ -150,4 +157,21 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(A
     }
     let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
     Ok((Answering { job: job.name, checkpoint }, predictions))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_name_cannot_command_a_terminal() {
+        let class = "\u{1b}]0;title\u{7}cat\nfake.png: dog 99.0 %".to_owned();
+        let prediction = Prediction {
+            name: "a.png".into(),
+            classes: vec![Probability { class, probability: 0.5 }],
+            error: None,
+        };
+        let shown = line(&prediction);
+        assert_eq!(shown, "a.png: \\u001b]0;title\\u0007cat fake.png: dog 99.0 % 50.0 %");
+    }
 }

@@ -6,6 +6,7 @@ use super::{
     output, wrong,
 };
 use lockstep_server::{ServeConfig, ServeError};
+use lockstep_worker::engine::MOST_CPU_SLOTS;
 use std::{
     net::{SocketAddr, ToSocketAddrs},
     path::PathBuf,
@@ -38,7 +39,8 @@ pub(crate) struct Args {
     #[arg(long)]
     no_local_agent: bool,
     /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
-    #[arg(long, value_name = "N", conflicts_with = "no_local_agent")]
+    #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]

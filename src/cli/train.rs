@@ -2,6 +2,7 @@
 
 mod launcher;
 mod local;
+mod out_lock;
 mod show;
 
 use super::{api::mistake, init_tracing, output, wrong};
@@ -27,6 +28,7 @@ use lockstep_worker::{
     rank::RankConfig,
     supervisor::configs,
 };
+use out_lock::OutLock;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -76,6 +78,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
     fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
+    // The ranks of a launcher share the folder: rank 0 locks it for all.
+    let _lock = match &place {
+        Some(place) if place.rank > 0 => None,
+        _ => Some(OutLock::take(&out)?),
+    };
     let resume = match &place {
         // Rank 0 reads the checkpoint and sends it; the others only need to know that there is one.
         Some(place) if place.rank > 0 => args.resume.clone(),

@@ -126,7 +126,7 @@ export class Chart {
   /** Pixels that data is drawn across: as many buckets as the server is asked for. */
   get pixels() {
     const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
-    return Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1));
+    return Math.min(10000, Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1)));
   }
 
   /** Draws onto any context that has a canvas's methods. */

@@ -73,7 +73,6 @@ impl Running {
 /// Which checkpoint.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct Which {
     /// Its id, `best` or `latest`; the best when absent.
     checkpoint: Option<String>,

@@ -1,6 +1,6 @@
 //! Metrics: exact points when they fit, else buckets of minimum, maximum and mean.
 
-use super::extract::{Path, Query};
+use super::extract::{Path, Query, count};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
@@ -44,7 +44,8 @@ pub(crate) struct MetricsQuery {
     from: Option<u64>,
     /// Last step.
     to: Option<u64>,
-    /// At most so many buckets a series; 1000 when absent, 10000 at most.
+    /// At most so many buckets a series: 1 to 10000; 1000 when absent.
+    #[param(minimum = 1, maximum = 10000)]
     points: Option<u32>,
 }
 
@@ -116,7 +117,7 @@ pub(crate) async fn find(
 ) -> Result<Json<Metrics>> {
     let filter = query.filter()?;
     let job = jobs::find(&app, &id).await?;
-    let points = query.points.unwrap_or(DEFAULT_POINTS).clamp(1, MAX_POINTS) as usize;
+    let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let found = query::find(&app, &job, &filter, points).await?;
     Ok(Json(Metrics {
         as_of_seq: found.as_of,

@@ -3,7 +3,7 @@
 use super::{
     agents,
     datasets::{self, NewDataset, Registered},
-    extract::{Path, Query, job_id},
+    extract::{PageQuery, Path, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
 };
@@ -45,7 +45,7 @@ pub(crate) async fn home() -> Redirect {
 }
 
 /// `GET /jobs`
-pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query): Query<ListQuery>) -> Page {
+pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, PageQuery(query): PageQuery<ListQuery>) -> Page {
     // A filter typed by hand that is none shows everything.
     let mut filter = query.filter().unwrap_or_default();
     if query.limit.is_none() {
@@ -80,7 +80,7 @@ pub(crate) struct NewJobQuery {
 pub(crate) async fn new_job(
     State(app): State<App>,
     headers: HeaderMap,
-    Query(query): Query<NewJobQuery>,
+    PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
     let datasets = app.store.datasets().await?;
     let mut page = submit::SubmitPage::fresh(

@@ -36,7 +36,7 @@ const INCOMING_BYTES: usize = 4096;
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Since {
-    /// Events up to this number are known; 0 for all. Above the job's last, those in between are not sent.
+    /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
     #[serde(default)]
     since: u64,
 }
@@ -58,8 +58,8 @@ fn accept(
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
-/// A reader whose `since` is above the hello's `last_seq` has events that this database does not (an older
-/// one was put back): it begins again from that number.
+/// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
+/// put back): the stream continues from `last_seq`, and the reader has to discard later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
@@ -220,13 +220,13 @@ async fn follow(
 ) -> std::result::Result<(), Gone> {
     let id = row.job.id.clone();
     let last_seq = row.job.last_seq;
-    // A number from the future is waited for. Of a database that was put back the hello tells: its
-    // `last_seq` is below what the reader has seen, and the reader begins again.
     let Ok(first_seq) = app.store.first_seq(&id).await else {
         return away(&mut reader).await;
     };
     // Points of earlier events are in the metrics alone.
-    reader.sent = since.max(first_seq - 1);
+    // A number above the last event is of a database that an older one has replaced; the hello's `last_seq` says so. Waiting
+    // for that number would withhold every event until it is reached.
+    reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
     let mut live = false;

@@ -48,7 +48,7 @@ pub enum BackupError {
     #[error("the database: {0}")]
     Database(#[from] sqlx::Error),
     /// Writing the lines.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] io::Error),
 }
 

@@ -9,7 +9,7 @@ use lockstep_protocol::{
     job::JobState,
     metric::MetricColumn,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 /// A step's loss and accuracy.
@@ -167,7 +167,7 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
 }
 
 #[tokio::test]
-async fn a_number_from_the_future_is_waited_for() {
+async fn a_number_above_the_last_event_counts_as_the_last() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -175,17 +175,28 @@ async fn a_number_from_the_future_is_waited_for() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let seen = server.job(&id).await.last_seq;
 
-    let mut ahead = server.stream(&id, seen + 3).await;
-    let frames = ahead.until(|f| f["type"] == "live").await;
-    assert_eq!(frames[0]["last_seq"], seen, "the hello tells that the reader is ahead");
-    assert_eq!(frames.len(), 2, "nothing that it did not ask for: {frames:?}");
-    // One row of five events, of which it has three.
+    let mut readers = Vec::new();
+    for since in [seen, seen + 3, u64::MAX] {
+        let mut ahead = server.stream(&id, since).await;
+        let frames = ahead.until(|f| f["type"] == "live").await;
+        assert_eq!(frames[0]["last_seq"], seen, "the hello says that the reader is ahead");
+        assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(seen)), "{frames:?}");
+        readers.push(ahead);
+    }
+    // One row of five events.
     let columns = ["loss", "accuracy", "lr", "step_ms", "data_ms"];
     let columns = columns.map(|name| MetricColumn { name: name.into(), steps: vec![1], values: vec![0.5] });
     let metrics = AttemptEvent::Metrics { rank: 0, columns: columns.into() };
     agent.report(&attempt, Source::Rank(0), 1, vec![metrics]).await;
-    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 4);
-    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 5);
+    for mut reader in readers {
+        for seq in seen + 1..=seen + 5 {
+            assert_eq!(reader.next().await.unwrap()["seq"], seq);
+        }
+    }
+    // A reader that has three of the row's five events gets the other two.
+    let rest = server.stream(&id, seen + 3).await.until(|f| f["type"] == "live").await;
+    let seqs: Vec<_> = rest[1..3].iter().map(|f| f["seq"].as_u64().unwrap()).collect();
+    assert_eq!((rest.len(), seqs), (4, vec![seen + 4, seen + 5]), "{rest:?}");
     server.stop().await;
 }
 

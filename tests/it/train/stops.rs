@@ -11,7 +11,7 @@ use std::{
 };
 
 /// Reads the ranks' loss lines until step `step` has one.
-fn until_step(child: &mut Child, step: u32) {
+pub(super) fn until_step(child: &mut Child, step: u32) {
     let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
     for line in lines {
         let line = line.expect("a line");
@@ -22,18 +22,18 @@ fn until_step(child: &mut Child, step: u32) {
     panic!("step {step} never came");
 }
 
-fn pid_of(attempt: &Path, rank: u32) -> i32 {
+pub(super) fn pid_of(attempt: &Path, rank: u32) -> i32 {
     let text = fs::read(attempt.join(format!("rank.{rank}.pid"))).expect("a pid file");
     let mark: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
     i32::try_from(mark["pid"].as_i64().expect("a pid")).expect("a pid")
 }
 
-fn signal(pid: i32, signal: rustix::process::Signal) {
+pub(super) fn signal(pid: i32, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
     rustix::process::kill_process(pid, signal).expect("it is there");
 }
 
-fn is_gone(pid: i32) -> bool {
+pub(super) fn is_gone(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.is_empty() || stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X']))
 }

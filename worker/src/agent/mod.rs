@@ -90,7 +90,7 @@ pub enum AgentError {
     #[error("the job failed on this agent")]
     JobFailed,
     /// The system.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] std::io::Error),
 }
 

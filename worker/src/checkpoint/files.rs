@@ -19,7 +19,8 @@ use std::{
 /// one takes its place.
 ///
 /// # Errors
-/// The disk is full or not writable; nothing half done is left under the checkpoint's name.
+/// The disk is full or not writable, or a checkpoint of this name cannot be read; nothing incomplete is left under the
+/// checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
     let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
     let name = folder_name(epoch, step);
@@ -30,7 +31,9 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
                 return Ok(size_of(&place, &manifest));
             }
             Ok(_) => {}
-            Err(_) => fs::remove_dir_all(&place).map_err(at(&place))?,
+            Err(CheckpointError::Damaged { .. }) => fs::remove_dir_all(&place).map_err(at(&place))?,
+            // It could not be read, and may be whole: it stays, and the caller tries again.
+            Err(error) => return Err(error),
         }
     }
     let temporary = directory.join(format!("{TEMPORARY}{name}"));

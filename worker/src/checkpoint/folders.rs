@@ -42,13 +42,15 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
 /// The newest checkpoint that is whole, and what is wrong with each newer one.
 ///
 /// # Errors
-/// The directory cannot be read.
+/// The directory cannot be read, or a file of a checkpoint.
 pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
     let mut torn = Vec::new();
     for (epoch, step) in list(directory)?.into_iter().rev() {
         let folder = directory.join(folder_name(epoch, step));
         match validate(&folder) {
             Ok(_) => return Ok((Some(folder), torn)),
+            // It may be whole, and an older one would be used in its place.
+            Err(error @ CheckpointError::Io { .. }) => return Err(error),
             Err(error) => torn.push(error),
         }
     }

@@ -159,6 +159,28 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
     assert!(!dir.path().join(".tmp-1-200").exists());
 }
 
+/// A link that leads to itself cannot be opened (ELOOP), which is none of the errors that mean a missing file.
+#[test]
+fn a_checkpoint_that_cannot_be_read_for_now_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = snapshot(1, 9, None);
+    write(dir.path(), &saved, None).unwrap();
+    let folder = dir.path().join("1-9");
+    let (model, elsewhere) = (folder.join(MODEL), dir.path().join("elsewhere"));
+    fs::rename(&model, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&model, &model).unwrap();
+    for error in [
+        validate(&folder).unwrap_err(),
+        load(&folder).unwrap_err(),
+        write(dir.path(), &saved, None).unwrap_err(),
+        newest(dir.path()).unwrap_err(),
+    ] {
+        assert!(matches!(&error, CheckpointError::Io { path, .. } if *path == model), "{error}");
+    }
+    fs::rename(&elsewhere, &model).unwrap();
+    assert_eq!(load(&folder).unwrap().1, saved.parameters);
+}
+
 #[test]
 fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
     let dir = tempfile::tempdir().unwrap();

@@ -19,6 +19,7 @@ mod unfused;
 
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};
+pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};

@@ -10,7 +10,7 @@ pub(super) enum RankError {
     Rendezvous(#[from] RendezvousError),
     #[error(transparent)]
     Train(#[from] TrainError),
-    #[error("{0}")]
+    #[error(transparent)]
     System(#[from] std::io::Error),
     /// Steps are no longer done.
     #[error("{0}")]

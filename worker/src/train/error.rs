@@ -32,7 +32,7 @@ pub enum TrainError {
     )]
     Overflow { what: String, step: u64 },
     /// The system refused something: a thread, memory, a file.
-    #[error("{0}")]
+    #[error(transparent)]
     System(#[from] std::io::Error),
 }
 
@@ -52,7 +52,7 @@ impl TrainError {
     /// Whether another attempt may succeed.
     pub fn is_retriable(&self) -> bool {
         match self {
-            TrainError::System(_) => true,
+            TrainError::System(_) | TrainError::Checkpoint(CheckpointError::Io { .. }) => true,
             TrainError::Engine(EngineError::Backend(error)) => error.is_retriable(),
             _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
         }

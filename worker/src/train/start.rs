@@ -7,7 +7,7 @@ use super::{
     setup::Plan,
 };
 use crate::{
-    checkpoint::{self, Best, OptimizerNote, State},
+    checkpoint::{self, Best, CheckpointError, OptimizerNote, State},
     comm::{ProcessGroup, Reduction},
     data::loader::Shape,
     engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
@@ -191,6 +191,8 @@ fn newest_whole(
         let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
         match checkpoint::load(&place) {
             Ok(loaded) => return Ok((place, loaded)),
+            // It may be whole. Another attempt reads it again.
+            Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
                 observer.log(&format!("{error}; it is set aside and the one before it is used"));

@@ -89,23 +89,17 @@ impl NcclProcessGroup {
         staging.copy_out(output).map_err(|e| device(operation, e))
     }
 
-    /// Waits until the GPU has done what it was given.
+    /// Waits until the GPU has executed what was enqueued on `stream`.
     fn wait(&self, operation: &'static str, stream: CUstream) -> Result<(), CommError> {
-        let began = Instant::now();
-        loop {
+        let query = || {
             // SAFETY: the stream lives as long as `self`.
             match unsafe { sys::cuStreamQuery(stream) } {
-                CUresult::CUDA_SUCCESS => return Ok(()),
-                CUresult::CUDA_ERROR_NOT_READY => {}
-                error => return Err(device(operation, DriverError(error))),
+                CUresult::CUDA_SUCCESS => Ok(true),
+                CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+                error => Err(device(operation, DriverError(error))),
             }
-            self.check(operation)?;
-            if began.elapsed() > self.timeout() {
-                let detail = format!("the GPUs are not done after {:.0} s", self.timeout().as_secs_f64());
-                return Err(CommError::Failed { operation, detail });
-            }
-            std::thread::yield_now();
-        }
+        };
+        wait_until_done(operation, query, || self.check(operation), self.timeout())
     }
 
     /// The two numbers of a message that are sent ahead of it: NCCL does not compare lengths and types.
@@ -289,6 +283,34 @@ impl NcclProcessGroup {
     }
 }
 
+/// Polls `query` until the operation has completed.
+///
+/// `check` fails as soon as another rank is gone. A rank may complete an operation and end before this one has seen its own
+/// part complete, so `query` has the last word: only an operation that is still incomplete after the check has failed is an
+/// error.
+///
+/// # Errors
+/// That of `query` or `check`, or [`CommError::Failed`] after `timeout`.
+fn wait_until_done(
+    operation: &'static str,
+    query: impl Fn() -> Result<bool, CommError>,
+    check: impl Fn() -> Result<(), CommError>,
+    timeout: Duration,
+) -> Result<(), CommError> {
+    let began = Instant::now();
+    while !query()? {
+        if let Err(error) = check() {
+            return if query()? { Ok(()) } else { Err(error) };
+        }
+        if began.elapsed() > timeout {
+            let detail = format!("the GPUs are not done after {:.0} s", timeout.as_secs_f64());
+            return Err(CommError::Failed { operation, detail });
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
 fn device(operation: &'static str, error: DriverError) -> CommError {
     CommError::Failed { operation, detail: format!("the GPU: {error}") }
 }
@@ -368,5 +390,35 @@ impl Drop for Memory {
             // SAFETY: allocated by `of`.
             let _ = unsafe { result::free_sync(self.address) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// An operation that is complete from the `after`th query on, while a neighbour is gone.
+    fn wait_for(after: u32) -> Result<(), CommError> {
+        let queries = Cell::new(0);
+        let query = || {
+            queries.set(queries.get() + 1);
+            Ok(queries.get() >= after)
+        };
+        let gone = || Err(CommError::Disconnected { operation: "all_reduce", peer: 1, detail: String::new() });
+        wait_until_done("all_reduce", query, gone, Duration::from_secs(60))
+    }
+
+    #[test]
+    fn an_operation_that_completed_before_its_neighbour_ended_succeeds() {
+        wait_for(1).unwrap();
+        wait_for(2).unwrap();
+        assert!(matches!(wait_for(3), Err(CommError::Disconnected { peer: 1, .. })));
+    }
+
+    #[test]
+    fn an_operation_that_never_completes_fails_after_the_timeout() {
+        let error = wait_until_done("all_reduce", || Ok(false), || Ok(()), Duration::ZERO).unwrap_err();
+        assert!(matches!(error, CommError::Failed { .. }), "{error}");
     }
 }

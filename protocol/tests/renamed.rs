@@ -212,7 +212,8 @@ fn a_path_below_an_accepted_old_name_is_one_below_today_s() {
         assert_eq!(name_today(&path), format!("{section}.{new}.a"));
         // A fork has every key by its name today, so this is no second name beside it.
         let mut document = json!({ section: { new: 0.5 } });
-        let error = lockstep_protocol::spec::set_key(&mut document, &name_today(&path), json!(1)).unwrap_err();
+        let error =
+            lockstep_protocol::spec::set_key(&mut document, &name_today(&path), json!(1)).unwrap_err();
         assert!(error.contains("the part before \"a\" is no table"), "{error}");
     }
     for other in ["train.riser", "train", "rise", "rise.a", "data.rise.a"] {

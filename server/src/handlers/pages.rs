@@ -45,7 +45,11 @@ pub(crate) async fn home() -> Redirect {
 }
 
 /// `GET /jobs`
-pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, PageQuery(query): PageQuery<ListQuery>) -> Page {
+pub(crate) async fn jobs(
+    State(app): State<App>,
+    headers: HeaderMap,
+    PageQuery(query): PageQuery<ListQuery>,
+) -> Page {
     // A filter typed by hand that is none shows everything.
     let mut filter = query.filter().unwrap_or_default();
     if query.limit.is_none() {

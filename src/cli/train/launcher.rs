@@ -181,7 +181,8 @@ mod tests {
 
     #[test]
     fn an_empty_master_addr_is_named_at_once() {
-        let torchrun = [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "4000")];
+        let torchrun =
+            [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "4000")];
         for empty in ["", " "] {
             let variables = [&torchrun[..], &[("MASTER_ADDR", empty)]].concat();
             let error = with(&variables).unwrap_err();

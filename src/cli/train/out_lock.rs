@@ -5,10 +5,7 @@ use rustix::{
     fs::{FlockOperation, flock},
     io::{Errno, FdFlags, fcntl_setfd},
 };
-use std::{
-    fs::File,
-    path::Path,
-};
+use std::{fs::File, path::Path};
 
 /// The file in the folder that is locked.
 const LOCK: &str = "train.lock";

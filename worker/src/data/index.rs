@@ -3,16 +3,18 @@
 
 mod file;
 mod folders;
+mod store;
 #[cfg(test)]
 mod tests;
 
-pub use file::Progress;
-pub(crate) use file::{Entry, IndexStore, Stamp, content_hash};
+pub(crate) use file::{Entry, Stamp, content_hash};
 pub(super) use folders::{FolderStamp, Recalled, Remembered, recall};
+pub(crate) use store::IndexStore;
+pub use store::Progress;
 
 use super::picture;
 use crate::files;
-use file::{Block, BlockRef, Facts, Making};
+use file::{Block, BlockRef, Facts};
 use rayon::prelude::*;
 use std::{
     collections::HashMap,
@@ -21,6 +23,7 @@ use std::{
     path::{Path, PathBuf},
     time::SystemTime,
 };
+use store::Making;
 
 /// Pictures that are looked at between two writes of what was found: about a second's work.
 const PART: usize = 2048;

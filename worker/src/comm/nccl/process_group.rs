@@ -405,7 +405,8 @@ mod tests {
             queries.set(queries.get() + 1);
             Ok(queries.get() >= after)
         };
-        let gone = || Err(CommError::Disconnected { operation: "all_reduce", peer: 1, detail: String::new() });
+        let gone =
+            || Err(CommError::Disconnected { operation: "all_reduce", peer: 1, detail: String::new() });
         wait_until_done("all_reduce", query, gone, Duration::from_secs(60))
     }
 

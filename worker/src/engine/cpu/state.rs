@@ -13,12 +13,14 @@
 
 #![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
 
+mod bucket_sum;
+
 use super::{
     layout::Layout,
     optimizer::{Lanes, Slots, Update},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
-    simd::wide,
+    simd::with_simd,
 };
 use crate::{
     comm::{
@@ -27,6 +29,7 @@ use crate::{
     },
     engine::optimizer::{Optimizer, Treatment},
 };
+use bucket_sum::{first, keep, sum};
 use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
@@ -313,7 +316,7 @@ impl State {
             Work::Sum => (0.0, treatment.decay),
             _ => self.update.rates(treatment, || self.norms(piece.slot)),
         };
-        wide(
+        with_simd(
             #[inline(always)]
             || {
                 let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
@@ -360,48 +363,4 @@ impl State {
 
 fn number(bits: &AtomicU64) -> f64 {
     f64::from_bits(bits.load(Ordering::Relaxed))
-}
-
-/// A bucket's values of all ranks, added in their order.
-#[inline(always)]
-fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
-    let mut sums = [0.0f64; BLOCK];
-    let sums = &mut sums[..out.len()];
-    for (rank, buckets) in gradients.iter().enumerate() {
-        match &buckets[bucket] {
-            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
-            Bucket::F32(values) => {
-                out.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
-            }
-            Bucket::F64(values) => {
-                sums.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
-                if rank + 1 == gradients.len() {
-                    out.iter_mut().zip(&*sums).for_each(|(o, v)| *o = *v as f32);
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
-    match bucket {
-        Bucket::F32(values) => out.copy_from_slice(&values[place]),
-        Bucket::F64(values) => out.iter_mut().zip(&values[place]).for_each(|(o, v)| *o = *v as f32),
-    }
-}
-
-/// # Safety
-/// Nobody else uses this place of the bucket meanwhile.
-#[inline(always)]
-unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match bucket {
-            Bucket::F32(values) => values.part(place).copy_from_slice(sum),
-            Bucket::F64(values) => {
-                values.part(place).iter_mut().zip(sum).for_each(|(o, v)| *o = f64::from(*v));
-            }
-        }
-    }
 }

@@ -10,6 +10,7 @@ mod image_size;
 mod keys;
 mod mistake;
 mod model;
+mod named;
 mod recipe;
 mod renamed;
 mod train;

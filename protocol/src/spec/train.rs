@@ -1,5 +1,6 @@
 //! `[train]`: optimizer, learning-rate schedule, batch size and arithmetic.
 
+use super::named::named;
 use super::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -100,32 +101,13 @@ pub enum OptimizerKind {
     Lamb,
 }
 
-impl OptimizerKind {
-    /// Every optimizer with its name in a specification.
-    pub const ALL: [(OptimizerKind, &'static str); 5] = [
-        (OptimizerKind::Momentum, "momentum"),
-        (OptimizerKind::Nesterov, "nesterov"),
-        (OptimizerKind::Lars, "lars"),
-        (OptimizerKind::AdamW, "adamw"),
-        (OptimizerKind::Lamb, "lamb"),
-    ];
-
-    /// Their names alone.
-    pub const NAMES: [&'static str; Self::ALL.len()] = {
-        let mut names = [""; Self::ALL.len()];
-        let mut i = 0;
-        while i < names.len() {
-            names[i] = Self::ALL[i].1;
-            i += 1;
-        }
-        names
-    };
-
-    /// Its name in a specification, e.g. `adamw`.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(kind, _)| *kind == self).map_or("momentum", |(_, name)| name)
-    }
-}
+named!(OptimizerKind:
+    Momentum = "momentum",
+    Nesterov = "nesterov",
+    Lars = "lars",
+    AdamW = "adamw",
+    Lamb = "lamb",
+);
 
 /// How the learning rate moves over a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -23,7 +23,7 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
     // A network that cannot be built is told of elsewhere.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = compare(&given, &wanted, network.head()).problems;
+    let problems = compare(&given, &wanted, Some(network.head())).problems;
     if problems.is_empty() {
         return None;
     }

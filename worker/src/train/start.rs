@@ -13,6 +13,7 @@ use crate::{
     engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
     net,
     precision::SkippedSteps,
+    tensors::fit::{compare, shapes},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -235,18 +236,7 @@ fn fits(
     {
         return refuse(difference);
     }
-    let mut problems = Vec::new();
-    for (name, tensor) in own {
-        match given.get(name) {
-            None => problems.push(format!("{name} is missing")),
-            Some(there) if there.shape != tensor.shape => {
-                problems.push(format!("{name} is {:?}, wanted {:?}", there.shape, tensor.shape));
-            }
-            Some(_) => {}
-        }
-    }
-    let unknown = given.keys().filter(|name| !own.contains_key(*name));
-    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
+    let problems = compare(&shapes(given), &shapes(own), None).problems;
     if problems.is_empty() { Ok(()) } else { refuse(some_of(&problems)) }
 }
 
@@ -257,9 +247,6 @@ fn shared(
     loaded: Option<NamedTensors>,
 ) -> Result<NamedTensors, TrainError> {
     if let Some(loaded) = &loaded {
-        let shapes = |tensors: &NamedTensors| -> Vec<_> {
-            tensors.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
-        };
         if shapes(loaded) != shapes(&template) {
             let text = "the checkpoint's optimizer state is not of the weights that lie beside it";
             return Err(TrainError::Impossible(text.into()));

@@ -75,6 +75,22 @@ impl NcclProcessGroup {
         })
     }
 
+    /// As [`Self::run`] for a call that replaces `values`, at `at` on the GPU.
+    fn run_in_place(
+        &self,
+        operation: &'static str,
+        values: &mut ValuesMut<'_>,
+        launch: impl FnOnce(u64, CUstream) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let input = values.as_values().bytes().to_vec();
+        self.run(operation, &input, values.bytes_mut(), |from, at, stream| {
+            // SAFETY: both have room for the values, and `run` waits until the stream has passed.
+            unsafe { result::memcpy_dtod_async(at, from, input.len(), stream) }
+                .map_err(|e| device(operation, e))?;
+            launch(at, stream)
+        })
+    }
+
     fn run_staged(
         &self,
         operation: &'static str,
@@ -125,14 +141,9 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         if count == 0 {
             return Ok(());
         }
-        let input = values.as_values().bytes().to_vec();
-        self.run("all_reduce", &input, values.bytes_mut(), |from, to, stream| {
-            // SAFETY: both have room for the values, and `run` waits until the stream has passed.
-            unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream)
-                    .map_err(|e| device("all_reduce", e))?;
-                self.nccl.all_reduce(to, count, dtype, reduction, stream)
-            }
+        self.run_in_place("all_reduce", &mut values, |at, stream| {
+            // SAFETY: `count` values are there, and `run_in_place` waits until the stream has passed.
+            unsafe { self.nccl.all_reduce(at, count, dtype, reduction, stream) }
         })
     }
 
@@ -188,14 +199,9 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         if count == 0 {
             return Ok(());
         }
-        let input = values.as_values().bytes().to_vec();
-        self.run("broadcast", &input, values.bytes_mut(), |from, to, stream| {
+        self.run_in_place("broadcast", &mut values, |at, stream| {
             // SAFETY: as in `all_reduce`.
-            unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream)
-                    .map_err(|e| device("broadcast", e))?;
-                self.nccl.broadcast(to, count, dtype, root, stream)
-            }
+            unsafe { self.nccl.broadcast(at, count, dtype, root, stream) }
         })
     }
 

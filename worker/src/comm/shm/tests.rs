@@ -5,6 +5,7 @@ use crate::comm::{
     ProcessGroup, Reduction,
     rendezvous::{Store, free_port, tests::meeting},
     ring::Ring,
+    tests::on_connected_ranks,
 };
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -18,23 +19,10 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    let port = free_port("127.0.0.1").unwrap();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let rank = |rank| {
-            scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, world)).unwrap();
-                let ring = Ring::connect(&store, timeout).unwrap();
-                body(
-                    ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value))
-                        .unwrap()
-                        .unwrap(),
-                )
-            })
-        };
-        let ranks: Vec<_> = (0..world).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    let connect = |store: &Store, ring: Arc<Ring>| {
+        ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value)).unwrap().unwrap()
+    };
+    on_connected_ranks(world, timeout, connect, body)
 }
 
 #[test]

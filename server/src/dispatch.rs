@@ -3,7 +3,7 @@
 use crate::{
     agents::Online,
     app::App,
-    leases::Held,
+    leases::Lease,
     lifecycle,
     store::{AttemptRow, JobRow, Result, quarantine},
 };
@@ -46,9 +46,9 @@ pub(crate) async fn run(app: App) {
 }
 
 async fn round(app: &App) -> Result<()> {
-    for held in app.leases.expired() {
-        let job = held.attempt.job.clone();
-        skip_permanent_error(&job, expire(app, held).await)?;
+    for lease in app.leases.expired() {
+        let job = lease.attempt.job.clone();
+        skip_permanent_error(&job, expire(app, lease).await)?;
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
@@ -80,23 +80,22 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 }
 
 /// Fences an attempt whose lease has expired. Its job is restarted or, without restarts left, fails.
-async fn expire(app: &App, held: Held) -> Result<()> {
+async fn expire(app: &App, lease: Lease) -> Result<()> {
     let online: Vec<_> = app.agents.online().into_iter().map(|o| o.row.id).collect();
-    let names: Vec<_> = held.places.iter().map(|p| p.agent.as_str()).collect();
-    let lease = app.leases.lease.as_secs_f64();
-    let code = if held.places.iter().all(|p| online.contains(&p.agent_id)) {
+    let names: Vec<_> = lease.places.iter().map(|p| p.agent.as_str()).collect();
+    let secs = app.leases.duration.as_secs_f64();
+    let code = if lease.places.iter().all(|p| online.contains(&p.agent_id)) {
         ReasonCode::AgentWithoutRanks
     } else {
         ReasonCode::AgentLost
     };
     let facts = Facts {
         agent: Some(names.join(", ")),
-        attempt: Some(held.attempt.attempt),
-        secs: (code == ReasonCode::AgentLost).then_some(lease),
+        attempt: Some(lease.attempt.attempt),
+        secs: (code == ReasonCode::AgentLost).then_some(secs),
         ..Facts::default()
     };
-    let attempt = held.attempt.clone();
-    let places = held.places.clone();
+    let Lease { attempt, places, .. } = lease;
     end_attempt(app, &attempt, move |row| {
         let facts = Facts { step: Some(row.job.step), ..facts.clone() };
         lifecycle::lost(row, &Reason::new(code.clone(), facts), crate::now())

@@ -137,7 +137,7 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
         }
         answer = match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,
-            // Not even its number is taken: of this job nothing can be stored, and its ranks are told to stop.
+            // Not even its number is taken: of this job nothing can be stored, and its ranks are asked to stop.
             _ => Ingested::Stale,
         };
         match &mut answer {

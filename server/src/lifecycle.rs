@@ -131,7 +131,7 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// A user cancels the job. With `reachable` false no agent can be told to stop its ranks: the job ends at once, and its agent
+/// A user cancels the job. With `reachable` false no agent can be asked to stop its ranks: the job ends at once, and its agent
 /// is told when it is back.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;

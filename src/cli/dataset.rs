@@ -166,7 +166,7 @@ fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
 
 /// Polls until the inspection of the files is done, which takes minutes when there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
-    let bar = looking_bar();
+    let bar = inspection_bar();
     loop {
         let answer = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
         if answer.status() != StatusCode::ACCEPTED {
@@ -180,7 +180,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
 }
 
 /// Hidden where standard error is no terminal.
-fn looking_bar() -> ProgressBar {
+fn inspection_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("looking at {pos} of {len} [{bar:30}] {eta} left");
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
@@ -196,7 +196,7 @@ fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
 fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is found by this name.
     let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
-    let bar = looking_bar();
+    let bar = inspection_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let (bar, path) = (&bar, &path);

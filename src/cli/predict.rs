@@ -65,7 +65,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         pictures.push((image.display().to_string(), bytes));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => (None, lockstep_worker::look::predict(model, pictures).map_err(wrong)?),
+        Some(model) => (None, lockstep_worker::inspect::predict(model, pictures).map_err(wrong)?),
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
             (Some(answering), predictions)

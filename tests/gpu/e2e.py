@@ -270,7 +270,7 @@ def across(stage):
 
 
 def overflow(stage):
-    """What float16 cannot hold goes on in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
+    """What float16 cannot hold continues in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
     server = stage.server()
     # No gradient of 16 bits survives this.
     spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
@@ -279,7 +279,7 @@ def overflow(stage):
     os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)
     job.succeeds()
     whole(job, stage.ranks, steps)
-    said = [line for line in job.log().splitlines() if "training goes on in bfloat16" in line]
+    said = [line for line in job.log().splitlines() if "training continues in bfloat16" in line]
     devices = {e["device"] for e in job.events if e["type"] == "rank" and e["attempt"] == 2 and e["step"] > every}
     stage.note(f"said: {said}; attempt 2 on {devices}")
     if stage.device == "cuda":

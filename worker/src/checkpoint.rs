@@ -51,7 +51,7 @@ pub enum CheckpointError {
     /// Not what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },
-    /// Training had diverged: nothing can go on from it or be answered from it.
+    /// Training had diverged: the values cannot be used to continue or to predict.
     #[error("checkpoint {name} is of a training that has diverged: {detail}")]
     NotFinite { name: String, detail: String },
 }

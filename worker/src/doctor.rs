@@ -40,7 +40,7 @@ pub enum Grade {
     Problem,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
     /// `CPU`, `memory`, ...
@@ -140,7 +140,7 @@ fn disk(dir: &Path) -> Finding {
     let free = free_space(dir).unwrap_or(0);
     let found = format!("{} free in {shown}", gib(free));
     if free < LITTLE_DISK {
-        return finding("disk", Grade::Note, found, "Make room, or lower checkpoint.keep.");
+        return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");
     }
     finding("disk", Grade::Ok, found, "")
 }

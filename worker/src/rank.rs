@@ -19,7 +19,7 @@ use crate::{
         shm::ShmProcessGroup,
         watchdog::Watchdog,
     },
-    data::Look,
+    data::ChangeDetection,
     engine::registry,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
@@ -41,7 +41,7 @@ use std::{
 pub const EXIT_FINISHED: i32 = 0;
 /// Exit status of a rank that failed; its last record is `RankFailed`.
 pub const EXIT_FAILED: i32 = 1;
-/// Exit status of a rank that was told to stop (SIGTERM or SIGINT), and of whose steps none is lost.
+/// Exit status of a rank that was asked to stop (SIGTERM or SIGINT) and has lost no step.
 pub const EXIT_STOPPED: i32 = 3;
 
 /// How long ranks wait for each other at the rendezvous.
@@ -102,7 +102,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
-        // The others were told, too, and some had left already.
+        // The others were asked to stop as well, and some had ended already.
         Err(error) if told_to_stop && error.is_secondary() => match life.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
@@ -194,7 +194,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let outcome = train(&Training {
         spec: &start.spec,
         dataset: Path::new(&start.dataset_path),
-        look: if config.lease.is_some() { Look::Folders } else { Look::Files },
+        changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
         device,
@@ -244,7 +244,7 @@ fn watch(
         reporter.log(why);
         life.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // Still here: something waits for the GPU and cannot be told otherwise.
+        // Still running: a thread waits for the GPU and cannot be interrupted otherwise.
         last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
@@ -271,7 +271,7 @@ pub fn end_by_force_within(within: Duration) {
 struct Life {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
-    /// The step of the newest checkpoint that it knows of.
+    /// The step of the newest checkpoint that this rank has seen.
     kept: AtomicU64,
     /// Its last words are said.
     spoken: AtomicBool,
@@ -301,14 +301,14 @@ impl Life {
                 "The newest checkpoint is of step {kept}: steps {} to {step} are lost",
                 kept + 1
             )),
-            (true, ..) => Some(format!("It knows of no checkpoint of step {step}")),
+            (true, ..) => Some(format!("This rank has seen no checkpoint of step {step}")),
         }
     }
 }
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Keeps the words of the last panic beside printing them.
+/// Stores the message of the last panic in addition to printing it.
 fn remember_panics() {
     static ONCE: OnceLock<()> = OnceLock::new();
     ONCE.get_or_init(|| {

@@ -1,5 +1,5 @@
-//! What a rank has to say, on its way to the agent: a file of records that one process appends and
-//! others read from any record on. The file is the spool: whoever dies, nothing is lost or told twice.
+//! A rank's reports to its agent: a file of records that one process appends and others read from any record on. The file is
+//! the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
 //! [`AttemptEvent`] as MessagePack with named fields. Beside it the same log lines lie as plain text.
@@ -156,8 +156,8 @@ struct State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic of another thread in here leaves whole columns and whole lines: go on, the
-        // reason of that panic has to get out.
+        // A panic of another thread leaves whole columns and whole lines behind. Continue: the reason of that panic has to be
+        // reported.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

@@ -25,12 +25,12 @@ use std::{future::Future, time::Duration};
 pub trait Policy {
     /// What it keeps of each rank's records.
     type Notes: Notes;
-    /// What it may be told meanwhile: a signal, a message.
+    /// Orders that may arrive meanwhile: a signal, a message.
     type Order;
     /// Why it gives up watching.
     type Error;
 
-    /// How often processes are looked at.
+    /// How often processes are polled.
     const POLL_EVERY: Duration;
 
     /// The next order; pending for ever where none can come. It may be dropped and asked for again.
@@ -39,13 +39,13 @@ pub trait Policy {
     /// Does what an order says.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Notes>);
 
-    /// Takes in what is new of the ranks; after each look at their processes, also the last.
+    /// Reads what is new from the ranks; called after each poll of their processes, also the last.
     ///
     /// # Errors
     /// They cannot be watched any further. What becomes of them is [`Orphans`].
     fn observe(&mut self, ranks: &mut RankGroup<Self::Notes>) -> Result<(), Self::Error>;
 
-    /// Tells the ranks to end where there is a reason to; asked until they are told.
+    /// Decides whether the ranks have to end; called until they are ending.
     fn decide(&mut self, ranks: &mut RankGroup<Self::Notes>);
 
     /// From SIGTERM to SIGKILL; asked again and again, as it may depend on what ranks still do.

@@ -37,7 +37,7 @@ pub enum AttemptEvent {
         step: u64,
     },
     Evaluation(Evaluation),
-    /// float16 could not hold `what`: after `step` training goes on in bfloat16. From rank 0.
+    /// float16 could not hold `what`: after `step` training continues in bfloat16. From rank 0.
     PrecisionFallback {
         step: u64,
         what: String,

@@ -57,7 +57,7 @@ codes! {
     Stalled = "stalled",
     /// Loss or weights are no numbers any more.
     Diverged = "diverged",
-    /// float16 did not hold the numbers of training, which goes on in bfloat16.
+    /// float16 did not hold the numbers of training, which continues in bfloat16.
     PrecisionFallback = "precision_fallback",
     /// float16 did not hold the numbers of training, and the job asks for float16.
     PrecisionTooNarrow = "precision_too_narrow",

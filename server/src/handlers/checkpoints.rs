@@ -33,7 +33,7 @@ const FILES: [&str; 5] =
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Weights {
-    /// Those that training goes on from.
+    /// Those that training continues from.
     #[default]
     Model,
     /// Their running average, of a job with `train.ema_decay`.

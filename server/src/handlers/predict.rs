@@ -31,7 +31,7 @@ const BYTES: usize = 24 << 20;
 /// Of a body: what a form has around its pictures comes on top.
 pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Requests whose pictures are in memory at the same time; others wait.
-static ROOM: Semaphore = Semaphore::const_new(4);
+static CONCURRENT: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
 /// For all pictures to come: others wait for the room that they take. Half a megabyte a second.
 const READING: Duration = Duration::from_secs(60);
@@ -68,7 +68,7 @@ pub(crate) async fn predict(
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&app, &id).await?;
     let model = by.weights.path(&checkpoints::folder(&app, &row))?;
-    let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
         let detail =
             format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());

@@ -57,7 +57,7 @@ pub(super) enum Weights {
     Fit,
     Mistake(SpecError),
     /// Nobody could look; ranks find out. A warning.
-    NotLookedAt(String),
+    NotChecked(String),
 }
 
 /// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.
@@ -106,7 +106,7 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
     if pickle::is_named_like_one(given) {
         return mistake(format!("{given}: {}", pickle::convert(given)));
     }
-    Ok(Weights::NotLookedAt(format!(
-        "model.pretrained {given:?} was not looked at ({why}): if it is missing or does not fit, the job fails when it starts"
+    Ok(Weights::NotChecked(format!(
+        "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
     )))
 }

@@ -11,7 +11,7 @@ use lockstep_protocol::job::JobId;
 use std::time::{Duration, Instant};
 
 /// Between two looks, at most; a quarter of the time that points are kept when that is shorter.
-const LOOK_EVERY: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// The longest rest between two bits.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
@@ -19,7 +19,7 @@ const LONGEST_REST: Duration = Duration::from_millis(200);
 pub(crate) async fn run(app: App) {
     let keep = app.config.keep_points;
     loop {
-        tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), LOOK_EVERY)).await;
+        tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), POLL_INTERVAL)).await;
         let Some(before) =
             jiff::SignedDuration::try_from(keep).ok().and_then(|k| crate::now().checked_sub(k).ok())
         else {

@@ -216,7 +216,7 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         assert_eq!(status, 201, "{told}");
         let warned = told["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(
-            warned.contains("was not looked at (an agent answered something else)"),
+            warned.contains("was not checked (an agent answered something else)"),
             number > 0,
             "{told}"
         );
@@ -231,7 +231,7 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         let (status, told) = server.post(path, &with("/w.safetensors")).await;
         assert_eq!(status, accepted, "{told}");
         let warning = told["warnings"][0].as_str().unwrap();
-        for words in ["\"/w.safetensors\" was not looked at (no agent is online)", "fails when it starts"] {
+        for words in ["\"/w.safetensors\" was not checked (no agent is online)", "fails when it starts"] {
             assert!(warning.contains(words), "{words} in {warning}");
         }
     }

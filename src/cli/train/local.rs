@@ -15,7 +15,7 @@ use lockstep_worker::{
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// When one rank has failed the others notice by themselves; who does not within this is told. Those who stop in order,
 /// because one of them was told to, have the time that a rank gives itself for its checkpoint.
 const SETTLE: Settle = {
@@ -106,7 +106,7 @@ impl Policy for Command {
     type Order = Interrupt;
     type Error = TailError;
 
-    const POLL_EVERY: Duration = LOOK_EVERY;
+    const POLL_EVERY: Duration = POLL_INTERVAL;
 
     async fn order(&mut self) -> Interrupt {
         tokio::select! {
@@ -199,7 +199,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         if over {
             break;
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     show.finish();
     let status = training.join().unwrap_or(-1);

@@ -1,6 +1,6 @@
 //! One attempt on this machine: its ranks started or taken over, watched, ended, and how it ended.
 
-use super::{lease::Lease, preflight::Refusal, state_dir::Held};
+use super::{lease::Lease, preflight::Refusal, state_dir::StoredAttempt};
 use crate::report::Tail;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},
@@ -20,14 +20,14 @@ use watch::Watch;
 mod conclusion;
 mod watch;
 
-/// What the agent tells an attempt to do.
+/// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
     /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
     Stop { patient: bool },
     /// This agent is about to end, in order: they are to keep a checkpoint first.
     Leave,
-    /// There is no room for what they say any more: they are to keep a checkpoint and end.
+    /// The spool is full: the ranks have to write a checkpoint and end.
     Full(Reason),
 }
 
@@ -44,20 +44,20 @@ impl Order {
 /// The agent's hold on an attempt, whose watching is a task of its own.
 #[derive(Debug)]
 pub(super) struct Attempt {
-    held: Held,
+    stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
 }
 
 /// See [`Surroundings::check`].
-pub(super) type Check = fn(&Held, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
+pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
 /// What attempts share.
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
-    /// Where ranks find until when they may go on without an agent.
+    /// The file with the deadline of the agent's lease, which ranks read.
     pub(super) fence: PathBuf,
     /// What must be so before ranks of this program are started; it may give up when it is cancelled.
     pub(super) check: Check,
@@ -77,40 +77,40 @@ impl Surroundings {
 
 impl Attempt {
     /// Starts its ranks; `refusal` says why they cannot be started.
-    pub(super) fn start(held: Held, refusal: Option<Refusal>, around: Surroundings) -> Self {
-        Self::watched(held, around, Beginning::Launch { refusal })
+    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: Surroundings) -> Self {
+        Self::watched(stored, around, Beginning::Launch { refusal })
     }
 
     /// Takes over what an earlier agent started, alive, dead or never begun.
-    pub(super) fn adopt(held: Held, around: Surroundings) -> Self {
-        Self::watched(held, around, Beginning::Adopt)
+    pub(super) fn adopt(stored: StoredAttempt, around: Surroundings) -> Self {
+        Self::watched(stored, around, Beginning::Adopt)
     }
 
-    fn watched(held: Held, around: Surroundings, beginning: Beginning) -> Self {
+    fn watched(stored: StoredAttempt, around: Surroundings, beginning: Beginning) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
-        if matches!(beginning, Beginning::Adopt) && ending(&held.attempt_dir()).is_some() {
+        if matches!(beginning, Beginning::Adopt) && ending(&stored.attempt_dir()).is_some() {
             over.store(true, Ordering::Release);
         } else {
             let over = over.clone();
-            let held = held.clone();
+            let stored = stored.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &held, &around, &mut received).await;
-                let (watch, ranks) = Watch::begin(held, &around, received, beginning);
+                let beginning = checked(beginning, &stored, &around, &mut received).await;
+                let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
                 watch.run(ranks).await;
                 over.store(true, Ordering::Release);
                 around.bell.notify_one();
             });
         }
-        Self { held, orders, over }
+        Self { stored, orders, over }
     }
 
     pub(super) fn attempt(&self) -> &AttemptRef {
-        &self.held.start.attempt
+        &self.stored.start.attempt
     }
 
-    pub(super) fn held(&self) -> &Held {
-        &self.held
+    pub(super) fn stored(&self) -> &StoredAttempt {
+        &self.stored
     }
 
     /// Every rank is gone and all that is to be said is on disk.
@@ -120,20 +120,20 @@ impl Attempt {
 
     /// Whether its end, which is on disk, is a failure.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(ending(&self.held.attempt_dir()), Some(Ending::Failed { .. }))
+        matches!(ending(&self.stored.attempt_dir()), Some(Ending::Failed { .. }))
     }
 
     pub(super) fn order(&self, order: Order) {
-        // Over already: there is nobody left to tell.
+        // The attempt is over already.
         let _ = self.orders.send(order);
     }
 }
 
-/// A beginning whose preflight is done: looking at a large dataset takes its time. An order ends the wait at once,
-/// also where a file system does not answer: nothing has been started yet.
+/// A beginning whose preflight is done. Examining a large dataset takes time; an order ends the wait at once, also where a
+/// file system does not respond. Nothing has been started yet.
 async fn checked(
     beginning: Beginning,
-    held: &Held,
+    stored: &StoredAttempt,
     around: &Surroundings,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> Beginning {
@@ -141,15 +141,15 @@ async fn checked(
     let cancelled = Arc::new(AtomicBool::new(false));
     let (tell, told) = oneshot::channel();
     let look = {
-        let (held, cancelled) = (held.clone(), cancelled.clone());
+        let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
-            (around.check, around.program.clone(), around.devices_of(&held.start));
+            (around.check, around.program.clone(), around.devices_of(&stored.start));
         // When nobody listens any more, nobody needs to know.
-        move || drop(tell.send(check(&held, &program, &devices, &cancelled)))
+        move || drop(tell.send(check(&stored, &program, &devices, &cancelled)))
     };
     // Not one of the runtime's threads, for which it would wait at its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
-    let failed = |why: String| Err(Refusal::other(format!("looking at what they need failed: {why}")));
+    let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     let found = match started {
         Err(error) => failed(error.to_string()),
         Ok(_) => tokio::select! {

@@ -1,6 +1,5 @@
-//! The agent, one a machine: connects to a server, starts the ranks it is told to, watches them, and
-//! tells what they record. It may die at any moment and come back: ranks train on meanwhile, and the
-//! next agent on the same folder takes them over.
+//! The agent, one per machine: connects to a server, starts and watches ranks as the server orders, and reports what they
+//! record. It may die at any moment: ranks continue to train, and the next agent on the same folder adopts them.
 
 mod attempt;
 mod lease;
@@ -25,7 +24,7 @@ use preflight::Refusal;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::slots;
-use state_dir::{Held, StateDir, StateDirError};
+use state_dir::{StateDir, StateDirError, StoredAttempt};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -36,8 +35,7 @@ use tokio::sync::Notify;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
-/// An orderly stop tells the server what there is to tell for at most this long after the last rank
-/// is gone; the rest is on disk.
+/// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How often the spool is measured.
@@ -101,10 +99,10 @@ impl AgentError {
     }
 }
 
-/// Runs an agent until it is told to end.
+/// Runs an agent until a signal ends it.
 ///
-/// SIGTERM or SIGINT end it in order: the server is told, ranks are ended, then it returns; a second
-/// one kills the ranks. SIGUSR1 lets go: it returns at once and leaves the ranks to the next agent.
+/// SIGTERM and SIGINT end it in order: it tells the server, ends its ranks and returns. A second one kills the ranks. SIGUSR1
+/// detaches: it returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
@@ -122,9 +120,9 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         bell: Arc::new(Notify::new()),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Before ranks are adopted that look at it; ends with this process.
+    // Started before ranks are adopted, which check it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(fence, lease));
-    let adopted: Vec<_> = state_dir.held();
+    let adopted: Vec<_> = state_dir.stored_attempts();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
@@ -139,9 +137,9 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         only_job_failed: false,
         only_job_over: None,
     };
-    for held in adopted {
-        tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, "found an earlier agent's attempt");
-        agent.take(Attempt::adopt(held, agent.around.clone()));
+    for stored in adopted {
+        tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
+        agent.take(Attempt::adopt(stored, agent.around.clone()));
     }
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
@@ -251,9 +249,9 @@ impl Agent {
                     if self.signalled(let_go) == Turn::End { return Turn::End }
                 }
                 () = bell.notified() => {}
-                () = tokio::time::sleep_until(until) => return self.look_around(false),
+                () = tokio::time::sleep_until(until) => return self.poll(false),
             }
-            if self.look_around(false) == Turn::End {
+            if self.poll(false) == Turn::End {
                 return Turn::End;
             }
         }
@@ -278,9 +276,9 @@ impl Agent {
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                let held = attempt.held();
-                for (rank, _) in &held.start.ranks {
-                    RankProcess::adopt(&held.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
+                let stored = attempt.stored();
+                for (rank, _) in &stored.start.ranks {
+                    RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
             return Turn::End;
@@ -300,8 +298,9 @@ impl Agent {
         }
         self.measured = Instant::now();
         let size = |a: &Attempt| {
-            let dir = a.held().attempt_dir();
-            let ranks = a.held().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
+            let dir = a.stored().attempt_dir();
+            let ranks =
+                a.stored().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
             ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
@@ -316,7 +315,7 @@ impl Agent {
     }
 
     /// Whether it is time to end.
-    fn look_around(&mut self, connected: bool) -> Turn {
+    fn poll(&mut self, connected: bool) -> Turn {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {
             self.measure_spool();
@@ -363,19 +362,20 @@ impl Agent {
         }
         let own_dir = self.state_dir.job_dir(&start.attempt);
         let job_dir = start.job_dir.as_ref().map_or_else(|| own_dir.clone(), PathBuf::from);
-        let mut held = Held { start, job_dir };
-        if let Err(error) = std::fs::create_dir_all(held.attempt_dir()) {
-            tracing::error!(%error, dir = %held.attempt_dir().display(), "using the agent's own folder instead");
-            held.job_dir = own_dir;
+        let mut stored = StoredAttempt { start, job_dir };
+        if let Err(error) = std::fs::create_dir_all(stored.attempt_dir()) {
+            tracing::error!(%error, dir = %stored.attempt_dir().display(), "using the agent's own folder instead");
+            stored.job_dir = own_dir;
         }
         // Ranks without a note of them on disk would be lost with this process.
-        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.state_dir.hold(&held));
+        let noted =
+            std::fs::create_dir_all(stored.attempt_dir()).and_then(|()| self.state_dir.store(&stored));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         let refusal = refusal.map(Refusal::other);
-        tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
+        tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        self.take(Attempt::start(held, refusal, self.around.clone()));
+        self.take(Attempt::start(stored, refusal, self.around.clone()));
     }
 
     /// The server knows all of an attempt that is over, or wants none of it.
@@ -391,7 +391,7 @@ impl Agent {
     }
 }
 
-/// Between half of `pause` and all of it, so that many agents do not come back at the same moment.
+/// Between half of `pause` and all of it, so that many agents do not reconnect at the same moment.
 fn jittered(pause: Duration) -> Duration {
     let random = uuid::Uuid::new_v4().as_u128() as u16;
     pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u16::MAX))

@@ -28,7 +28,7 @@ use tokio_tungstenite::{
     },
 };
 
-/// How often the ranks' files are looked at: a point is on its way this long after it was written.
+/// How often the ranks' files are read: a point is sent at most this long after it was written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// For the connection, the handshake and the `Welcome`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -49,7 +49,7 @@ pub(super) struct Address(Request);
 /// The address of the agents' websocket on `server`.
 ///
 /// # Errors
-/// A sentence that says what a server's address looks like.
+/// How a server's address has to be written.
 pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, String> {
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
@@ -59,12 +59,12 @@ pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, Stri
                 "--server {server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
             ));
         }
-        Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
+        Some(_) => return Err(format!("--server {server}: write an address such as http://127.0.0.1:7070")),
         None => format!("ws://{base}"),
     };
     let mut request = format!("{base}/api/v1/agent/socket")
         .into_client_request()
-        .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
+        .map_err(|e| format!("--server {server}: {e}; write an address such as http://127.0.0.1:7070"))?;
     if let Some(token) = token {
         let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
             .map_err(|_| "the token has characters that no token has".to_owned())?;
@@ -224,7 +224,7 @@ impl Connected {
                 },
                 let_go = signals.next() => match agent.signalled(let_go) {
                     Turn::End => Err(Outcome::End),
-                    // The pump tells the server.
+                    // The next report carries it to the server.
                     Turn::GoOn => Ok(()),
                 },
             };
@@ -239,7 +239,7 @@ impl Connected {
     }
 
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.look_around(true) == Turn::End {
+        if agent.poll(true) == Turn::End {
             return Err(Outcome::End);
         }
         let limit = SILENCE.max(self.heartbeat * 3);
@@ -254,7 +254,7 @@ impl Connected {
         Ok(())
     }
 
-    /// Sends what the ranks have recorded since, and lets go of attempts that are told to the end.
+    /// Sends what the ranks have recorded since, and drops attempts whose end is reported.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
             && !std::mem::replace(&mut leaving.told, true)
@@ -276,8 +276,8 @@ impl Connected {
             let outbox = self
                 .outboxes
                 .entry(name.clone())
-                .or_insert_with(|| Outbox::new(attempt.held(), &self.stored));
-            outbox.fill(attempt.held(), over, Instant::now(), &mut reports);
+                .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
+            outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
             let refused = || self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
             if over && (outbox.is_delivered() || refused()) {
                 done.push(name.clone());
@@ -292,7 +292,7 @@ impl Connected {
             self.stopped_late.remove(&attempt);
             agent.forget(&attempt);
         }
-        if agent.look_around(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
+        if agent.poll(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
     }
 
     fn obey(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
@@ -309,13 +309,13 @@ impl Connected {
             }
             ToAgent::Start(start) => agent.start(*start),
             ToAgent::Stop { attempt, reason, patient } => {
-                tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "told to stop");
+                tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 self.end(agent, &attempt, patient);
                 if agent.attempts.values().any(|a| *a.attempt() == attempt && a.is_over()) {
                     self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                 }
             }
-            ToAgent::Request { id, request } => self.ask(agent, id, request),
+            ToAgent::Request { id, request } => self.request(agent, id, request),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
             // A part is no message before the last has come.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
@@ -329,11 +329,11 @@ impl Connected {
         }
     }
 
-    /// Questions are answered beside everything else, by a process each: looking takes its time and memory.
-    fn ask(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
+    /// Requests are handled concurrently, each by a process of its own, because they take time and memory.
+    fn request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
         let program = agent.around.program.clone();
         self.answers
-            .spawn(async move { FromAgent::Reply { id, reply: look::ask(&program, &request).await } });
+            .spawn(async move { FromAgent::Reply { id, reply: inspect::request(&program, &request).await } });
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {

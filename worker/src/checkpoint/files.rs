@@ -51,7 +51,7 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         reached("checkpoint.written", &place)?;
         if stands { Ok(size) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
     });
-    // What could not be written, or was replaced: the room it takes may be what others lack. Should it stay, the next start
+    // An incomplete or replaced folder is removed: its space may be what others lack. If removing fails, the next start
     // removes it.
     let _ = fs::remove_dir_all(&temporary);
     written

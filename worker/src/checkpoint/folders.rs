@@ -57,7 +57,7 @@ pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>
     Ok((None, torn))
 }
 
-/// Takes a damaged checkpoint out of the way: it no longer counts as one, and can still be looked at.
+/// Renames a damaged checkpoint: it no longer counts as one, and its files can still be examined.
 ///
 /// # Errors
 /// It cannot be renamed.

@@ -1,4 +1,4 @@
-//! Sizes and checksums: what tells a whole checkpoint from a damaged one.
+//! Sizes and checksums, by which a damaged checkpoint is recognised.
 
 use super::{AVERAGE, CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, tensors};
 use serde::{Deserialize, Serialize};

@@ -8,7 +8,7 @@ use lockstep_protocol::spec::{OptimizerKind, Precision};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What training needs besides tensors to go on as if it had never stopped.
+/// What training needs besides tensors to continue as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
     /// The epoch that the last step was in, from 1.
@@ -92,7 +92,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// The first value in it that no model can go on from, in words.
+    /// The first value that no model can continue from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
         first_not_finite(&self.parameters)
             .or_else(|| {

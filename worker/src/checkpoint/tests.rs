@@ -111,7 +111,7 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     assert_eq!(load_average(&folder).unwrap(), Some(average));
     let (_, parameters, _) = load(&folder).unwrap();
     assert_eq!(parameters, saved.parameters);
-    // Whoever loads it finds what the weights' file has.
+    // It has the same metadata as the weights' file.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
     assert_eq!(model_file(&file).unwrap(), file);

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// Where ranks that are about to connect tell each other what that takes. They are those of the store or of the group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// All ranks of an attempt, where they met. A rank that is told to stop gives up waiting there.
+    /// All ranks of an attempt, where they met. A rank that is asked to stop gives up waiting there.
     Store(&'a Store),
     /// The ranks of a group that is connected already.
     Group(&'a dyn ProcessGroup),
@@ -43,7 +43,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Whether this rank is told to stop and should give up waiting for the others.
+    /// Whether this rank is asked to stop and should give up waiting for the others.
     pub fn gives_up(&self) -> bool {
         match self {
             Self::Store(store) => store.gives_up(),

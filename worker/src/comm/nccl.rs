@@ -64,7 +64,7 @@ impl Nccl {
     /// calls it, with its own GPU's `ordinal` as CUDA numbers those that this process sees.
     ///
     /// # Errors
-    /// NCCL is not there, ranks do not come within `timeout`, or this rank is told to stop.
+    /// NCCL is not there, ranks do not come within `timeout`, or this rank is asked to stop.
     pub fn connect(
         place: Exchange<'_>,
         name: &str,
@@ -167,8 +167,8 @@ impl Nccl {
             }
             let waited = began.elapsed();
             if stopped() {
-                self.abort("told to stop");
-                return Err(CommError::Aborted { operation, reason: "told to stop".into() });
+                self.abort("asked to stop");
+                return Err(CommError::Aborted { operation, reason: "asked to stop".into() });
             }
             if waited > self.timeout {
                 let secs = waited.as_secs_f64();

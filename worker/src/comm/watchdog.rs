@@ -143,9 +143,9 @@ impl Shared {
     }
 
     fn watch(&self, limit: Duration, stalled: impl FnOnce(&str)) {
-        let look_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
         while !self.is_over() {
-            std::thread::sleep(look_every);
+            std::thread::sleep(poll_every);
             let done = self.done.load(Ordering::Acquire);
             let waits = self.submitted.load(Ordering::Acquire) > done;
             let moved = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));

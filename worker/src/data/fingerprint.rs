@@ -1,10 +1,10 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
 //! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! change is another; a [`Look`] at folders does not ask for those of files in folders that are the same. A copy of a dataset
+//! change is another; a [`ChangeDetection`] at folders does not ask for those of files in folders that are the same. A copy of a dataset
 //! is the same one, and so is one whose files were only touched.
 
-use super::{Catalog, DataError, Format, Look, Samples};
+use super::{Catalog, ChangeDetection, DataError, Format, Samples};
 use crate::files::{self, Found};
 use lockstep_protocol::dataset::PicturesFingerprint;
 use serde::{Deserialize, Serialize};
@@ -77,8 +77,8 @@ impl Fingerprint {
 ///
 /// # Errors
 /// It is no dataset any more.
-pub fn of_pictures(path: &Path, look: Look) -> Result<Option<PicturesFingerprint>, DataError> {
-    Catalog::open_with(path, &look.store()).map(|catalog| catalog.fingerprint(path))
+pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<PicturesFingerprint>, DataError> {
+    Catalog::open_with(path, &changes.store()).map(|catalog| catalog.fingerprint(path))
 }
 
 /// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
@@ -139,7 +139,7 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
     if depth > DEPTH {
         return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
     }
-    let listed = match files::look(path) {
+    let listed = match files::stat(path) {
         Ok(Found::Folder) => fs::read_dir(path)
             .and_then(Iterator::collect::<io::Result<Vec<_>>>)
             .map_err(files::cannot_be_read),

@@ -28,7 +28,7 @@ const SPLITS: [&str; 5] = ["train", "val", "valid", "validation", "test"];
 /// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = dir.join("train");
-    match files::look(&train) {
+    match files::stat(&train) {
         Ok(Found::Folder) => {
             let holds_folders = entries(&train).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
             holds_folders.then(|| read(dir, store))
@@ -79,7 +79,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     for path in entries(dir).map_err(|detail| at(dir, detail))? {
         let Some(split) = path.file_name().and_then(|n| n.to_str()) else { continue };
         let always = SPLITS.contains(&split);
-        match files::look(&path) {
+        match files::stat(&path) {
             Ok(Found::Folder) => {}
             Err(detail) if always => {
                 broken.push(named(&path, detail));
@@ -220,7 +220,7 @@ struct Classes {
 fn classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
     for path in entries(split).map_err(|detail| at(split, detail))? {
-        match files::look(&path) {
+        match files::stat(&path) {
             Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
                 Some(name) => drop(found.folders.insert(name.to_owned(), path)),
                 None => {
@@ -252,7 +252,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Err(detail) => return (Vec::new(), vec![named(folder, detail)]),
     };
     let opened = files::Folder::open(folder);
-    let look = |path: &PathBuf| match opened.look_with_time(path)? {
+    let look = |path: &PathBuf| match opened.stat_with_time(path)? {
         (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,

@@ -157,7 +157,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
     for part in unknown.chunks(PART) {
         let one = |&(folder, file): &(usize, usize)| {
             let Folder { path, files, .. } = &folders[folder];
-            look_at(&root.join(path).join(&files[file].name), &files[file])
+            examine(&root.join(path).join(&files[file].name), &files[file])
         };
         let looked: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
@@ -207,7 +207,7 @@ fn block_of<'a>(
     BlockRef { stamp, trouble, entries: entries.filter(|entry| !entry.passing).collect() }
 }
 
-fn look_at(path: &Path, found: &FoundFile) -> Entry {
+fn examine(path: &Path, found: &FoundFile) -> Entry {
     let entry = Entry {
         name: found.name.as_bytes().to_vec(),
         size: found.size,

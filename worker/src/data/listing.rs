@@ -258,7 +258,7 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
         ));
     }
     // Who only touches a file, or puts the same one back, changes nothing.
-    let same_time = files::look_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
+    let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         remembered.forget();
         return Err("has changed since it was first looked at".into());

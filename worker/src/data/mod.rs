@@ -55,7 +55,7 @@ pub enum DataError {
 
 /// How closely a dataset of pictures in folders is looked at when it is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum ChangeDetection {
     /// At each file's size and time of change.
     Files,
     /// At the folders': files that were added, removed, renamed or put in another's place are noticed. One that was written
@@ -63,11 +63,11 @@ pub enum Look {
     Folders,
 }
 
-impl Look {
+impl ChangeDetection {
     fn store(self) -> IndexStore {
         match self {
-            Look::Files => IndexStore::of_user(),
-            Look::Folders => IndexStore::of_user().trusting_folders(),
+            ChangeDetection::Files => IndexStore::of_user(),
+            ChangeDetection::Folders => IndexStore::of_user().trusting_folders(),
         }
     }
 }
@@ -214,8 +214,8 @@ fn no_training_split(catalog: &Catalog) -> String {
 fn folders_of_pictures(path: &Path) -> Vec<String> {
     const EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
     /// Entries that are looked at in a folder: the first ones tell.
-    const LOOKED_AT: usize = 1000;
-    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(LOOKED_AT);
+    const ENTRIES_READ: usize = 1000;
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
     let is_picture = |name: &Path| {
         let extension = name.extension().map(|extension| extension.to_string_lossy().to_lowercase());
         extension.is_some_and(|extension| EXTENSIONS.contains(&&*extension))

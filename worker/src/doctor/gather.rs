@@ -54,8 +54,8 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
         })
     };
     let mut values = vec![f32::NAN; ranks];
-    // SAFETY: `from`, `to` and `vector` have room for what is copied, gathered and reduced, and live until
-    // `finish` has waited for all of it.
+    // SAFETY: `from`, `to` and `vector` are large enough for what is copied, gathered and reduced, and live until `finish` has
+    // waited for all of it.
     unsafe {
         result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
         nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;

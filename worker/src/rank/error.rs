@@ -1,9 +1,9 @@
-//! Why a rank could not go on, and what follows from it.
+//! Why a rank could not continue, and what follows from it.
 
 use crate::{comm::rendezvous::RendezvousError, engine::EngineError, train::TrainError};
 use lockstep_protocol::reason::ReasonCode;
 
-/// Why a rank could not go on.
+/// Why a rank could not continue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RankError {
     #[error(transparent)]
@@ -16,7 +16,7 @@ pub(super) enum RankError {
     #[error("{0}")]
     Stalled(String),
     /// Told to stop, and the step did not end, or its checkpoint was not written.
-    #[error("told to stop: {why}. {lost}")]
+    #[error("asked to stop: {why}. {lost}")]
     Interrupted { why: String, lost: String, secondary: bool },
 }
 

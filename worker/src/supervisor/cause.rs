@@ -13,7 +13,7 @@ pub struct RankEnd {
     pub rank: u32,
     /// Absent while it runs.
     pub exit: Option<Exit>,
-    /// It was still running when it was told to end: how it ended then is no cause.
+    /// It was still running when it was asked to end: its exit status then is no cause.
     pub told_to_end: bool,
     /// Optimizer steps done, as far as its records say.
     pub step: u64,
@@ -46,7 +46,7 @@ impl RankEnd {
         }
     }
 
-    /// Whether it runs, or has ended, as a rank does that was told to stop.
+    /// Whether it runs, or has ended as a rank does that was asked to stop.
     pub fn is_stopping(&self) -> bool {
         let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
@@ -117,7 +117,7 @@ pub struct FailureCause<'a> {
     pub provisional: bool,
 }
 
-/// The cause that explains the others, among ranks that ended or said why they cannot go on.
+/// The failure that explains the others, among ranks that ended or reported why they cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
     let (precedence, rank) = ranks
         .into_iter()

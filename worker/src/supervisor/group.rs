@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 /// From one SIGKILL to the next.
 const KILL_EVERY: Duration = Duration::from_secs(1);
-/// How often it is looked whether what ranks have left behind is gone.
+/// How often it is checked whether the processes that ranks left behind have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Ranks that are still there this long after the first SIGKILL are named and given up.
 const UNKILLABLE: Duration = Duration::from_secs(30);
 
-/// How ranks are told to end. Each way is more urgent than the one before.
+/// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
     /// SIGUSR1: finish the step and keep a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
@@ -49,7 +49,7 @@ impl Stop {
 /// What becomes of ranks whose supervisor goes away before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
-    /// They go on; who comes next adopts them.
+    /// They continue to run; the next supervisor adopts them.
     Stay,
     /// They get SIGTERM.
     Terminate,
@@ -65,7 +65,7 @@ pub struct Settle {
     pub certain: Duration,
     /// Another rank's end may explain it.
     pub provisional: Duration,
-    /// All of them stop in order, without having been told here: rank 0 may still be writing their checkpoint.
+    /// All of them are stopping in order without an order from here: rank 0 may still be writing their checkpoint.
     pub stopping: Duration,
 }
 
@@ -112,7 +112,7 @@ impl<N: Notes> RankGroup<N> {
         self.ranks.iter().all(|rank| rank.end.exit.is_some())
     }
 
-    /// How each has ended, or fares.
+    /// How each rank has ended, or its state so far.
     pub fn ends(&self) -> impl Iterator<Item = &RankEnd> {
         self.ranks.iter().map(|rank| &rank.end)
     }
@@ -122,7 +122,7 @@ impl<N: Notes> RankGroup<N> {
         failure_cause(self.ends())
     }
 
-    /// Whether a rank has failed so long ago that the others are to be told.
+    /// Whether a rank has failed so long ago that the others have to be asked to end.
     pub fn is_to_end(&mut self, settle: Settle) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
@@ -133,12 +133,12 @@ impl<N: Notes> RankGroup<N> {
         self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }
 
-    /// Whether they were told to end.
+    /// Whether they were asked to end.
     pub fn is_stopping(&self) -> bool {
         self.stopping.is_some()
     }
 
-    /// Tells all to end. When they were told before, only what is more urgent counts.
+    /// Asks all to end. After an earlier order, only a more urgent one counts.
     pub fn stop(&mut self, how: Stop) {
         match self.stopping {
             None => {
@@ -154,7 +154,7 @@ impl<N: Notes> RankGroup<N> {
         self.signal(how.signal());
     }
 
-    /// Sees to it that those who were told to end do: `grace` is the time from SIGTERM to SIGKILL.
+    /// Enforces an earlier order to end: `grace` is the time from SIGTERM to SIGKILL.
     pub(super) fn escalate(&mut self, grace: Duration) {
         let Some(Stopping { how, since, kills }) = self.stopping else { return };
         match how {
@@ -262,7 +262,7 @@ mod tests {
         drop(ranks);
         let until = Instant::now() + Duration::from_secs(20);
         while runs(pid) {
-            assert!(Instant::now() < until, "it was not told to end");
+            assert!(Instant::now() < until, "it was not asked to end");
             std::thread::yield_now();
         }
         let (ranks, pid) = asleep(Orphans::Stay);

@@ -1,4 +1,4 @@
-//! What the kernel tells of processes, in `/proc`; see proc_pid_stat(5).
+//! Processes as the kernel describes them in `/proc`; see proc_pid_stat(5).
 
 use std::{fs, path::Path};
 

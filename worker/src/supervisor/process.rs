@@ -136,7 +136,7 @@ impl RankProcess {
     /// proc_pid_stat(5) names it; `D` is one that the kernel does not let go.
     pub fn remains(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
-        // While a group has members its number is given to no other process: one that has it now is a stranger, like its group.
+        // While a group has members its number is not reused: a process that has the number now is unrelated, and so is its group.
         if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
         }
@@ -169,7 +169,7 @@ impl RankProcess {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// It may end at this very moment: the next poll tells.
+    /// It may end at this very moment; the next poll shows it.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {

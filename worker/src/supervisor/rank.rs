@@ -17,7 +17,7 @@ use std::{
 const STDERR_LINES: usize = 20;
 const STDERR_BYTES: usize = 64 << 10;
 
-/// What a supervisor's caller keeps of what a rank records, beside [`RankEnd`].
+/// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
 pub trait Notes {
     /// Takes down one of its records; in their order.
     fn note(&mut self, event: AttemptEvent);

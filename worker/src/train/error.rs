@@ -27,7 +27,7 @@ pub enum TrainError {
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
     /// The job asks for float16, which cannot hold its numbers.
     #[error(
-        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which goes on in bfloat16 \
+        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which continues in bfloat16 \
          then, or \"bf16\""
     )]
     Overflow { what: String, step: u64 },

@@ -1,5 +1,5 @@
-//! Whether a machine has the memory that a run takes, told before anything of it is taken: the system gives more than there
-//! is, and ends whoever comes to use it.
+//! Whether a machine has the memory that a run needs, checked before any of it is allocated: the system overcommits, and kills
+//! processes when memory runs out.
 
 use super::TrainError;
 use crate::{
@@ -44,7 +44,7 @@ impl Needed {
                 .saturating_mul(network.kept_values())
                 .saturating_mul(VALUE)
                 .saturating_add(parameters),
-            // A batch on its way to the GPU, a byte a value. The engine looks at the GPU's own memory.
+            // A batch on its way to the GPU, a byte per value. The engine checks the GPU's own memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
         let shared = if needs.host_memory { parameters } else { 0 };
@@ -82,8 +82,8 @@ fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
-/// Memory that this process may have at most: the machine's, with what it may swap out, or its control group's. None where
-/// the system does not tell.
+/// Memory that this process may have at most: the machine's plus swap, or its control group's limit. None where the system does
+/// not report it.
 pub(super) fn of_machine() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();

@@ -86,7 +86,7 @@ impl Run<'_> {
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.flush_checkpoints()?;
-        self.training.observer.log(&format!("told to stop: stopped after step {}", self.step));
+        self.training.observer.log(&format!("asked to stop: stopped after step {}", self.step));
         self.pulse.report("stopped");
         Ok(Outcome::Stopped { step: self.step })
     }
@@ -156,7 +156,7 @@ fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
             CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
-                "checkpoint {epoch}-{step} could not be written: {reason}; training goes on, the one before it stands"
+                "checkpoint {epoch}-{step} could not be written: {reason}; training continues, the one before it stands"
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
                 .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),

@@ -101,7 +101,7 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.look)?;
+    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
     data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.group.rank() == 0 && !skipped.is_empty() {

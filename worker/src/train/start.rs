@@ -111,7 +111,7 @@ fn resume(
         false => None,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share them: all have looked at the old ones before they change.
+    // Ranks may share them: every rank has read the old ones before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
     // Nor does anybody use the new ones before rank 0 has written them.
@@ -206,7 +206,7 @@ fn newest_whole(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no whole checkpoint is left to go on from ({}); submit the job anew to begin from the start",
+        "no whole checkpoint is left to continue from ({}); submit the job anew to begin from the start",
         damage.join("; ")
     )))
 }
@@ -228,7 +228,7 @@ fn fits(
             training.spec.data.dataset
         )))
     };
-    // Tensors alone do not tell: another dataset may have as many classes. Not every file tells.
+    // Tensors alone are not enough: another dataset may have as many classes. Not every file has class names.
     if let Ok(about) = checkpoint::metadata(&folder.join(checkpoint::MODEL))
         && let Some(text) = about.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
@@ -248,7 +248,7 @@ fn shared(
 ) -> Result<NamedTensors, TrainError> {
     if let Some(loaded) = &loaded {
         if shapes(loaded) != shapes(&template) {
-            let text = "the checkpoint's optimizer state is not of the weights that lie beside it";
+            let text = "the optimizer state of the checkpoint does not belong to its weights";
             return Err(TrainError::Impossible(text.into()));
         }
     }

@@ -62,7 +62,7 @@ pub(in crate::handlers) struct Checked {
 /// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
 /// whether the weights that it is to begin with fit.
 pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool) -> Result<Checked> {
-    let (mut errors, mut not_looked_at) = (Vec::new(), None);
+    let (mut errors, mut not_checked) = (Vec::new(), None);
     let mut spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
         Err(found) => {
@@ -91,14 +91,14 @@ pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool
             match submission::pretrained(app, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
-                Weights::NotLookedAt(warning) => not_looked_at = Some(warning),
+                Weights::NotChecked(warning) => not_checked = Some(warning),
             }
         }
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => {
             let mut warnings = submission::warnings(&spec, &dataset);
-            warnings.extend(not_looked_at);
+            warnings.extend(not_checked);
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),

@@ -59,7 +59,7 @@ impl Watch {
             self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
         };
         let ending = self.labelled(ending, &ends, left);
-        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, "{ending}");
+        tracing::info!(job = %self.stored.start.attempt.job, attempt = self.stored.start.attempt.attempt, "{ending}");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
     }
@@ -69,7 +69,7 @@ impl Watch {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
-        let directory = self.held.job_dir.join("checkpoints");
+        let directory = self.stored.job_dir.join("checkpoints");
         // Large ones take a while to check.
         tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
             .await

@@ -17,7 +17,7 @@ use std::{
 
 struct Place {
     dir: tempfile::TempDir,
-    held: Held,
+    stored: StoredAttempt,
     around: Surroundings,
 }
 
@@ -39,8 +39,8 @@ fn place(ranks: u32, script: &str) -> Place {
         job_dir: None,
         resume: None,
     };
-    let held = Held { start, job_dir: dir.path().join("job") };
-    fs::create_dir_all(held.attempt_dir()).unwrap();
+    let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
+    fs::create_dir_all(stored.attempt_dir()).unwrap();
     let around = Surroundings {
         program,
         lease: Arc::new(Lease::new()),
@@ -49,13 +49,13 @@ fn place(ranks: u32, script: &str) -> Place {
         bell: Arc::new(Notify::new()),
         devices: Arc::default(),
     };
-    Place { dir, held, around }
+    Place { dir, stored, around }
 }
 
 impl Place {
     /// What a rank has recorded.
     fn recorded(&self, rank: u32, events: &[AttemptEvent]) {
-        let reporter = Reporter::create(&self.held.attempt_dir(), rank).unwrap();
+        let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
         events.iter().for_each(|event| reporter.event(event));
         reporter.close().unwrap();
@@ -68,16 +68,16 @@ impl Place {
             }
         };
         tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");
-        for (rank, _) in &self.held.start.ranks {
-            let mut process = RankProcess::adopt(&self.held.attempt_dir(), *rank);
+        for (rank, _) in &self.stored.start.ranks {
+            let mut process = RankProcess::adopt(&self.stored.attempt_dir(), *rank);
             assert!(process.poll().is_some(), "rank {rank} is still there");
         }
-        ending(&self.held.attempt_dir()).unwrap()
+        ending(&self.stored.attempt_dir()).unwrap()
     }
 
     /// The log lines that the agent added.
     fn added_lines(&self) -> Vec<LogLine> {
-        let mut tail = Tail::open(&agent_events_path(&self.held.attempt_dir()), 0);
+        let mut tail = Tail::open(&agent_events_path(&self.stored.attempt_dir()), 0);
         let events = tail.poll().unwrap();
         let lines = events.into_iter().filter_map(|event| match event {
             AttemptEvent::Log { lines, .. } => Some(lines),
@@ -103,7 +103,7 @@ fn reason(ending: Ending) -> String {
 async fn ranks_that_end_well_succeed() {
     let place = place(2, "exit 0");
     place.recorded(0, &[step(12)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
 }
@@ -112,7 +112,7 @@ async fn ranks_that_end_well_succeed() {
 async fn a_killed_rank_ends_the_others_and_is_named() {
     let place = place(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
     let lines = place.added_lines();
     // Numbered on from the rank's own line.
@@ -122,8 +122,8 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
 #[tokio::test]
 async fn a_rank_that_ignores_term_is_killed() {
     let place = place(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-    let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
     while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -141,10 +141,10 @@ async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_bei
             "trap '' TERM; echo up; [ $R = 1 ] && sleep 0.5 && kill -9 $$; while :; do sleep 0.05; done";
         let place = place(2, script);
         if writing {
-            fs::create_dir_all(place.held.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
+            fs::create_dir_all(place.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
         let began = Instant::now();
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
         assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
         assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
     }
@@ -155,9 +155,9 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
         let place = place(2, script);
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
         let said = |rank| {
-            fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap_or_default()
+            fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
         };
         while said(0).is_empty() || said(1).is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -173,16 +173,16 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
 
 #[tokio::test]
 async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
-    // Somebody told them; rank 1 is done at once, rank 0 has something to write.
+    // A signal stopped them; rank 1 has ended, rank 0 still writes its checkpoint.
     let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(
-        reason.contains("was told to stop") && reason.contains("somebody other than its agent"),
+        reason.contains("was asked to stop") && reason.contains("somebody other than its agent"),
         "{reason}"
     );
-    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     assert_eq!(said, "kept\n");
 }
 
@@ -200,8 +200,8 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
     for (at, lost) in [(57, true), (40, false)] {
         let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
         place.recorded(0, &[running.clone(), step(at), kept.clone()]);
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-        let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -220,9 +220,9 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
 #[tokio::test]
 async fn what_a_rank_started_ends_with_it() {
     let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     place.end_of(&attempt).await;
-    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     let child = said.trim();
     let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
     assert!(state.is_empty() || state.contains(") Z"), "{state}");
@@ -231,8 +231,8 @@ async fn what_a_rank_started_ends_with_it() {
 #[tokio::test]
 async fn a_suspended_rank_is_found_out() {
     let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
-    place.held.start.spec.recovery.stall_timeout_secs = 1;
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    place.stored.start.spec.recovery.stall_timeout_secs = 1;
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(reason.starts_with("rank 1 made no progress for 1 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
@@ -242,7 +242,7 @@ async fn a_suspended_rank_is_found_out() {
 async fn ranks_are_fenced_when_the_server_stays_silent() {
     let place = place(2, "while :; do sleep 0.05; done");
     place.around.lease.set_length(Duration::from_millis(300));
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert!(reason(place.end_of(&attempt).await).contains("the server was silent"));
 }
 
@@ -251,14 +251,14 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let beginning = Beginning::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.held.clone(), &place.around, orders, beginning);
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.around, orders, beginning);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
-    let adopted = Attempt::adopt(place.held.clone(), place.around.clone());
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
     // Reaps rank 0, whose parent this process is.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
@@ -269,16 +269,16 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
     reaper.await.unwrap();
     // A third agent finds it over and adds nothing.
-    let third = Attempt::adopt(place.held.clone(), place.around.clone());
+    let third = Attempt::adopt(place.stored.clone(), place.around.clone());
     assert!(third.is_over() && third.has_failed());
-    assert_eq!(self::ending(&place.held.attempt_dir()), Some(ending));
+    assert_eq!(self::ending(&place.stored.attempt_dir()), Some(ending));
 }
 
 #[tokio::test]
 async fn a_program_that_does_not_start_is_named() {
     let mut place = place(2, "exit 0");
     place.around.program = place.dir.path().join("nowhere");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("nowhere"), "{reason}");
@@ -300,9 +300,9 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let dataset = place.dir.path().join("data");
     fs::create_dir_all(&dataset).unwrap();
     fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
-    place.held.start.dataset_path = dataset.display().to_string();
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    place.stored.start.dataset_path = dataset.display().to_string();
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
-    let said = |rank| fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap();
+    let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();
     assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
 }

@@ -1,7 +1,7 @@
 //! Starts or takes over the ranks of an attempt, and decides when they end.
 
 use super::{
-    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::Held},
+    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::StoredAttempt},
     Beginning, Order, Surroundings,
 };
 use crate::{
@@ -23,7 +23,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often the ranks' records are looked at.
+/// How often the ranks' records are read.
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// From TERM to KILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
@@ -33,8 +33,8 @@ const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
 /// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
 const PAUSE: Duration = Duration::from_secs(120);
 const LEAVE: Duration = Duration::from_secs(20);
-/// A rank that only lost contact to another waits this long for the other's own reason. Ranks that stop in order, whoever
-/// told them, have time for their checkpoint.
+/// How long the agent waits after a rank has lost the connection to another for the other's own reason. Ranks that were
+/// asked to stop, by anyone, have time for their checkpoint.
 const SETTLE: Settle =
     Settle { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
 
@@ -57,7 +57,7 @@ impl Notes for Recorded {
 
 /// An attempt whose ranks are watched.
 pub(super) struct Watch {
-    pub(super) held: Held,
+    pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
     orders: mpsc::UnboundedReceiver<Order>,
@@ -73,14 +73,14 @@ pub(super) struct Watch {
 impl Watch {
     /// Starts the ranks, or finds those that an earlier agent started.
     pub(super) fn begin(
-        held: Held,
+        stored: StoredAttempt,
         around: &Surroundings,
         orders: mpsc::UnboundedReceiver<Order>,
         beginning: Beginning,
     ) -> (Self, RankGroup<Recorded>) {
         let mut this = Self {
-            dir: held.attempt_dir(),
-            held,
+            dir: stored.attempt_dir(),
+            stored,
             lease: around.lease.clone(),
             orders,
             read_at: Instant::now(),
@@ -98,7 +98,7 @@ impl Watch {
             Beginning::Over(ending) => Some(ending),
             Beginning::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
-                ranks.ranks = this.held.start.ranks.iter().map(adopt).collect();
+                ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
                 None
             }
         };
@@ -110,8 +110,8 @@ impl Watch {
     }
 
     fn launch(&self, around: &Surroundings, ranks: &mut RankGroup<Recorded>) -> io::Result<()> {
-        let start = &self.held.start;
-        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.held.job_dir) {
+        let start = &self.stored.start;
+        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir) {
             ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
         }
         Ok(())
@@ -130,12 +130,12 @@ impl Watch {
     /// Whether rank 0 is there, and a checkpoint is begun.
     fn is_writing(&self, ranks: &RankGroup<Recorded>) -> bool {
         ranks.ends().any(|end| end.rank == 0 && end.exit.is_none())
-            && checkpoint::is_being_written(&self.held.job_dir.join("checkpoints"))
+            && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
     /// Which rank holds up the others, when one has had nothing to say for too long.
     fn stall_reason(&self, ranks: &RankGroup<Recorded>) -> Option<Reason> {
-        let secs = self.held.start.spec.recovery.stall_timeout_secs;
+        let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
         running().find(|rank| rank.last_report.elapsed() > limit)?;

@@ -48,8 +48,8 @@ pub enum RendezvousError {
     /// The connection to rank 0 broke.
     #[error("lost the connection to rank 0 at the rendezvous: {0}")]
     Lost(io::Error),
-    /// This rank was told to stop.
-    #[error("told to stop during the rendezvous")]
+    /// This rank was asked to stop.
+    #[error("asked to stop during the rendezvous")]
     Stopped,
     /// Not what is spoken here.
     #[error("rendezvous: {0}")]

@@ -250,13 +250,13 @@ fn abort_ends_a_call_from_another_thread() {
         let error = std::thread::scope(|scope| {
             let waiting =
                 scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
-            ring.abort("told to stop");
+            ring.abort("asked to stop");
             waiting.join().unwrap()
         });
         over.wait();
         error
     });
-    assert_eq!(results[0].to_string(), "all_reduce: aborted: told to stop");
+    assert_eq!(results[0].to_string(), "all_reduce: aborted: asked to stop");
     // Rank 1 finds out by the header that came first, or by the connection that went.
     let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
     assert!(found_out, "{:?}", results[1]);

@@ -157,11 +157,11 @@ fn abort_ends_a_wait_from_another_thread() {
                     SharedMemory { mapping: group.file().map(0, 1 << 16).unwrap(), group: group.clone() };
                 memory.wait("update", &mut || false, &|| false, &|| 1).unwrap_err()
             });
-            group.abort("told to stop");
+            group.abort("asked to stop");
             waiting.join().unwrap()
         })
     });
-    assert_eq!(errors[0].to_string(), "update: aborted: told to stop");
+    assert_eq!(errors[0].to_string(), "update: aborted: asked to stop");
     assert!(matches!(errors[1], CommError::Disconnected { peer: 0, .. }), "{:?}", errors[1]);
 }
 

@@ -347,9 +347,9 @@ fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
     let dir = folder(1, 1);
     let path = dir.path().join("train/class-0000/000000.png");
     let bytes = fs::read(&path).unwrap();
-    let (_, modified_ns) = crate::files::look_with_time(&path).unwrap();
+    let (_, modified_ns) = crate::files::stat_with_time(&path).unwrap();
     let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, unsure: false };
-    let entry = look_at(&path, &found);
+    let entry = examine(&path, &found);
     assert!(entry.passing, "it may be one that is being written");
     let mut listing = crate::data::Listing::new(dir.path());
     listing.add_container(Path::new("train/class-0000"), crate::data::listing::Place::Folder);

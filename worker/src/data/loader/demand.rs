@@ -19,7 +19,7 @@ impl Demand {
     }
 
     /// Has [`Demand::wait`] look again.
-    pub(super) fn look_again(&self) {
+    pub(super) fn wake(&self) {
         // With the lock, so that nobody is between looking and waiting.
         let _waits = self.waits();
         self.changed.notify_all();
@@ -30,7 +30,7 @@ impl Demand {
         self.changed.notify_all();
     }
 
-    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::look_again`] makes it ask.
+    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::wake`] makes it ask.
     pub(super) fn wait(&self, is_over: impl Fn() -> bool) -> bool {
         let mut waits = self.waits();
         loop {

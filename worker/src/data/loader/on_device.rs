@@ -177,7 +177,7 @@ struct Ended<'a>(&'a Shared<'a>);
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
         self.0.has_ended.store(true, Ordering::Relaxed);
-        self.0.demand.look_again();
+        self.0.demand.wake();
     }
 }
 

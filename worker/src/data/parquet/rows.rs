@@ -35,7 +35,7 @@ pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
     let mut troubles = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be whole.
-        if let Err(Trouble { detail, passing }) = file.look_at_group(&source, group, &mut members.entries) {
+        if let Err(Trouble { detail, passing }) = file.examine_group(&source, group, &mut members.entries) {
             members.passing |= passing;
             troubles += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
@@ -52,7 +52,7 @@ pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
 
 impl ParquetFile {
     /// Adds what is read until something is wrong.
-    fn look_at_group(
+    fn examine_group(
         &self,
         source: &Arc<Source>,
         group: usize,

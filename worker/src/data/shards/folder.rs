@@ -85,7 +85,7 @@ pub(super) fn lying(kind: Kind, dir: &Path) -> Result<Lying, String> {
             found.compressed.push(path);
         } else if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| split_of(Path::new(n)).is_some())
         {
-            let inside = match files::look(&path) {
+            let inside = match files::stat(&path) {
                 Ok(files::Found::Folder) => listed(&path),
                 // A list of names, or a link that only looks like a folder of shards.
                 Ok(files::Found::File { .. }) => continue,

@@ -6,7 +6,7 @@ use super::*;
 async fn what_is_missing_is_said_before_anything_starts() {
     let mut place = place(2, "exit 0");
     place.around.check = crate::agent::preflight::check;
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
@@ -14,7 +14,7 @@ async fn what_is_missing_is_said_before_anything_starts() {
         }
         other => panic!("{other:?}"),
     }
-    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
 }
 
 #[test]
@@ -25,13 +25,14 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
         let data = place.dir.path().join("data/train/cat");
         fs::create_dir_all(&data).unwrap();
         fs::write(data.join("a.png"), "no picture").unwrap();
-        place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
-        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
-        (said, fs::read_to_string(place.held.job_dir.join("dataset.json")).ok())
+        place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
+        let said =
+            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
     };
     let (said, note) = looked("kill -9 $$");
     let refusal = said.unwrap_err();
-    assert!(refusal.detail.contains("was not looked at") && note.is_none(), "{refusal:?} {note:?}");
+    assert!(refusal.detail.contains("was not examined") && note.is_none(), "{refusal:?} {note:?}");
     // What is no dataset is left to the ranks.
     let (said, note) = looked("echo '{\"Err\":\"holds nothing\"}'");
     assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
@@ -51,9 +52,10 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
         serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
     let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
-    place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
+    place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {
-        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        let said =
+            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
         assert_eq!(said, Ok(()));
         let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
         fs::remove_file(place.dir.path().join("asked")).unwrap();
@@ -66,33 +68,33 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
 async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
-        // As a look at a file on a dead server: it never comes back, cancelled or not.
+        // Like stat(2) of a file on a dead server: it never returns, cancelled or not.
         place.around.check = |_, _, _, _| loop {
             std::thread::park();
         };
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
         attempt.order(order);
         assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-        assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+        assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
     }
 }
 
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.around.check = |held, _, _, cancelled| {
-        let begun = held.job_dir.join("begun");
+    place.around.check = |stored, _, _, cancelled| {
+        let begun = stored.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {
             std::thread::yield_now();
         }
-        fs::write(held.job_dir.join("given up"), "").unwrap();
+        fs::write(stored.job_dir.join("given up"), "").unwrap();
         Ok(())
     };
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     let until = Instant::now() + Duration::from_secs(30);
     let reached = async |name: &str| {
-        while !place.held.job_dir.join(name).exists() {
+        while !place.stored.job_dir.join(name).exists() {
             assert!(Instant::now() < until, "never {name}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -101,5 +103,5 @@ async fn a_look_that_is_cancelled_is_told_so() {
     attempt.order(Order::Stop { patient: false });
     assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
     reached("given up").await;
-    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
+    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
 }

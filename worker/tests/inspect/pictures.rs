@@ -32,7 +32,7 @@ fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
         })
         .collect();
     let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
+    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
         confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
     }
     assert_eq!(confusion, evaluated.confusion);
@@ -69,7 +69,7 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
         })
         .collect();
     let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
+    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
         confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
     }
     assert_eq!(confusion, evaluated.confusion);
@@ -85,7 +85,7 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
 
 fn samples(path: &Path, pick: Pick) -> Samples {
     let path = path.to_string_lossy().into_owned();
-    match look::answer(AgentRequest::Samples { path, pick }) {
+    match inspect::answer(AgentRequest::Samples { path, pick }) {
         Ok(AgentReply::Samples(samples)) => samples,
         other => panic!("{other:?}"),
     }
@@ -126,8 +126,10 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
     let wrong = Pick::Stored { split: "test2".into(), class: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
-    assert!(look::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test"));
+    assert!(
+        inspect::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test")
+    );
     let picture = NamedPicture { name: "a".into(), content: String::new() };
     let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };
-    assert!(look::answer(none).is_err());
+    assert!(inspect::answer(none).is_err());
 }

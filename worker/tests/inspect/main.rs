@@ -136,7 +136,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
     let mut pictures: Vec<_> =
         (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&of, i))).collect();
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
-    let mut found = look::predict(dir.path(), pictures).unwrap();
+    let mut found = inspect::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
     assert!(
         broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
@@ -155,7 +155,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
             );
         }
     }
-    let missing = look::predict(&dir.path().join("nowhere"), Vec::new()).unwrap_err();
+    let missing = inspect::predict(&dir.path().join("nowhere"), Vec::new()).unwrap_err();
     assert!(missing.contains("nowhere"), "{missing}");
 }
 
@@ -171,7 +171,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
         dataset: here,
         spec: Box::new(spec(&of)),
     });
-    let Ok(AgentReply::Evaluation(found)) = look::answer(question) else { panic!("it can be evaluated") };
+    let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
     assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);
     let correct: u64 = (0..10).map(|c| of.confusion[c][c]).sum();
@@ -185,7 +185,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
     let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec) };
-    match look::answer(AgentRequest::Evaluate(question)) {
+    match inspect::answer(AgentRequest::Evaluate(question)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
         Err(words) => Err(words),
@@ -214,9 +214,10 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
             },
         );
         let picture = || vec![("0.png".to_owned(), png(&of, 0))];
-        for words in
-            [look::predict(dir.path(), picture()).unwrap_err(), evaluate(dir.path(), spec(&of)).unwrap_err()]
-        {
+        for words in [
+            inspect::predict(dir.path(), picture()).unwrap_err(),
+            evaluate(dir.path(), spec(&of)).unwrap_err(),
+        ] {
             assert!(words.contains("model.safetensors") && words.contains(said), "{words}");
         }
     }
@@ -231,7 +232,7 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
             }
         },
     );
-    let found = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
+    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
     let words = found[0].error.clone().unwrap();
     assert!(found[0].classes.is_empty() && words.contains("inf for class \"0\""), "{words}");
     let words = evaluate(dir.path(), spec(&of)).unwrap_err();
@@ -306,7 +307,7 @@ fn metadata_that_no_model_has_is_refused_by_file() {
         ("classes", "no JSON", "metadata"),
     ] {
         write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
-        let words = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
+        let words = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
         assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
     }
 }

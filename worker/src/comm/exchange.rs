@@ -1,9 +1,9 @@
-//! How members of a group tell each other addresses and handles before they have a faster way.
+//! How members of a group exchange addresses and handles before they have a faster connection.
 
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
 
-/// Where ranks that are about to connect tell each other what that takes. They are those of the store or of the group.
+/// Where ranks that are about to connect exchange what they need for it: the ranks of the store, or those of the group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
     /// All ranks of an attempt, where they met. A rank that is asked to stop gives up waiting there.

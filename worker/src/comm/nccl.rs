@@ -32,7 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks at what is under way, when it takes longer than a moment.
+/// Between two polls of an operation that takes longer than a moment.
 const POLL: Duration = Duration::from_micros(50);
 /// For the end of a communicator: others may be gone.
 const GOODBYE: Duration = Duration::from_secs(2);

@@ -39,7 +39,7 @@ pub struct Peers {
     context: Arc<CudaContext>,
 }
 
-/// What a rank tells the others.
+/// What a rank sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct IpcDescriptor {
     /// Boot and name of its machine.

@@ -37,7 +37,7 @@ use std::{
 /// sending 100 KiB. For n ranks that is n - 1 hops and as many times the vector to send; in parts it is twice the hops
 /// and less than twice the vector, so whole is faster up to about a hop's worth of bytes, at any number of ranks.
 const SHORT: usize = 32 << 10;
-/// What is received before it is added: fits the second-level cache beside its target.
+/// Bytes received before they are added: they fit the second-level cache together with their target.
 const BLOCK: usize = 128 << 10;
 
 /// One group of ranks in a ring. All-reduces run at about the speed of the slowest link.

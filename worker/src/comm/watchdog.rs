@@ -1,9 +1,8 @@
 //! Notices when steps stop being done, and says which ranks hold up the others.
 //!
 //! A collective of which one rank never arrives runs on the other GPUs for ever, and nothing in their
-//! processes fails. So every rank posts at the rendezvous, about once a second, the last step that it
-//! finished; whose steps stop for longer than the stall time-out looks there, says what it sees, and
-//! ends its attempt.
+//! processes fails. So every rank posts the last step that it finished at the rendezvous, about once a second. A rank whose steps
+//! stop for longer than the stall time-out compares these numbers, reports which ranks are behind, and ends its attempt.
 
 use crate::comm::rendezvous::Store;
 use std::{

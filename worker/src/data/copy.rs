@@ -28,8 +28,8 @@ struct Shard {
     bytes: u64,
 }
 
-/// What of a copy that was whole is no longer as it was written; none where it is, or `dir` holds no copy. `size_of` tells the
-/// bytes of a shard that is read, and nothing of others; with `all`, every shard must be. Nothing is opened but the record.
+/// How a copy that was whole differs from its record; none where it does not, or `dir` holds no copy. `size_of` returns the size
+/// of a shard in bytes, or none for shards that are not read; with `all`, every shard must exist. Only the record is opened.
 pub(super) fn damage(dir: &Path, all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
     // What lies there may be somebody else's file of that name.
     let text = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;

@@ -19,7 +19,7 @@ use std::{
 /// Up to this much is read whole; of more, the beginning and the end of every file.
 const WHOLE: u64 = 1 << 30;
 const EDGE: u64 = 64 << 10;
-/// Folders within folders. Links may make a few folders look like many.
+/// Limit of folders within folders: links may make a few folders look like many.
 const DEPTH: usize = 32;
 const FILES: usize = 100_000_000;
 
@@ -42,7 +42,7 @@ impl Fingerprint {
     /// Looks at every file below `path`, until `cancelled`.
     ///
     /// # Errors
-    /// There is no file at all, more than can be looked at, or `path` itself cannot be read; the sentence names it.
+    /// There is no file at all, more than the limit, or `path` itself cannot be read; the sentence names it.
     pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
         let mut entries = Vec::new();
         collect(path, 0, &mut entries, cancelled)?;
@@ -81,7 +81,7 @@ pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<Pictu
     Catalog::open_with(path, &changes.store()).map(|catalog| catalog.fingerprint(path))
 }
 
-/// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
+/// Whether [`of_pictures`] has a fingerprint for `path`, as far as a few directory entries show.
 pub(crate) fn has_pictures(path: &Path) -> bool {
     super::pattern::fixed_part(path).is_some()
         || path.join("train").is_dir()
@@ -181,7 +181,7 @@ fn content(
                 0 => return Ok(()),
                 n => hash.update(&block[..n]),
             }
-            // The caller looks again.
+            // The caller lists it again.
             if cancelled.load(Ordering::Relaxed) {
                 return Ok(());
             }

@@ -1,7 +1,7 @@
 //! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`.
-//! Of any size; told by their first bytes, not by their names.
+//! Of any size; their format is read from their first bytes, not from their names.
 //!
-//! What cannot be read, or lies where no class is, is named: nothing that looks like a picture is left out in silence.
+//! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
 //! Folders are listed, unless they are as the index has them (`index/folders.rs`); files are read of which the index says
 //! nothing.
 

@@ -1,5 +1,5 @@
-//! What is known of a dataset's pictures without reading them: each is looked at once, and again when its file's size or
-//! time of change is another.
+//! What is known of a dataset's pictures without reading them: each is read once, and again when its file's size or time of
+//! change differs.
 
 mod file;
 mod folders;
@@ -25,7 +25,7 @@ use std::{
 };
 use store::Making;
 
-/// Pictures that are looked at between two writes of what was found: about a second's work.
+/// Pictures that are read between two writes of the results: about a second's work.
 const PART: usize = 2048;
 /// Shards count as so many pictures, by their size, before they are read.
 const PICTURE_BYTES: u64 = 64 << 10;
@@ -35,7 +35,7 @@ const PICTURE_BYTES: u64 = 64 << 10;
 pub(super) struct Folder {
     /// Relative to the dataset.
     pub(super) path: PathBuf,
-    /// From before it was listed; `None` when it is to be listed at every look.
+    /// From before it was listed; `None` when it has to be listed each time.
     pub(super) stamp: Option<FolderStamp>,
     /// By name; none where it was not listed, being [`Recalled`].
     pub(super) files: Vec<FoundFile>,
@@ -49,7 +49,7 @@ pub(super) struct FoundFile {
     pub(super) name: OsString,
     pub(super) size: u64,
     pub(super) modified_ns: i64,
-    /// Its name does not tell that it is a picture: it is one if its first bytes say so.
+    /// Its name does not say that it is a picture: it is one if its first bytes say so.
     pub(super) unsure: bool,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Members {
     pub(super) entries: Vec<Entry>,
     /// What is wrong with it as a whole, to stand after its name.
     pub(super) trouble: Option<String>,
-    /// It could not be read, which may be over at the next look: this is not kept.
+    /// It could not be read, which may succeed next time: this is not stored.
     pub(super) passing: bool,
 }
 
@@ -184,7 +184,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // A file that could not be read is looked at each time, which is no reason to write all of it anew.
+    // A file that could not be read is tried each time, which is no reason to write the whole index anew.
     if let Some(making) = making.filter(|_| learned) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
@@ -215,7 +215,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
         ..Entry::default()
     };
     match files::read(path, picture::MAX_BYTES) {
-        // It is being written, or its size is not told: what was read may be no more true.
+        // It is being written, or its size is not known: what was read may be outdated already.
         Ok(bytes) => {
             let size = bytes.len() as u64;
             Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
@@ -224,7 +224,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
     }
 }
 
-/// Adds to `entry` what a picture's bytes say of it; `name` tells kinds that are not read.
+/// Adds what a picture's bytes show to `entry`; kinds that are not read are recognised by `name`.
 pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
@@ -233,7 +233,7 @@ pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// The members of each shard (named relative to `root`); `read` looks at one. `dataset` names the index.
+/// The members of each shard (named relative to `root`); `read` reads one. `dataset` names the index.
 pub(super) fn of_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],

@@ -1,4 +1,4 @@
-//! What looking at a dataset finds: counts, sizes, mean and standard deviation, broken files.
+//! What inspecting a dataset finds: counts, sizes, mean and standard deviation, broken files.
 
 use super::{Catalog, DataError, Picture, Samples, Split};
 use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo};
@@ -12,8 +12,8 @@ type Size = (u32, u32, u32);
 const NAMED: usize = 100;
 /// Mean and standard deviation come from at most this many pictures, evenly spread.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
-/// Splits of so many pictures are decoded whole. Of larger ones, those that statistics come from: all were read once, and
-/// look whole; a picture whose data is damaged all the same is found when a job comes to it.
+/// Splits of up to so many pictures are decoded whole; of larger ones, only the pictures that statistics are computed from. All
+/// have been read once, and their data has its end; a picture that is damaged all the same is found when a job decodes it.
 const DECODED: usize = 20_000;
 
 /// Names of the splits that have samples.
@@ -28,7 +28,7 @@ pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
 /// Looks at the files under `path`, decodes the pictures unless they are many, and says what they are.
 ///
 /// # Errors
-/// When nothing there is a known format; the sentence says which formats were looked for.
+/// When nothing there is a known format; the sentence names the formats.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::open(path)?;
     let mut broken = std::mem::take(&mut catalog.broken);

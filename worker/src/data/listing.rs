@@ -23,7 +23,7 @@ pub(crate) struct Listing {
     /// One after another.
     names: Vec<u8>,
     rows: Vec<Row>,
-    /// To be told of a file that is not what it was.
+    /// Notified of a file that has changed.
     remembered: Remembered,
 }
 
@@ -112,7 +112,7 @@ impl Listing {
         self.path(number).display().to_string()
     }
 
-    /// Adds what tells a picture apart, here and on other machines: name, size and content.
+    /// Adds what identifies a picture, here and on other machines: name, size and content.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
         let (name, size, content) = self.identity(number);
         hash.update(name.as_os_str().as_encoded_bytes());

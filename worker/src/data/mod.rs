@@ -53,7 +53,7 @@ pub enum DataError {
     },
 }
 
-/// How closely a dataset of pictures in folders is looked at when it is opened.
+/// How changes of a dataset of pictures in folders are detected when it is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeDetection {
     /// At each file's size and time of change.
@@ -72,7 +72,7 @@ impl ChangeDetection {
     }
 }
 
-/// The formats that are found by looking.
+/// The formats that are recognised by their files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Cifar10,
@@ -162,7 +162,7 @@ impl Catalog {
                 return found.and_then(usable);
             }
         }
-        // Last: what lies beside these may be the archive that they came in.
+        // Last: the files of other formats may lie next to the archive that they came in.
         // A repository of the Hugging Face hub has them in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
@@ -210,10 +210,10 @@ fn no_training_split(catalog: &Catalog) -> String {
     )
 }
 
-/// Names of the folders in `path` that have pictures, as far as names tell.
+/// Names of the folders in `path` that have pictures, as far as file names say.
 fn folders_of_pictures(path: &Path) -> Vec<String> {
     const EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-    /// Entries that are looked at in a folder: the first ones tell.
+    /// Entries that are read in a folder: the first ones are representative.
     const ENTRIES_READ: usize = 1000;
     let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
     let is_picture = |name: &Path| {

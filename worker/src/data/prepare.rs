@@ -1,7 +1,7 @@
 //! A copy of a dataset to train from: WebDataset shards of pictures that are small, upright and JPEG, in a mixed order.
 //!
 //! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
-//! first one. So an interrupted copy goes on with the shard that it was at, and has the same bytes as one that was not.
+//! first one. So an interrupted copy continues with the shard that it was at, and has the same bytes as one that was not.
 
 mod order;
 mod picture;
@@ -72,7 +72,7 @@ pub struct Prepared {
 
 /// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, readable by Python's
 /// webdataset, with `classes.txt`. Pictures are resized as torchvision's `Resize(short_side, antialias=True)` does, never
-/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called as it goes on.
+/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called with the progress.
 ///
 /// # Errors
 /// The dataset or the settings cannot be used, `to` holds something else, the disk does not take it, or a picture is broken.
@@ -190,7 +190,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
             catalog.format.name()
         ))),
         Samples::Listed(_) if !shards::tells_split(&split.name) => Err(DataError::Invalid(format!(
-            "{} has a split {:?}, which names of shards do not tell: call it val or test, or take it away",
+            "{} has a split {:?}, which names of shards cannot express: call it val or test, or take it away",
             path.display(),
             split.name
         ))),
@@ -255,7 +255,7 @@ fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
     DataError::File {
         path: path.display().to_string(),
         detail: format!(
-            "cannot be written: {error}. Shards that are finished are kept; the same command goes on from there"
+            "cannot be written: {error}. Shards that are finished are kept; the same command continues from there"
         ),
     }
 }

@@ -1,6 +1,6 @@
 //! Files that hold many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files whose members of
 //! one basename are a sample, a picture and its class (`000017.jpg`, `000017.cls`); in Parquet files a row is one. A folder
-//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the split is told by the names.
+//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the names say which split a file belongs to.
 
 mod classes;
 mod folder;
@@ -42,8 +42,8 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
     Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
 }
 
-/// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none. Parquet files beside
-/// tar files are something else. `dataset` is what was named, `dir` or a folder around it.
+/// Shards in a folder, or in its subfolders that are named like splits; `None` when there are none. Parquet files next to tar
+/// files are something else. `dataset` is the path as given: `dir` or a folder around it.
 pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if !dir.is_dir() {
         return None;
@@ -99,7 +99,7 @@ fn read(
         return Err(DataError::File {
             path: root.display().to_string(),
             detail:
-                "is a copy that is not whole: run its `lockstep dataset prepare` again, which goes on with it"
+                "is a copy that is not whole: run its `lockstep dataset prepare` again, which continues it"
                     .into(),
         });
     }

@@ -223,7 +223,7 @@ pub fn run_gpu_rank(
     let clock = Instant::now();
     let results = run(GPU_MEASURED)?;
     let secs = clock.elapsed().as_secs_f64() / GPU_MEASURED as f64;
-    // Whoever leaves looks like one that has died to those who still wait for their last step.
+    // A rank that leaves now looks dead to others that still wait for their last step.
     comm.barrier().map_err(|e| e.to_string())?;
     let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -257,7 +257,7 @@ pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, St
     engine.profile_step(&next()?).map_err(|e| e.to_string())
 }
 
-/// The engine, and CIFAR-10 as far as speed can tell.
+/// The engine, and CIFAR-10 as far as speed is concerned.
 fn on_gpu(
     case: &Case,
     sync_batch_norm: bool,

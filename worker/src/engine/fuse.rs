@@ -1,7 +1,7 @@
 //! The pass that decides which operations of a network run as one.
 //!
-//! [`fuse`] looks at the network once. What it decides is part of each [`FusedOp`], and the forward and the backward pass of
-//! every engine follow it; neither looks at an operation's neighbours again. It knows kernels only by what an engine says
+//! [`fuse`] goes through the network once. What it decides is part of each [`FusedOp`], and the forward and the backward pass of
+//! every engine follow it; neither examines an operation's neighbours again. It knows kernels only by what an engine says
 //! it has ([`Capabilities`]), and starts nothing, so its result can be printed and pinned by a test.
 //!
 //! | pattern | needs | forward | backward |

@@ -103,7 +103,7 @@ pub enum EngineError {
     /// A tensor that is missing, unknown, or of the wrong shape.
     #[error("{0}")]
     Parameters(String),
-    /// What the device, its driver or a library does not do; another attempt would not fare better.
+    /// The device, its driver or a library does not support it; another attempt would fail as well.
     #[error("{0}")]
     Device(String),
     /// The device or one of its libraries, in the words of its backend.
@@ -144,7 +144,7 @@ pub trait Engine: Send {
         Ok(self.finish_steps()?.pop().or(result).unwrap_or_default())
     }
     /// A step (with a learning rate of 0) in which each call is timed by itself: (what, milliseconds), in
-    /// order. Empty where the engine cannot tell.
+    /// order. Empty where the engine cannot measure it.
     fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
         Ok(Vec::new())
     }

@@ -98,7 +98,7 @@ impl Optimizer {
     }
 }
 
-/// [`Optimizer::slots`] of any optimizer of `kind`. What has equal slots can go on with each other's state.
+/// [`Optimizer::slots`] of any optimizer of `kind`. Optimizers with equal slots can continue from each other's state.
 pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
     match kind {
         OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars => &["momentum"],

@@ -17,8 +17,8 @@ pub struct StateDict {
 
 /// What one rank has of the state that its group keeps.
 ///
-/// Every rank has all of it today. An engine whose ranks keep parts of it contributes them by a variant of its own, which
-/// whoever writes then has to gather.
+/// Every rank has all of it today. An engine whose ranks keep parts of it contributes them by a variant of its own, which the
+/// writer of a checkpoint then has to gather.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contribution {
     /// All of it: of rank 0 of a group whose ranks are replicas.

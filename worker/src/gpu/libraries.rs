@@ -1,8 +1,8 @@
 //! NVIDIA's libraries: where they are on this machine, in which versions, what is missing, and the
 //! environment in which a rank process finds them.
 //!
-//! cudarc opens its libraries by bare names and panics when one is not there, so whoever is about to
-//! use it asks [`ready`] first. It never tries `libnccl.so.2`, the only name that NVIDIA's packages
+//! cudarc opens its libraries by bare names and panics when one is not there, so its callers ask [`ready`] first. It never tries
+//! `libnccl.so.2`, the only name that NVIDIA's packages
 //! ship: [`Libraries::environment`] makes a folder that holds `libnccl.so` and puts it, with the
 //! folders of everything else that was found, on `LD_LIBRARY_PATH`.
 #![allow(unsafe_code)] // Loading a library runs its initialisers; versions are asked of it by symbol.
@@ -28,9 +28,9 @@ mod version;
 
 pub use start_anew::{links_dir, start_anew_if_needed};
 
-/// Folders to look in first, separated by `:`.
+/// Folders to search first, separated by `:`.
 pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
-/// Where the dynamic linker looks, beside its own list.
+/// Folders that the dynamic linker searches in addition to its own list.
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 
 /// A library that GPU ranks use.
@@ -39,7 +39,7 @@ const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 pub enum Which {
     /// The driver's own, `libcuda`.
     Driver,
-    /// The driver's management library: which GPUs there are and how they fare.
+    /// The driver's management library: lists GPUs and measures them.
     Nvml,
     /// Compiles Lockstep's kernels for the GPU at hand.
     Nvrtc,
@@ -131,11 +131,11 @@ pub struct Library {
     pub by_itself: bool,
 }
 
-/// What was found, and where was looked for the rest.
+/// The libraries that were found, and the folders that were searched for the others.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Libraries {
     pub found: Vec<Library>,
-    /// Folders that exist and were looked in, beside the dynamic linker's own.
+    /// Folders that exist and were searched, besides the dynamic linker's own.
     pub searched: Vec<PathBuf>,
 }
 
@@ -146,7 +146,7 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Looks in these folders, those of the setting first; and where the linker looks if `linker`.
+    /// Searches these folders, those of the setting first, and the linker's own if `linker`.
     fn find_in(folders: &Folders, linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Which::ALL {
@@ -183,7 +183,7 @@ impl Libraries {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
 
-    /// The folders in which the dynamic linker must look, beside its own, for what was found.
+    /// The folders that the dynamic linker has to search, besides its own, for what was found.
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
         // nvJPEG is opened by its path.
@@ -207,7 +207,7 @@ impl Libraries {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
-            // A folder for each choice: processes that were given others run beside each other.
+            // A folder for each choice: processes with other libraries may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
             let choice: String = hash.finalize().iter().take(4).map(|b| format!("{b:02x}")).collect();
@@ -233,7 +233,7 @@ impl Libraries {
         Ok(vec![(LIBRARY_PATH.into(), joined)])
     }
 
-    /// Names under which cudarc looks first, for what is there under another one: without them it would take
+    /// Names that cudarc tries first, for libraries that exist under another name: without them it would take
     /// the system's `libcudnn.so` where another cuDNN was chosen, and CUDA 13's NVRTC where both are on the path.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
@@ -296,7 +296,7 @@ pub fn ready(needed: &[Which]) -> Result<(), String> {
     }
     let libraries = Libraries::find();
     complete(&libraries, &absent)?;
-    // There, but not where this process looks: its launcher did not set the path.
+    // They exist, but not where this process searches: its launcher did not set the path.
     let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
     let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();
     Err(format!(

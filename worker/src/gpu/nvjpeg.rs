@@ -111,7 +111,7 @@ impl Nvjpeg {
     }
 }
 
-/// A picture to decode: bytes of a file of three components, and where its planes go on the GPU.
+/// A picture to decode: bytes of a file of three components, and where its planes are written on the GPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Picture<'a> {
     pub(crate) bytes: &'a [u8],
@@ -155,7 +155,7 @@ impl Hardware {
         }
     }
 
-    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not tell.
+    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not report that.
     pub(crate) fn engines(&self) -> Option<(u32, u32)> {
         let (mut engines, mut cores) = (0, 0);
         // SAFETY: it writes two numbers.
@@ -239,7 +239,7 @@ impl State {
             })
             .collect();
         let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
-        // SAFETY: the lists have `count` entries each; callers give room, and keep the files until the stream has gone past.
+        // SAFETY: the lists have `count` entries each; callers provide the memory, and keep the files until the stream has gone past.
         unsafe {
             check("beginning a batch", initialize(*handle, self.state, count, 1, YUV))?;
             check(
@@ -290,7 +290,7 @@ fn failed(doing: &str, status: Status) -> String {
 /// What the GPU that CUDA calls 0 has: `8 engines`. Opens a context on it for a moment.
 ///
 /// # Errors
-/// It has no decoder, or that cannot be told; a sentence.
+/// It has no decoder, or that cannot be found out; a sentence.
 pub fn hardware() -> Result<String, String> {
     super::libraries::ready(&[Which::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);

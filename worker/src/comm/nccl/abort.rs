@@ -18,7 +18,7 @@ unsafe impl Send for Comm {}
 
 impl Handle for Comm {
     fn abort(self) {
-        // It may take a while to end everything; whoever aborts has other things to end, too.
+        // Ending everything may take a while, and the caller has other things to abort as well.
         let abort = move || {
             let Self(comm) = { self };
             // SAFETY: the owner gave it away for this, once, when no call was being made.

@@ -84,7 +84,7 @@ impl NcclProcessGroup {
     ) -> Result<(), CommError> {
         let input = values.as_values().bytes().to_vec();
         self.run(operation, &input, values.bytes_mut(), |from, at, stream| {
-            // SAFETY: both have room for the values, and `run` waits until the stream has passed.
+            // SAFETY: both are large enough for the values, and `run` waits until the stream has passed.
             unsafe { result::memcpy_dtod_async(at, from, input.len(), stream) }
                 .map_err(|e| device(operation, e))?;
             launch(at, stream)
@@ -329,7 +329,7 @@ struct Staging {
     output: Memory,
 }
 
-// SAFETY: CUDA's streams and memory are not bound to threads; whoever uses them makes the context current first.
+// SAFETY: CUDA's streams and memory are not bound to threads; each user makes the context current first.
 unsafe impl Send for Staging {}
 
 impl Staging {
@@ -339,12 +339,12 @@ impl Staging {
         Ok(Self { context, stream, input: Memory::default(), output: Memory::default() })
     }
 
-    /// Addresses of the input, which is being copied in the order of the stream, and of room for `output` bytes.
+    /// Addresses of the input, which is copied in the order of the stream, and of `output` bytes for the result.
     fn copy_in(&mut self, input: &[u8], output: usize) -> Result<(u64, u64), DriverError> {
         self.context.bind_to_thread()?;
         let (from, to) = (self.input.of(input.len())?, self.output.of(output)?);
         if !input.is_empty() {
-            // SAFETY: the memory has room; what is read of the host has been read when the call returns, as it is pageable.
+            // SAFETY: the memory is large enough; the host's bytes have been read when the call returns, as they are pageable.
             unsafe { result::memcpy_htod_async(from, input, self.stream)? };
         }
         Ok((from, to))
@@ -378,11 +378,11 @@ struct Memory {
 }
 
 impl Memory {
-    /// An address with room for `bytes`; what was there is gone.
+    /// An address with at least `bytes` bytes; the previous content is lost.
     fn of(&mut self, bytes: usize) -> Result<CUdeviceptr, DriverError> {
         if self.bytes < bytes {
             let grown = bytes.next_power_of_two();
-            // SAFETY: the context is current. What was there was waited for by whoever used it.
+            // SAFETY: the context is current. Each user of the old memory has waited for its work.
             let address = unsafe { result::malloc_sync(grown)? };
             *self = Self { address, bytes: grown };
         }

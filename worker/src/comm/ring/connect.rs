@@ -186,7 +186,7 @@ impl Joining<'_> {
             match listener.accept() {
                 Ok((mut stream, _)) => {
                     stream.set_nonblocking(false).map_err(protocol)?;
-                    // A stranger, or somebody who hung up, does not keep the expected one out.
+                    // A peer that is unknown or hung up does not keep the expected one out.
                     if terms.answer(&mut stream).is_ok_and(|rank| rank == expected) {
                         return Ok(stream);
                     }

@@ -46,7 +46,7 @@ impl Anonymous {
         self.0.as_raw_fd()
     }
 
-    /// Makes room for `bytes` zeros from `offset` on, now: later there is no way to say that there is none.
+    /// Allocates `bytes` zeros from `offset` on, now: an error when memory runs out later could not be reported.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }
@@ -88,8 +88,8 @@ impl Mapping {
     /// Values in it.
     ///
     /// # Safety
-    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads
-    /// and writes these values: whoever has a slice of what another rank writes has a wrong program.
+    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads and writes these
+    /// values: holding a slice of what another rank writes is undefined behaviour.
     ///
     /// # Panics
     /// They are not inside, or not aligned.

@@ -139,7 +139,7 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, ready, watch) {
-            // Whoever is gone may have said it before.
+            // A rank that is gone may have reported its reason before.
             Err(_) if ready() => Ok(Duration::ZERO),
             Err(error) => Err(self.ring.failed(error)),
             Ok(waited) => Ok(waited),
@@ -229,8 +229,8 @@ impl ShmProcessGroup {
         let mib = bytes >> 20;
         Ok(match mapped {
             Ok(mapping) if without[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
-            Ok(_) => Err(format!("another rank has no room for {mib} MiB of memory to share")),
-            Err(why) => Err(format!("no room for {mib} MiB of memory to share: {why}")),
+            Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
+            Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
         })
     }
 }

@@ -182,7 +182,7 @@ fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
                     let told = comm.shared_memory(1000).unwrap().unwrap_err();
                     assert_eq!(told, format!("rank 2: {why}"));
                 }
-                store.barrier("told").unwrap();
+                store.barrier("reported").unwrap();
             });
         }
     });

@@ -1,6 +1,6 @@
 //! The index of a dataset on disk: what is known of each picture, so that a job's start need not read them all.
 //!
-//! `datasets/<key>.index` in the cache directory, where `key` is of the dataset's path and, where the file system tells a
+//! `datasets/<key>.index` in the cache directory, where `key` is of the dataset's path and, where the file system reports a
 //! folder's birth, of the folder: machines that share the cache directory may have copies of their own at one path. Others
 //! share the index; what is said of a file holds only while its size and time of change are the same.
 //!
@@ -15,7 +15,8 @@
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
 //! block's container is the dataset's own path, its body the number of the reader (`store.rs`) (u32). Of several entries of one name the last counts. `<key>.part` has the
 //! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
-//! begins. `<key>.lock` is held by whoever makes an index, `<key>.folders` is described in `folders.rs`, `<key>.progress` says how far that is.
+//! begins. `<key>.lock` is locked while an index is made, `<key>.folders` is described in `folders.rs`, `<key>.progress` has the
+//! number of pictures that are done.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -54,7 +55,7 @@ pub(crate) struct Entry {
     pub(crate) label: Option<String>,
     /// What is wrong with it, to stand after its name.
     pub(crate) broken: Option<String>,
-    /// It could not be read, which may be over at the next look: this is not kept.
+    /// It could not be read, which may succeed next time: this is not stored.
     #[serde(skip)]
     pub(crate) passing: bool,
 }

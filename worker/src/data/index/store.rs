@@ -13,11 +13,11 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// To be raised when what was found broken may be found whole: what another reader found broken is looked at again.
+/// Raise it when files that were found broken may now be readable: files that another version found broken are read again.
 const READER: u32 = 1;
-/// Datasets of fewer pictures get no index: looking at them takes no time.
+/// Datasets of fewer pictures get no index: reading them takes no time.
 const WORTH: usize = 1000;
-/// So few unknown pictures are looked at without keeping what is found.
+/// Up to so many unknown pictures are read without storing the result.
 const FEW: usize = 64;
 /// Indexes of one path, of folders that lay there, that are kept.
 const COPIES: usize = 64;
@@ -48,7 +48,7 @@ impl IndexStore {
         Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, settled: Some(SETTLED) }
     }
 
-    /// For a look that lists and stats no folder that is as it was when all its files were looked at (see `folders.rs`).
+    /// Folders that have not changed since all their files were examined are neither listed nor examined (see `folders.rs`).
     pub(in crate::data) fn trusting_folders(self) -> Self {
         Self { trusts_folders: true, ..self }
     }
@@ -161,7 +161,7 @@ impl IndexStore {
     /// How far the making of a dataset's index is; none when nobody makes one.
     pub(crate) fn progress(&self, dataset: &Path) -> Option<Progress> {
         let text = fs::read(self.file(dataset, "progress")?).ok()?;
-        // Whoever makes one holds the lock; one that was killed leaves its progress.
+        // The lock is held while an index is made; a process that was killed leaves its progress file.
         let lock = File::open(self.file(dataset, "lock")?).ok()?;
         if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared).is_ok() {
             return None;
@@ -175,8 +175,8 @@ fn path_key(dataset: &Path) -> String {
     key.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Tells the folder of a dataset from another at the same path on another machine. None where the file system tells no
-/// birth: such are of the network mostly, and the same on all machines.
+/// Distinguishes the dataset's folder from another at the same path on another machine. None where the file system reports no
+/// time of creation: those are mostly network file systems, which are the same on all machines.
 fn folder_of(dataset: &Path) -> Option<String> {
     let fixed = crate::data::pattern::fixed_part(dataset).map(|(folder, _)| folder);
     let mut found = fs::metadata(fixed.as_deref().unwrap_or(dataset)).ok()?;
@@ -222,7 +222,7 @@ fn remove_unused(index: &Path, dataset: &Path) {
     }
 }
 
-/// How many of a dataset's pictures were looked at.
+/// How many of a dataset's pictures have been read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub done: u64,
@@ -253,7 +253,7 @@ impl Making {
         self.part.write_all(&bytes)
     }
 
-    /// Tells whoever asks, a few times a second.
+    /// Publishes the progress, a few times a second.
     pub(super) fn tell(&mut self, progress: Progress) {
         if self.told.is_none_or(|told| told.elapsed() >= PROGRESS_EVERY) {
             self.told = Some(Instant::now());

@@ -112,7 +112,7 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
     );
     place.say(|entry| entry.width = 77);
     assert_eq!(place.widths(), [77; 8], "it was read");
-    // Same size and time of writing, other content: it is looked at, and found to be no picture.
+    // Same size and time of writing, other content: it is read, and found to be no picture.
     let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
     replace(&place.picture("class-0000/000001.png"), &vec![b'x'; size]);
     let (pictures, broken) = counts(&place.open().unwrap());
@@ -250,7 +250,7 @@ fn shards_are_remembered_until_they_change() {
 fn copies_of_machines_that_share_the_cache_have_an_index_each() {
     let place = Place::new(1, 4);
     if fs::metadata(place.data.path()).unwrap().created().is_err() {
-        // No file system here tells one folder from another.
+        // No file system here distinguishes the folders.
         return;
     }
     // Two machines, each with a folder of its own at this path.
@@ -327,7 +327,7 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
     let (mut making, _) = store.begin(dataset).unwrap().unwrap();
     making.tell(at);
     assert_eq!(store.progress(dataset), Some(at));
-    // Killed, it leaves what it told.
+    // Killed, it leaves its progress.
     let file = place.kept("progress").unwrap();
     let left = fs::read(&file).unwrap();
     drop(making);

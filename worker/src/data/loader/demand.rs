@@ -18,9 +18,9 @@ impl Demand {
         *self.waits()
     }
 
-    /// Has [`Demand::wait`] look again.
+    /// Makes [`Demand::wait`] check its condition again.
     pub(super) fn wake(&self) {
-        // With the lock, so that nobody is between looking and waiting.
+        // Under the lock, so that nobody is between checking and waiting.
         let _waits = self.waits();
         self.changed.notify_all();
     }

@@ -28,7 +28,7 @@ use std::{
     thread,
 };
 
-/// How far a picture is when cores go on with it.
+/// How far a picture is prepared when cores continue with it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Begun<'a> {
     Nothing,
@@ -139,7 +139,7 @@ pub(super) fn make(
             }
             own
         };
-        let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, beside);
+        let beside = thread::Builder::new().name("pictures on cores".into()).spawn_scoped(scope, beside);
         let ended = Ended(&shared);
         shared.feed();
         drop(ended);
@@ -213,7 +213,7 @@ impl Shared<'_> {
         }
     }
 
-    /// What the device is told of pictures that it takes.
+    /// What the device needs to know of pictures that it decodes.
     fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
         let encoded = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, Wanted { stored, left, top, rows, columns, flip }) => {

@@ -46,7 +46,7 @@ pub(super) struct Opener {
 }
 
 impl Part {
-    /// Adds what tells this part from others: contents, labels and names, in order.
+    /// Adds what distinguishes this part from others: contents, labels and names, in order.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
         match (&self.pixels, self.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),

@@ -23,7 +23,7 @@ pub(super) enum Work {
 
 #[derive(Debug)]
 pub(super) struct Workers {
-    /// Absent: whoever asks does the work.
+    /// Absent: the calling thread does the work.
     pool: Option<ThreadPool>,
     /// For what must not wait until the others have decoded: reading files for a device, and what comes after it.
     beside: Option<ThreadPool>,
@@ -54,7 +54,7 @@ impl Workers {
         Ok(Self { pool: Some(pool(threads)?), beside, scratch: scratch(threads + others) })
     }
 
-    /// Absent: whoever asks does the work.
+    /// Absent: the calling thread does the work.
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {
             Work::Decoding => self.pool.as_ref(),

@@ -1,4 +1,4 @@
-//! What a file holds, for the index: its rows, looked at from first to last.
+//! What a file holds, for the index: its rows, from first to last.
 
 use super::{ParquetFile, Source, Trouble, guarded};
 use crate::{
@@ -17,7 +17,7 @@ use ::parquet::{
 use rayon::prelude::*;
 use std::{path::Path, sync::Arc};
 
-/// Rows that are looked at in one go.
+/// Rows that are read in one go.
 const BATCH: usize = 256;
 
 pub(super) const NO_PICTURE: &str =

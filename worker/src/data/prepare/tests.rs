@@ -292,7 +292,7 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
     let named: Vec<_> = made.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
     assert_eq!((named, made.splits[0].1), (vec!["003.png", "004.png"], 18));
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 18);
-    // It is still told when nothing is left to do, and still fatal to whom it is.
+    // It is still reported when nothing is left to do, and still fatal where it is.
     assert_eq!(run(from.path(), to.path(), &skip).unwrap().broken.len(), 2);
     fs::remove_file(from.path().join("train/cat/003.png")).unwrap();
     let fail = tempfile::tempdir().unwrap();
@@ -349,7 +349,7 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("has a split \"holdout\", which names of shards do not tell"), "{words}");
+    assert!(words.contains("has a split \"holdout\", which names of shards cannot express"), "{words}");
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
+/// Names of splits in a shard's path, as Hugging Face's `datasets` knows them.
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
 
@@ -58,7 +58,7 @@ fn is_compressed(path: &Path) -> bool {
     COMPRESSED.iter().any(|end| name.ends_with(end))
 }
 
-/// Whether what a compressed shard was packed from lies beside it.
+/// Whether the shard that a compressed one was packed from lies next to it.
 pub(super) fn is_unpacked(path: &Path) -> bool {
     let name = path.to_string_lossy();
     let stem = COMPRESSED.iter().find_map(|end| name.strip_suffix(end));
@@ -87,7 +87,7 @@ pub(super) fn lying(kind: Kind, dir: &Path) -> Result<Lying, String> {
         {
             let inside = match files::stat(&path) {
                 Ok(files::Found::Folder) => listed(&path),
-                // A list of names, or a link that only looks like a folder of shards.
+                // A list of names, or a link whose name is that of a folder of shards.
                 Ok(files::Found::File { .. }) => continue,
                 Err(_) if path.extension().is_some() => continue,
                 Err(detail) => Err(detail),
@@ -119,7 +119,7 @@ pub(super) fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(all)
 }
 
-/// The split that a shard's path tells, the file's name before its folders'.
+/// The split in a shard's path; the file's name counts before its folders'.
 pub(super) fn split_of(path: &Path) -> Option<&'static str> {
     let words = |part: &str| -> Option<&'static str> {
         let word = |word: &str| {

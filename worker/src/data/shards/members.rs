@@ -21,7 +21,7 @@ use std::{
 const BLOCK: u64 = 512;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
-/// So much is looked at behind a tar's end: another tar begins after at most some blocks of zeros.
+/// So many bytes are read behind a tar's end: another tar begins after at most some blocks of zeros.
 const BEHIND: u64 = 1 << 20;
 
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
@@ -244,7 +244,7 @@ impl Sample {
 
     /// `None` when the members are no sample: neither a picture nor a class.
     fn entry(mut self, shard: &File) -> Option<Entry> {
-        // Of no matter beside a class.
+        // Of no matter next to a class.
         if self.class.is_none() {
             self.broken = self.broken.or(self.undescribed);
         }
@@ -273,7 +273,7 @@ impl Sample {
     }
 }
 
-/// The class that a description tells.
+/// The class in a description.
 fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
     match about.get("label")? {
         serde_json::Value::Number(number) => Some(match number.as_f64() {

@@ -93,7 +93,7 @@ fn class_names_may_lie_beside_numbers() {
     fs::write(dir.path().join("classes.txt"), "cat\ndog\nfox\nnever seen\n").unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.classes.join(" "), "cat dog fox never seen");
-    // No name tells a split: all of it is for training.
+    // No name has a split: all of it is for training.
     assert_eq!((catalog.splits.len(), catalog.splits[0].name.as_str()), (1, "train"));
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();

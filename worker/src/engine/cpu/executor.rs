@@ -133,7 +133,7 @@ impl Executor {
         self.reserve(self.config.batch_size);
     }
 
-    /// Makes room for activations of `batch` pictures; never shrinks.
+    /// Allocates activations for `batch` pictures; never shrinks.
     pub(super) fn reserve(&mut self, batch: usize) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {

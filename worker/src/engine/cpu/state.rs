@@ -1,7 +1,7 @@
 //! What a rank trains: weights, optimizer state and gradients, and the update that leads from one step to the next.
 //!
-//! Ranks of one machine keep weights and optimizer state once, where all of them see them, and each one's gradients beside
-//! them. Whichever rank (and thread of it) has nothing better to do takes the next piece of a bucket that
+//! Ranks of one machine keep weights and optimizer state once, in memory that all of them see, and each one's gradients next to
+//! them. Whichever rank (and thread of it) is idle takes the next piece of a bucket that
 //! every rank has completed, adds up the gradients in the order of ranks and updates the weights: gradients
 //! travel no way, weights are updated once and not once a rank, and a rank that waits for another works
 //! meanwhile. Who does a piece does not show in its bits.
@@ -38,10 +38,10 @@ use std::{
 
 /// Values added up and updated at a time: they stay in the first-level cache.
 const BLOCK: usize = 1024;
-/// What lies beside each other in shared memory begins at multiples of this.
+/// Arrays in shared memory begin at multiples of this.
 const ALIGN: usize = 4096;
 
-/// How far the ranks are; lines of their own in the cache. All counts go on over steps.
+/// The progress of the ranks, each on a cache line of its own. Counts continue over all steps.
 #[repr(C, align(128))]
 #[derive(Debug, Default)]
 struct Counts {

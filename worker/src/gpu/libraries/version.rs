@@ -14,7 +14,7 @@ impl Library {
         let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
             .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
         let lacks = |e: libloading::Error| format!("{shown}: {e}");
-        let failed = |status: i32| format!("{shown} does not tell its version (error {status})");
+        let failed = |status: i32| format!("{shown} does not report its version (error {status})");
         let three = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
         type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
         type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A look at folders alone, as ranks have it.
+/// Opens the dataset as ranks do, examining folders alone.
 fn at_folders(place: &Place) -> Catalog {
     Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
 }
@@ -26,14 +26,14 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
     assert_eq!(counts(&at_folders(&place)), (9, vec![]), "nothing is known yet");
     let before = print(&place.open().unwrap());
     place.say(|entry| entry.width = 77);
-    // In place: the folder does not tell.
+    // In place: the folder does not change.
     fs::write(&odd, "I am no picture any more").unwrap();
     let catalog = at_folders(&place);
     assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
     let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
     assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "nothing was read");
     assert!((0..8).all(|i| listing.read(i).is_ok()));
-    assert_eq!(counts(&at_folders(&place)).0, 9, "what is as it was is no reason to look");
+    assert_eq!(counts(&at_folders(&place)).0, 9, "what has not changed is not examined");
     let words = listing.read(8).unwrap_err().to_string();
     assert!(words.contains("odd.png has changed since it was first looked at"), "{words}");
     let now = at_folders(&place);
@@ -46,7 +46,7 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
 fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
     let place = Place::new(3, 4);
     let look = || counts(&at_folders(&place));
-    // Whole looks leave their notes each time.
+    // Opening with all files examined stores the folders each time.
     let settle = || {
         long_ago(&place);
         assert_eq!(counts(&place.open().unwrap()), look());
@@ -93,7 +93,7 @@ fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_a
     // It could change again, and have the same time: it is not known.
     rewrite(20);
     assert_eq!(first(), 20);
-    // That look has left a note, as it waits for nothing; an index that another look has made is another.
+    // It has stored the folders, as it waits for nothing; an index that was made meanwhile is another.
     rewrite(30);
     assert_eq!(first(), 20, "the note is used");
     place.open().unwrap();

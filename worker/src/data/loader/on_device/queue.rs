@@ -11,7 +11,7 @@ pub(super) struct Queue {
     numbers: Vec<usize>,
     /// What nobody has claimed.
     left: Mutex<Range<usize>>,
-    /// Of what fails, the one that is first in the batch, so that the same one is told whoever comes to it first.
+    /// The error of the picture that comes first in the batch, so that the same one is reported in whichever order they fail.
     first_error: Mutex<Option<(usize, DataError)>>,
 }
 

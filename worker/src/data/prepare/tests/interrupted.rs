@@ -83,7 +83,7 @@ fn nobody_trains_unawares_on_a_copy_that_lost_something() {
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let shard = to.path().join("train-000001.tar");
     let content = fs::read(&shard).unwrap();
-    // At the end of a member, where a tar file that breaks off looks whole.
+    // At the end of a member, where a tar file that breaks off seems whole.
     fs::write(&shard, &content[..2048]).unwrap();
     let words = open(to.path()).unwrap_err().to_string();
     let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());

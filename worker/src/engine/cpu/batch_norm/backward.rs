@@ -9,7 +9,7 @@ use rayon::prelude::*;
 pub(in crate::engine::cpu) enum Mask<'a> {
     /// There was no ReLU.
     None,
-    /// No shortcut either: the sign of the normalised input tells, which spares reading the output.
+    /// No shortcut either: the sign of the normalised input decides, which saves reading the output.
     Input,
     /// The output itself.
     Output(&'a [f32]),

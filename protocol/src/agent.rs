@@ -126,8 +126,8 @@ pub enum ToAgent {
         acknowledged: Vec<Acknowledged>,
         /// Attempts of `Hello` that are no longer theirs to run: end them.
         revoked: Vec<AttemptRef>,
-        /// The file that this server keeps locked as long as it runs. An agent that finds it locked is on the same
-        /// machine, and can tell a server that is gone from one that it cannot reach.
+        /// The file that this server keeps locked as long as it runs. An agent that finds it locked is on the same machine, and can
+        /// distinguish a server that is gone from one that it cannot reach.
         #[serde(default)]
         server_lock: Option<String>,
     },

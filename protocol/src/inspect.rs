@@ -64,7 +64,7 @@ pub struct Samples {
     pub samples: Vec<Sample>,
 }
 
-/// How a class fares.
+/// Scores of one class.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClassScore {
     pub name: String,

@@ -41,7 +41,7 @@ pub struct MetricColumn {
     pub values: Vec<f32>,
 }
 
-/// JSON has no NaN: a diverged loss travels as `null` and comes back as NaN.
+/// JSON has no NaN: a diverged loss is sent as `null` and read as NaN.
 mod finite_or_null {
     use serde::{Deserialize, Deserializer, Serializer, ser::SerializeSeq};
 

@@ -131,7 +131,7 @@ pub(crate) enum Wish {
     Pause,
 }
 
-/// Cancels or pauses a job: at once when nothing of it runs, else by telling its agents to stop its ranks.
+/// Cancels or pauses a job: at once when nothing of it runs, else by ordering its agents to stop its ranks.
 ///
 /// # Errors
 /// Its state forbids it, or there is none.

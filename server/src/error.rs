@@ -11,7 +11,7 @@ use lockstep_web::layout::MessagePage;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Why a request was not done. What a client can mend is told to it; what it cannot is logged, once, here.
+/// Why a request was not done. What a client can mend is in the response; what it cannot is logged, once, here.
 #[derive(Debug)]
 pub(crate) enum Error {
     /// Nothing has this name or id.

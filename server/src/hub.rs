@@ -27,7 +27,7 @@ const LIST_BACKLOG: usize = 1024;
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Arc<str>>,
-    /// Jobs whose newest state the list has not been told; `None` for a deleted one.
+    /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
     unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
 }

@@ -8,7 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 const QUEUE_BYTES: usize = 64 << 20;
 /// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long the reports between two heartbeats may wait for room, together. Heartbeats wait behind them, so this is much less
+/// How long the reports between two heartbeats may wait for space, together. Heartbeats wait behind them, so this is much less
 /// than a lease.
 pub(crate) const ROOM_WITHIN: Duration = Duration::from_secs(4);
 
@@ -58,7 +58,7 @@ impl Inbox {
         Some(Room { bytes, _permit: permit })
     }
 
-    /// Nothing is lost while the server runs: what is put has its room.
+    /// Nothing is lost while the server runs: every report that is queued has a permit.
     pub(crate) fn put(&self, work: Work) {
         let _ = self.to.send(work);
     }
@@ -81,14 +81,14 @@ mod tests {
         let (inbox, _queue) = Inbox::new();
         let first = inbox.room(QUEUE_BYTES - PERMIT_BYTES, ROOM_WITHIN).await.unwrap();
         let second =
-            inbox.room(PERMIT_BYTES, ROOM_WITHIN).await.expect("there is room for the last kibibyte");
+            inbox.room(PERMIT_BYTES, ROOM_WITHIN).await.expect("there is space for the last kibibyte");
         assert!(inbox.room(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
         let (third, ()) = tokio::join!(inbox.room(PERMIT_BYTES, ROOM_WITHIN), async { drop(second) });
         assert!(third.is_some(), "it waits until what is before it is stored");
         drop((first, third));
         assert!(
             inbox.room(usize::MAX, ROOM_WITHIN).await.is_some(),
-            "the largest message has room once it is alone"
+            "the largest message fits once it is alone"
         );
     }
 }

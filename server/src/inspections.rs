@@ -46,7 +46,7 @@ impl Inspections {
         }
     }
 
-    /// How many inspections of the same agent were begun before the one at `path` and go on.
+    /// How many inspections of the same agent were begun before the one at `path` and still run.
     pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
         let all = self.lock();
         let Some(own) = all.inspections.get(path) else { return 0 };

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     follow_parent: bool,
 }
 
-/// Runs until it is told to end (SIGTERM, Ctrl-C).
+/// Runs until a signal ends it (SIGTERM, Ctrl-C).
 ///
 /// # Errors
 /// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.

@@ -114,7 +114,7 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path is an SQLite database's file or one of those that it has beside it, under whatever name.
+/// Whether a path is an SQLite database's file or one of those that SQLite keeps next to it, under whatever name.
 fn is_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();

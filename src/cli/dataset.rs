@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// How often the progress of a look on this machine is shown.
+/// How often the progress of an inspection on this machine is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 
 /// Register, prepare, list, inspect and remove datasets
@@ -41,7 +41,7 @@ enum Action {
         /// resized to a short side of so many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
-        /// The folder that the copy is written to; when absent, PATH-SIDE beside a folder PATH
+        /// The folder that the copy is written to; when absent, PATH-SIDE next to a folder PATH
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
         #[command(flatten)]
@@ -132,7 +132,7 @@ fn prepared(
         )));
     }
     let to = to.or_else(|| prepare::beside(path, settings.short_side)).ok_or_else(|| {
-        wrong(format!("{}: is no folder to put a copy beside; say where with --to DIR", path.display()))
+        wrong(format!("{}: is not a folder to put a copy next to; say where with --to DIR", path.display()))
     })?;
     let made = prepare::copy(path, &to, settings)?;
     if !quiet {
@@ -181,7 +181,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
 
 /// Hidden where standard error is no terminal.
 fn inspection_bar() -> ProgressBar {
-    let style = ProgressStyle::with_template("looking at {pos} of {len} [{bar:30}] {eta} left");
+    let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 

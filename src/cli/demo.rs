@@ -146,7 +146,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Registers the pictures, once the agent (which looks at them) has joined.
+/// Registers the pictures, once the agent (which inspects them) has joined.
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {

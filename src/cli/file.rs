@@ -35,8 +35,8 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
     if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
 }
 
-/// Looks whether a file may be written as `path`: it is written beside it and renamed, which would put a file in the place of a
-/// device or a pipe.
+/// Checks that a file may be written as `path`: it is written next to it and renamed, which would replace a device or a pipe by a
+/// file.
 ///
 /// # Errors
 /// Exit status 2: what is there is no regular file.

@@ -19,8 +19,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// From TERM to KILL: an agent gives its ranks 20 s to keep a checkpoint and 5 s to end, and tells the server for
-/// up to 5 s more.
+/// From TERM to KILL: an agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the server for up to
+/// 5 s more.
 const GRACE: Duration = Duration::from_secs(35);
 /// First pause before a dead agent is started again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));

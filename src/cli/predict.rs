@@ -79,7 +79,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         None if args.server.json => output::json(&predictions)?,
         _ => {
-            // Whoever named no job reads which one was taken.
+            // A user who named no job sees which one was taken.
             if let Some(by) = answering.as_ref().filter(|_| args.job.is_none()) {
                 output::warn(format_args!("{}, checkpoint {}", by.job, by.checkpoint));
             }

@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             again = told_to_end() => again,
         }
     });
-    // A thread that waits for a file system which does not answer cannot be told to end.
+    // A thread that waits for a file system which does not respond cannot be stopped.
     runtime.shutdown_timeout(LAST_FILES);
     result
 }

@@ -17,7 +17,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Prints what the server knows of a job.
+/// Prints a job.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job.
@@ -29,7 +29,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         anyhow::Ok((job, answer))
     })?;
     if args.server.json {
-        // As the server tells them, also what a newer one tells of them.
+        // As the server sent them, so that fields of a newer server are included.
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&Shown { job, attempts });
     }
@@ -40,7 +40,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
 }
 
-/// What is shown of an attempt, of which a newer server may tell a state that this version has no word for.
+/// The fields of an attempt that are shown; a newer server may send a state that this version does not know.
 #[derive(Deserialize)]
 struct Told {
     attempt: u32,
@@ -51,7 +51,7 @@ struct Told {
     step: Option<u64>,
 }
 
-/// A job as the server tells it, and its attempts.
+/// A job as the server sent it, and its attempts.
 #[derive(Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -129,7 +129,7 @@ mod tests {
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
         let attempts: Vec<Told> = list(&answer, "attempts").unwrap();
-        let lines: Vec<_> = attempts.iter().map(line).map(|(key, told)| format!("{key}: {told}")).collect();
+        let lines: Vec<_> = attempts.iter().map(line).map(|(key, text)| format!("{key}: {text}")).collect();
         assert_eq!(
             lines,
             [

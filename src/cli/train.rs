@@ -210,11 +210,11 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
             let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
             match name.and_then(checkpoint::parse_folder_name) {
                 Some((_, kept)) if kept >= *step => {
-                    anyhow::bail!("stopped after step {step}; --resume latest goes on from there")
+                    anyhow::bail!("stopped after step {step}; --resume latest continues from there")
                 }
                 Some((_, kept)) => anyhow::bail!(
                     "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
-                     goes on from step {kept}",
+                     continues from step {kept}",
                     kept + 1
                 ),
                 None if *step == 0 => anyhow::bail!("stopped before the first step"),
@@ -230,7 +230,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
 /// As a server does for jobs that do not say which split measures them.
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    // Of a folder of pictures this needs no look at all files; what is wrong with a dataset its ranks tell.
+    // A folder of pictures need not be read for this; ranks report what is wrong with a dataset.
     if usual == "none" || dataset.join(usual).is_dir() {
         return;
     }
@@ -292,14 +292,14 @@ fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     })
 }
 
-/// The name of the checkpoint to go on from, under `out/checkpoints`.
+/// The name of the checkpoint to continue from, under `out/checkpoints`.
 fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
     let directory = out.join("checkpoints");
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
     match resume {
         None if checkpoint::list(&directory)?.is_empty() => Ok(None),
         None => Err(wrong(format!(
-            "{} holds a run already: give --resume latest to go on with it, or another --out",
+            "{} holds a run already: give --resume latest to continue it, or another --out",
             out.display()
         ))),
         Some("latest") => {

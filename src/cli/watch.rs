@@ -148,7 +148,7 @@ async fn follow(
             let away = *away_since.get_or_insert_with(Instant::now);
             if away.elapsed() > PATIENCE {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
-                anyhow::bail!("lost the server: {why}; `lockstep watch {}` goes on from here", job.id);
+                anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
             }
             // The job may be over, or gone, without a stream that says so.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {

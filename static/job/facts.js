@@ -127,7 +127,7 @@ export class Facts {
       case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
       case "queued": return reason ? { tone: "warn", what: "Waiting.", why: reason, link: ["/machines", "Machines"] } : null;
       case "running": break;
-      case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume goes on from there.", link: ["#cp-title", "Checkpoints"] };
+      case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;

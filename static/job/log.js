@@ -115,7 +115,7 @@ export class Log {
     if (this.#narrowed) await this.#searchOn();
   }
 
-  /** The server searches a second at a time: goes on until there is a screen full or the log's beginning is reached. */
+  /** The server searches a second at a time: continues until there is a screen full or the log's beginning is reached. */
   async #searchOn() {
     while (this.#narrowed && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
       if (await this.#before(true)) continue;

@@ -89,7 +89,7 @@ describe("a job", () => {
     assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
 
     await page.getByRole("button", { name: "Retry", exact: true }).click();
-    await until("it goes on with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
+    await until("it continues with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
     await until("the page shows that", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is cancelled again", async () => (await state(page)) === "cancelled");

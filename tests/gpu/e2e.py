@@ -61,7 +61,7 @@ class Stage:
         return spec
 
     def long(self, name, **changes):
-        """A job that goes on for a while, its steps, and how many of them from checkpoint to checkpoint."""
+        """A job that continues for a while, its steps, and how many of them from checkpoint to checkpoint."""
         if self.device == "cuda":
             arch, side, steps, every = "resnet50", 64, 4000, 500
         else:
@@ -146,7 +146,7 @@ def attempt_of(job, number):
 
 
 def kill(stage):
-    """kill -9 of one rank: the others end within 5 s, and the job goes on from its newest checkpoint."""
+    """kill -9 of one rank: the others end within 5 s, and the job continues from its newest checkpoint."""
     server, baseline = stage.server(), gpu_memory()
     spec, steps, every = stage.long("kill")
     job = server.submit(spec)
@@ -228,7 +228,7 @@ def suspend(stage):
 
 
 def across(stage):
-    """A checkpoint of one device goes on on the other, and back."""
+    """A checkpoint of one device continues on the other, and back."""
     text = "\n".join(
         [
             'name = "across"',

@@ -95,7 +95,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     assert!(Path::new(&hub).join("data").is_dir());
     assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
 
-    // Its job still says what it trained on, and goes on when the name is there again.
+    // Its job still says what it trained on, and continues when the name is there again.
     assert!(server.cli(&["show", &id]).ok().contains("dataset = \"pets\""));
     server.cli(&["retry", &id]).wrong(&["\"pets\" is no longer registered"]);
     server.cli(&["dataset", "add", "pets", &hub]).ok();

@@ -166,7 +166,7 @@ async fn a_killed_server_comes_back_to_a_job_that_went_on() {
     assert_eq!(number(&job["attempt"]), 1, "the same attempt, taken over: {job:#}");
     assert!(ranks.len() == 2, "{ranks:?}");
 
-    // What was told before the end of the server is stored, word for word; what came after goes on
+    // What was told before the end of the server is stored, word for word; what came after continues
     // from there.
     let all = stored(&server, &id).await;
     assert_unbroken(&all, 0);

@@ -196,7 +196,7 @@ async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f
     let all = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
     assert_eq!(all.count(), 2, "no temporary folder is left behind");
 
-    // Part of a file, as a download that goes on asks for it.
+    // Part of a file, as a download that continues asks for it.
     let last = checkpoints[1]["id"].as_str().expect("an id");
     let whole = server.bytes(&format!("/checkpoints/{last}/model.safetensors")).await;
     let part = server

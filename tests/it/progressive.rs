@@ -120,7 +120,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     assert_eq!(told(&looked["accuracy"]), told(&checkpoint["val_accuracy"]), "{looked:#}");
     assert!((told(&looked["loss"]) - told(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
 
-    // It goes on at one size.
+    // It continues at one size.
     let fork = json!({"set": {"data.image_size": 24, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
     assert_eq!(fork.status, 202, "{}", fork.text);

@@ -1,4 +1,4 @@
-//! Streams: whoever connects when, and goes on from wherever, reads the stored events exactly.
+//! Streams: whoever connects when, and continues from wherever, reads the stored events exactly.
 
 use crate::{
     pictures,

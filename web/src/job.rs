@@ -111,7 +111,7 @@ impl JobTemplate<'_> {
 
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
-        // Every field of a specification has a TOML form; should one not, JSON tells as much.
+        // Every field of a specification has a TOML form; should one not, JSON shows as much.
         toml::to_string_pretty(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
@@ -204,7 +204,7 @@ struct CheckpointRow {
     size_bytes: u64,
 }
 
-/// The row of numbers under the title: each value with the small words beside it.
+/// The row of numbers under the title: each value with the small words next to it.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,

@@ -42,7 +42,7 @@ pub enum AttemptEvent {
         step: u64,
         what: String,
     },
-    /// The last words of a rank that cannot go on, before its process ends.
+    /// The last message of a rank that cannot continue, before its process ends.
     RankFailed {
         rank: u32,
         /// Optimizer steps it had done.
@@ -52,14 +52,14 @@ pub enum AttemptEvent {
         /// What kind of failure it was, where the rank knows.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         code: Option<ReasonCode>,
-        /// Whether another attempt may fare better.
+        /// Whether another attempt may succeed.
         retriable: bool,
         /// It only lost contact to another rank, whose own reason comes first.
         secondary: bool,
     },
     /// Every rank of this agent is gone. The last event of an attempt.
     Ended(Ending),
-    /// What a newer version tells: acknowledged, and passed over.
+    /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]
     Unknown,
 }
@@ -136,7 +136,7 @@ pub enum Ending {
     Stopped,
     Failed {
         reason: Reason,
-        /// Whether another attempt may fare better (a killed process may; a missing file will not).
+        /// Whether another attempt may succeed (after a killed process it may; with a missing file it will not).
         retriable: bool,
     },
 }

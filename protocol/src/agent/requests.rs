@@ -24,7 +24,7 @@ pub enum AgentRequest {
     /// Which pictures the dataset at `path` holds. Only an agent sends this, to a process of its own.
     Fingerprint {
         path: String,
-        /// The job began with it: files in folders that are the same are not looked at one by one.
+        /// The job has started before: only folders are examined, and files only in folders that have changed.
         #[serde(default)]
         known: bool,
     },

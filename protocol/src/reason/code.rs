@@ -65,7 +65,7 @@ codes! {
     OutOfMemory = "out_of_memory",
     /// The dataset's files cannot be read, or are not those that the job began with.
     DatasetUnusable = "dataset_unusable",
-    /// No room for checkpoints.
+    /// No disk space for checkpoints.
     DiskFull = "disk_full",
     /// Too little shared memory for NCCL.
     SharedMemoryTooSmall = "shared_memory_too_small",

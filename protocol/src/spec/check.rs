@@ -116,8 +116,8 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Whether what is written can be read: what is stored by earlier versions is not asked for that until it is forked. Control characters were
-/// looked for with the key's kind.
+/// Refuses texts with characters that nobody sees. Stored specifications of earlier versions are not checked for that until they
+/// are forked. Control characters were checked with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut look = |pointer: String, value: &Value| {
         if let Some(unseen) = value.as_str().and_then(first_unseen) {
@@ -207,7 +207,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(
             "/model/pretrained",
-            "recipe \"finetune\" goes on from trained weights: give a safetensors file with torchvision's names, or a \
+            "recipe \"finetune\" continues from trained weights: give a safetensors file with torchvision's names, or a \
              checkpoint's id"
                 .into(),
         );

@@ -79,7 +79,7 @@ pub fn upgrade(document: &mut Value) {
         };
         let value = table.and_then(Value::as_object_mut).filter(|_| !is_there).and_then(|t| t.remove(key));
         if let Some(value) = value {
-            // A section that is no table is told of by whoever reads it.
+            // A section that is not a table is reported by the check of the specification.
             let _ = set_key(document, new, value);
         }
     }

@@ -66,7 +66,7 @@ pub struct TrainSpec {
     /// lambda` before it is cut at the borders, is that of the picture before it. 0: off. With both on, each step takes one
     /// of them by a fair coin.
     pub cutmix: f32,
-    /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
+    /// Keep an exponential moving average of the weights and running statistics in addition to them: `average = ema_decay average +
     /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
     /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
     /// number. The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.

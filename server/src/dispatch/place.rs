@@ -81,7 +81,7 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
             (o, room)
         })
         .collect();
-    // The fullest that has room: large gaps stay for large jobs.
+    // The fullest that has enough free slots: large gaps stay for large jobs.
     candidates.sort_by_key(|(_, room)| room.free.len());
     let fits = candidates.iter().find(|(o, r)| r.free.len() >= ranks && !reserved.contains(&o.row.id));
     if let Some((agent, room)) = fits {

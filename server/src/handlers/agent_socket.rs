@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest name of an agent, in bytes; its id alike.
 const NAME_BYTES: usize = 100;
 const SLOTS: usize = 1024;
-/// Attempts that an agent may hold: one a slot, and those that it has not told to their end.
+/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
 const ATTEMPTS: usize = 4 * SLOTS;
 const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
 /// What a machine says of itself, in bytes each.
@@ -77,13 +77,13 @@ async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), St
 }
 
 async fn close(to: &mut Sink, code: u16, reason: &str) {
-    // A close frame has room for 123 bytes.
+    // A close frame holds 123 bytes.
     let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
     let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
 }
 
-/// Why a connection ends: for the log, and as the close frame tells the agent.
+/// Why a connection ends: for the log, and for the agent in the close frame.
 struct End {
     why: String,
     code: u16,
@@ -299,7 +299,7 @@ struct Connection<'a> {
     number: u64,
     cut: mpsc::Sender<()>,
     leaving: Option<String>,
-    /// How long reports have waited for room since the last heartbeat.
+    /// How long reports have waited for inbox space since the last heartbeat.
     waited: Duration,
 }
 
@@ -361,7 +361,7 @@ impl Connection<'_> {
                 self.waited += began.elapsed();
                 // Back again, the agent is welcomed, which renews its leases as a heartbeat does.
                 let Some(room) = room else {
-                    let why = "the database is behind; it is to come back".into();
+                    let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };

@@ -1,5 +1,5 @@
-//! A checkpoint on its job's validation pictures. An agent computes it once; the answer lies beside the job's
-//! checkpoints and goes with the job.
+//! A checkpoint on its job's validation pictures. An agent computes it once; the result is stored next to the job's checkpoints
+//! and is deleted with the job.
 
 use super::{
     checkpoints::{self, Weights},

@@ -134,7 +134,7 @@ fn begin(app: &App, path: &str) -> Inspection {
 
 async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
-        let detail = format!("a machine that has {path} is looked for; ask again");
+        let detail = format!("choosing a machine that has {path}; ask again");
         return InspectionProgress { detail, looked: None, total: None };
     };
     let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });

@@ -30,7 +30,7 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_EVENTS: u32 = 1000;
 const MAX_EVENTS: u32 = 10_000;
-/// Events looked at in one question to the database while searching, and for how long to go on.
+/// Events that are read in one query to the database while searching, and for how long to continue.
 const SEARCHED: u64 = 50_000;
 const SEARCH: Duration = Duration::from_millis(300);
 
@@ -53,7 +53,7 @@ pub(crate) struct LogsQuery {
     tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
-    /// Only lines that contain this, at most 200 characters, in capitals or not. A long log is searched for a third of a second at a time: `next` goes on.
+    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time: `next` continues.
     q: Option<String>,
 }
 
@@ -116,7 +116,7 @@ pub(crate) async fn query(
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let mut lines = lines(events, query.q.as_deref());
-    // Whole events: whoever reads on before the first line's event has all of it.
+    // Whole events: reading on before the first line's event gives all of it.
     if newest && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0) {
         let first = lines[beyond].seq;
         next = Some(first);
@@ -130,7 +130,7 @@ async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let wanted = filter.limit as usize;
-    // What is not looked at yet: `low < seq < high`.
+    // What has not been searched yet: `low < seq < high`.
     let (mut low, mut high) =
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();

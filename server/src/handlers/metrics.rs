@@ -82,7 +82,7 @@ impl MetricsQuery {
 /// Metrics of a job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Metrics {
-    /// Events after this one are not in the answer: go on from here on the stream.
+    /// Events after this one are not in the answer: continue from here on the stream.
     as_of_seq: u64,
     /// Every point is there, and `min`, `max` and `mean` are the same.
     exact: bool,
@@ -107,7 +107,7 @@ pub(crate) struct Series {
 /// Metrics for a chart
 ///
 /// Buckets are equal ranges of steps, the same for every series, so the answer is the same for the same
-/// points however they came. Those at the ends of a range are told whole.
+/// points however they came. Those at the ends of a range are returned whole.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn find(

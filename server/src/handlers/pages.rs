@@ -50,7 +50,7 @@ pub(crate) async fn jobs(
     headers: HeaderMap,
     PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
-    // A filter typed by hand that is none shows everything.
+    // An invalid filter in the address shows everything.
     let mut filter = query.filter().unwrap_or_default();
     if query.limit.is_none() {
         filter.limit = ROWS;
@@ -227,7 +227,7 @@ pub(crate) async fn add_dataset(
     let status = match datasets::register(&app, new, LONGEST_WAIT).await {
         Ok(Registered::Done(_)) => return Ok(Redirect::to("/datasets").into_response()),
         Ok(Registered::UnderWay(under_way)) => {
-            form.path_error = Some(format!("{}: send this form again, it goes on", under_way.detail));
+            form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
             StatusCode::ACCEPTED
         }
         Err(Error::Invalid(mistakes)) => {

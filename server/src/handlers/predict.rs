@@ -33,7 +33,7 @@ pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Requests whose pictures are in memory at the same time; others wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
-/// For all pictures to come: others wait for the room that they take. Half a megabyte a second.
+/// For all pictures of a request: others wait for the memory that they take. Half a megabyte a second.
 const READING: Duration = Duration::from_secs(60);
 
 /// What the model says, in the order of the pictures.

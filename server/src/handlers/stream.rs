@@ -32,7 +32,7 @@ const REPLAY: u32 = 500;
 /// What a browser may send: nothing but pongs and a close.
 const INCOMING_BYTES: usize = 4096;
 
-/// Where to go on.
+/// Where to continue.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Since {
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         Self { app, to, closed, sent: 0, given_up: false }
     }
 
-    /// Sends, or closes a reader that takes nothing: it can come back with the number it was sent last.
+    /// Sends, or closes a reader that takes nothing: it can reconnect with the number that it was sent last.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Gone> {
         let Self { app, to, sent, .. } = self;
         let sending = async {
@@ -207,7 +207,7 @@ impl Drop for Reader<'_> {
 }
 
 async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Gone> {
-    reader.close(1013, "the database is not available; come back").await;
+    reader.close(1013, "the database is not available; reconnect later").await;
     Err(Gone)
 }
 
@@ -249,7 +249,7 @@ async fn follow(
                         return away(&mut reader).await;
                     };
                     if first_seq > reader.sent + 1 {
-                        // What it was to be told next is in the metrics alone since: another hello says where it goes on.
+                        // The next events are in the metrics alone by now: a new connection's hello says where the stream continues.
                         let reason = reader.sent.to_string();
                         reader.close(CLOSE_TOO_SLOW, &reason).await;
                         return Err(Gone);
@@ -292,7 +292,7 @@ async fn follow(
 
 /// All jobs, live
 ///
-/// A websocket of JSON text frames: `live` once changes are being told, then `job` with a job's newest state
+/// A websocket of JSON text frames: `live` once changes are being sent, then `job` with a job's newest state
 /// (at most four times a second each) and `job_deleted`. Read the list after `live`, and nothing is missed.
 #[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn list_stream(
@@ -319,7 +319,7 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
             frame = list.recv() => match frame {
                 Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into()), None).await?,
                 Err(RecvError::Closed) => return Ok(()),
-                // It fell behind: jobs are told as they are, so the newest list makes up for all it missed.
+                // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
                     let filter = JobFilter { limit: REPLAY, ..JobFilter::default() };

@@ -1,5 +1,5 @@
-//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and what
-//! is worth a look before the job runs.
+//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
+//! matter before the job runs.
 
 use crate::{agent_requests, agents::RequestError, app::App, dispatch, error::Result};
 use lockstep_protocol::{
@@ -56,7 +56,7 @@ pub(super) enum Weights {
     /// There are none, or they fit.
     Fit,
     Mistake(SpecError),
-    /// Nobody could look; ranks find out. A warning.
+    /// No agent could check it; ranks will. A warning.
     NotChecked(String),
 }
 
@@ -102,7 +102,7 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
         Ok(_) => "an agent answered something else".to_owned(),
         Err(error) => error.in_words(),
     };
-    // What it holds would tell; nobody can look, and it is called like what is never read.
+    // Its content would decide, but nobody can read it, and its name is that of a file which is never read.
     if pickle::is_named_like_one(given) {
         return mistake(format!("{given}: {}", pickle::convert(given)));
     }

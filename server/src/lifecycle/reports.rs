@@ -92,7 +92,7 @@ pub fn report(
             vec![EventBody::Checkpoint { attempt, id, checkpoint }]
         }
         AttemptEvent::CheckpointRemoved { epoch, step } => {
-            // The newest goes only when it was found damaged; which one is then the newest, the next start tells.
+            // The newest continuesly when it was found damaged; the next start decides which one is then the newest.
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
@@ -114,7 +114,7 @@ pub fn report(
             vec![EventBody::Evaluation { attempt, evaluation }]
         }
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
-        // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
+        // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::PrecisionFallback { .. }
         | AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }

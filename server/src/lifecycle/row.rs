@@ -8,7 +8,7 @@ use lockstep_protocol::{
     reason::Reason,
 };
 
-/// A job and what only the server knows of it.
+/// A job with the fields that only the server uses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JobRow {
     /// As it is shown.

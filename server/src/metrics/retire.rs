@@ -10,7 +10,7 @@ use crate::{
 use lockstep_protocol::job::JobId;
 use std::time::{Duration, Instant};
 
-/// Between two looks, at most; a quarter of the time that points are kept when that is shorter.
+/// Longest pause between two rounds; a quarter of the time that points are kept when that is shorter.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// The longest rest between two bits.
 const LONGEST_REST: Duration = Duration::from_millis(200);
@@ -25,7 +25,7 @@ pub(crate) async fn run(app: App) {
         else {
             continue;
         };
-        // One whose points do not go is left for the next look.
+        // One whose points cannot be removed is left for the next round.
         let mut last: Option<JobId> = None;
         loop {
             let job = match app.store.oldest_with_points(before, last.as_ref()).await {

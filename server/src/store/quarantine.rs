@@ -1,4 +1,4 @@
-//! Rows that this version cannot read, or only in part. Each is logged once, and reading goes on with the others.
+//! Rows that this version cannot read, or only in part. Each is logged once, and reading continues with the others.
 
 use super::error::Result;
 use lockstep_protocol::spec::{self, JobSpec};

@@ -43,7 +43,7 @@ async fn a_second_server_on_the_same_database_is_refused() {
             told.contains("in use by another lockstep server (") && told.contains("--database"),
             "{told}"
         );
-        // The first goes on, and lets go when it ends.
+        // The first continues, and lets go when it ends.
         assert_eq!(server.get("/jobs").await.0, 200);
         server.stop().await;
         TestServer::with(|c| c.database = Some(url)).await.stop().await;

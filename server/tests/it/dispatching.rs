@@ -129,13 +129,14 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     for id in [&one, &two] {
         let mut stream = server.stream(id, 0).await;
         // Not its first wait, which has no reason or another one.
-        let put_back =
-            |e: &Value| e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("goes on"));
+        let put_back = |e: &Value| {
+            e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("continues"))
+        };
         let frames = stream.until(put_back).await;
         let back = frames.last().unwrap();
         assert_eq!(
             back["reason"],
-            "agent \"a\" was stopped in order (the agent was stopped); goes on from the start"
+            "agent \"a\" was stopped in order (the agent was stopped); continues from the start"
         );
     }
     // The next agent takes both up, and it is no restart.

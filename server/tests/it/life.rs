@@ -159,7 +159,7 @@ async fn cancel_ends_a_queued_job_at_once_and_a_running_one_when_its_ranks_are_g
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
-    // Retried, it goes on as its next attempt.
+    // Retried, it continues as its next attempt.
     let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let again = agent.started().await;

@@ -1,4 +1,4 @@
-//! One stored row, or one record, that cannot be read or stored: everything else goes on.
+//! One stored row, or one record, that cannot be read or stored: everything else continues.
 
 use crate::{
     agent::{Agent, line, losses, running},

@@ -236,7 +236,7 @@ async fn what_was_acknowledged_is_there_after_a_restart_and_a_running_job_is_tak
     let mut agent = Agent::greet(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
-    // It sends what it is not sure of once more, and goes on.
+    // It sends what it is not sure of once more, and continues.
     let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;

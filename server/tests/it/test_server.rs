@@ -217,7 +217,7 @@ impl Stream {
     /// The next frame; `Err` with code and reason when the server closes.
     pub async fn next(&mut self) -> Result<Value, (u16, String)> {
         loop {
-            match timeout(DEADLINE, self.0.next()).await.expect("the stream goes on") {
+            match timeout(DEADLINE, self.0.next()).await.expect("the stream continues") {
                 Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),
                 Some(Ok(Message::Close(Some(frame)))) => {
                     return Err((frame.code.into(), frame.reason.to_string()));

@@ -8,7 +8,7 @@ use lockstep_protocol::spec::BrokenFiles;
 use lockstep_worker::data::{self, PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use std::path::{Path, PathBuf};
 
-/// Broken files that are named; all are in `prepared.json`, but those that were broken at the first look.
+/// Broken files that are named; all are in `prepared.json`, but those that were broken when they were first read.
 const NAMED: usize = 100;
 
 #[derive(clap::Args)]
@@ -67,7 +67,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     tell(&args.to, &made)
 }
 
-/// Where `dataset add --prepare` writes the copy of a folder unless it is told: `/data/imagenet-256` beside `/data/imagenet`.
+/// Where `dataset add --prepare` writes the copy of a folder by default: `/data/imagenet-256` next to `/data/imagenet`.
 /// None of what is no folder, such as a pattern of shards.
 pub(super) fn beside(path: &Path, short_side: u32) -> Option<PathBuf> {
     let name = path.file_name().filter(|_| path.is_dir())?;

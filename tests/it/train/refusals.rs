@@ -94,7 +94,7 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
     succeeded(&bench.train("out", &[]).output().expect("it runs"));
 }
 
-/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss goes on: batch norm and ReLU must
+/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
 /// not turn what is not finite into zeros.
 #[tokio::test]
 async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {

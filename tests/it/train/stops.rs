@@ -96,7 +96,7 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
             std::thread::sleep(Duration::from_millis(2));
         }
         let (said, took) = interrupted(child);
-        assert!(said.contains("stopped after step 12; --resume latest goes on from there"), "{said}");
+        assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");
         assert!(took < Duration::from_secs(10), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is broken off"), "{log}");
@@ -140,7 +140,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     let output = child.wait_with_output().expect("it ends");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+    assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
 }
 
 #[tokio::test]
@@ -154,7 +154,7 @@ async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
         bench.train("out", &sets).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     until_step(&mut child, 1);
     let (said, _) = interrupted(child);
-    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+    assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
     assert!(!said.contains("stopped after step 14;"), "{said}");
 }
 

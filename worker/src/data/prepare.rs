@@ -247,7 +247,7 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
 fn unread(detail: &str) -> String {
     format!(
         "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
-         goes on from the shards that are finished"
+         continues from the shards that are finished"
     )
 }
 

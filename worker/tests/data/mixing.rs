@@ -43,7 +43,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
             );
         }
     }
-    // It goes on in its middle, and in another epoch the same pictures would be mixed otherwise.
+    // It continues in its middle, and in another epoch the same pictures would be mixed otherwise.
     let rest = batches(&source, EpochPlan { first_step: 100, ..whole });
     assert!(rest == alone[100..]);
     let lambdas =

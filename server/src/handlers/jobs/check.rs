@@ -1,5 +1,5 @@
-//! What only the server knows of a specification: whether its dataset is registered, whether it fits it, and whether there are
-//! slots for its ranks.
+//! Checks of a specification that only the server can make: whether its dataset is registered, whether it fits, and whether there
+//! are slots for its ranks.
 
 use crate::{
     app::App,
@@ -30,7 +30,7 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
-    /// What is worth a look before the job runs, in words.
+    /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
 }
 
@@ -55,7 +55,7 @@ pub(crate) async fn validate(State(app): State<App>, Document(document, _): Docu
 pub(in crate::handlers) struct Checked {
     pub(in crate::handlers) spec: JobSpec,
     pub(in crate::handlers) dataset: Dataset,
-    /// What is worth a look before the job runs, in words.
+    /// Warnings that matter before the job runs, in words.
     pub(in crate::handlers) warnings: Vec<String>,
 }
 

@@ -79,7 +79,7 @@ pub struct Report {
 pub enum Ingested {
     /// Its records are on disk.
     Stored {
-        /// To be told to the agent.
+        /// Sent to the agent.
         acknowledged: Acknowledged,
         /// None when every record was there already.
         changed: Option<Box<Changed>>,

@@ -103,7 +103,7 @@ impl EventRow {
 pub struct LogPage {
     /// Those that can be read.
     pub events: Vec<Event>,
-    /// Numbers of the first and the last that were looked at, whether they can be read or not.
+    /// Numbers of the first and the last that were examined, whether they can be read or not.
     pub ends: Option<(u64, u64)>,
     /// There were as many events as the filter allows.
     pub full: bool,

@@ -20,7 +20,7 @@ pub struct NewJob {
     pub at: Timestamp,
     /// The client's key and the hash of its request.
     pub idempotency: Option<(String, String)>,
-    /// From which checkpoint of another job it goes on.
+    /// The checkpoint of another job that it continues from.
     pub fork: Option<Fork>,
 }
 

@@ -108,7 +108,7 @@ impl SqlStore {
     }
 }
 
-/// An attempt as it is shown; of the one that may write the job tells the state.
+/// An attempt as it is shown; the state of the one that may write follows from the job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);

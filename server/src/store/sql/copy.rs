@@ -86,7 +86,7 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// What counts on rows that were numbered elsewhere goes on after them.
+/// Counters over rows that were numbered elsewhere continue after them.
 pub(in crate::store) async fn settle(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::query(AFTER_COPY).execute(db).await.map(drop)
 }

@@ -361,7 +361,7 @@ impl SqlStore {
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
-        // Nobody removes the dataset of a job that is not over, so that one needs no look.
+        // Nobody removes the dataset of a job that is not over, so that one needs no check.
         let over = row.job.state.is_final();
         let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
         if over && !changed.job.state.is_final() {

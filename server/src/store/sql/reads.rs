@@ -90,7 +90,7 @@ impl SqlStore {
     }
 
     pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
-        // Both in one snapshot, so that a stream from `as_of_seq` goes on exactly where the columns end.
+        // Both in one snapshot, so that a stream from `as_of_seq` continues exactly where the columns end.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let as_of: Option<i64> =
             sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")

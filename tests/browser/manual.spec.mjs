@@ -161,7 +161,7 @@ describe("a run", () => {
     await until("it trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused", async () => (await state()) === "paused");
-    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#verdict").textContent()));
+    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#banner").textContent()));
     const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
     await until("it continues from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });

@@ -317,21 +317,21 @@ def main():
         print(f"{name}: {SCENARIOS[name].__doc__}", flush=True)
         with tempfile.TemporaryDirectory(prefix="lockstep-e2e-") as folder:
             stage = Stage(arguments, pathlib.Path(folder) / "server")
-            began, verdict = time.monotonic(), "pass"
+            began, result = time.monotonic(), "pass"
             try:
                 SCENARIOS[name](stage)
             except Exception as error:
-                verdict = "FAIL"
+                result = "FAIL"
                 failed += 1
                 stage.note(str(error) if isinstance(error, Failure) else traceback.format_exc())
                 keep(stage, out, name)
             finally:
                 end_everything(folder)
             secs = time.monotonic() - began
-        line = [f"{name} ({arguments.device} x {arguments.ranks})", verdict, f"{secs:.1f} s", "; ".join(stage.notes)]
+        line = [f"{name} ({arguments.device} x {arguments.ranks})", result, f"{secs:.1f} s", "; ".join(stage.notes)]
         with open(out / "results.tsv", "a") as results:
             results.write("\t".join(part.replace("\t", " ").replace("\n", " | ") for part in line) + "\n")
-        print(f"  {verdict} in {secs:.1f} s", flush=True)
+        print(f"  {result} in {secs:.1f} s", flush=True)
     sys.exit(1 if failed else 0)
 
 

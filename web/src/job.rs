@@ -117,8 +117,8 @@ impl JobTemplate<'_> {
             .unwrap_or_default()
     }
 
-    /// The verdict's first words and its sentence, when something is wrong.
-    fn verdict(&self) -> Option<(&'static str, String)> {
+    /// The banner's first words and its sentence, when something is wrong.
+    fn banner(&self) -> Option<(&'static str, String)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Before the state, which another version may have called something else.
         if let Some(flaw) = &self.job.unreadable {
@@ -133,7 +133,7 @@ impl JobTemplate<'_> {
         }
     }
 
-    /// `bad`, `warn`: how the verdict is coloured.
+    /// `bad`, `warn`: how the banner is coloured.
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }

@@ -68,15 +68,15 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
         (&runs, "/train/optimizer"),
     ] {
         let (_, page) = server.text(&format!("/jobs/{id}")).await;
-        let (_, verdict) = page.split_once("id=\"verdict\"").unwrap();
-        let (verdict, _) = verdict.split_once("</section>").unwrap();
-        assert!(!verdict.split_once('>').unwrap().0.contains("hidden"), "{verdict}");
+        let (_, banner) = page.split_once("id=\"banner\"").unwrap();
+        let (banner, _) = banner.split_once("</section>").unwrap();
+        assert!(!banner.split_once('>').unwrap().0.contains("hidden"), "{banner}");
         for words in ["Not all of this job can be read.", what] {
-            assert!(verdict.contains(words), "{words:?} in {verdict}");
+            assert!(banner.contains(words), "{words:?} in {banner}");
         }
         // One that runs is not told that it does not.
-        assert_eq!(verdict.contains("run the one that stored it"), id != runs, "{verdict}");
-        assert!(!verdict.contains("The job failed"), "{verdict}");
+        assert_eq!(banner.contains("run the one that stored it"), id != runs, "{banner}");
+        assert!(!banner.contains("The job failed"), "{banner}");
     }
 
     // What the running one reports is stored, and it ends.

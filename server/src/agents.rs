@@ -169,7 +169,7 @@ impl Agents {
     }
 
     /// Tells an agent something; false when it is not connected.
-    pub(crate) fn tell(&self, id: &str, message: ToAgent) -> bool {
+    pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
 

@@ -13,7 +13,7 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::{place, tell_why_it_waits};
+use place::{place, store_wait_reason};
 use std::{collections::HashSet, time::Duration};
 
 mod ends;
@@ -59,7 +59,7 @@ async fn round(app: &App) -> Result<()> {
             {
                 skip_permanent_error(
                     &row.job.id,
-                    tell_why_it_waits(app, &row, error.to_string().into()).await,
+                    store_wait_reason(app, &row, error.to_string().into()).await,
                 )?;
             }
             skip_permanent_error(&row.job.id, placed)?;
@@ -72,7 +72,7 @@ async fn round(app: &App) -> Result<()> {
 fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
         Err(error) if !error.may_pass() => {
-            quarantine::tell(&format!("job {job} cannot be dispatched: {error}"));
+            quarantine::log_once(&format!("job {job} cannot be dispatched: {error}"));
             Ok(())
         }
         other => other,
@@ -103,7 +103,7 @@ async fn expire(app: &App, lease: Lease) -> Result<()> {
     .await?;
     for place in &places {
         let reason = "its lease ran out".into();
-        app.agents.tell(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
+        app.agents.send(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
     }
     Ok(())
 }
@@ -150,7 +150,7 @@ pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
     {
         for place in &places {
             let (attempt, reason) = (attempt.clone(), reason.clone());
-            app.agents.tell(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+            app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
         }
     }
     Ok(changed.job)

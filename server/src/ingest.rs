@@ -19,7 +19,7 @@ const BATCH_BYTES: usize = 4 << 20;
 pub(crate) async fn run(app: App, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &Work| if let Work::Report { room, .. } = w { room.bytes } else { 0 };
+        let size = |w: &Work| if let Work::Report { reservation, .. } = w { reservation.bytes } else { 0 };
         let mut bytes = size(&batch[0]);
         while bytes < BATCH_BYTES
             && let Ok(more) = queue.try_recv()
@@ -36,12 +36,12 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut from = Vec::with_capacity(batch.len());
     let mut flushes = Vec::new();
     // Let go when all is stored.
-    let mut rooms = Vec::with_capacity(batch.len());
+    let mut reservations = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
-            Work::Report { agent, connection, report, room } => {
+            Work::Report { agent, connection, report, reservation } => {
                 from.push((agent, connection, report.attempt.clone()));
-                rooms.push(room);
+                reservations.push(reservation);
                 reports.push(*report);
             }
             Work::Flush(done) => flushes.push(done),
@@ -61,11 +61,11 @@ async fn store(app: &App, batch: Vec<Work>) {
                     app.announce(&changed);
                 }
                 acknowledged.watched = app.hub.is_watched(&attempt.job);
-                app.agents.tell(&agent, ToAgent::Ack(acknowledged));
+                app.agents.send(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
                 let reason = "another attempt has taken its place, or the job is over".into();
-                app.agents.tell(&agent, ToAgent::Stop { attempt, reason, patient: false });
+                app.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }
             Ingested::Gap { stored } => {
                 tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");

@@ -221,12 +221,12 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
     let read = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
-        let told = |error| {
+        let skipped = |error| {
             output::warn(format_args!(
                 "{name} of the server's {key} cannot be read by this version: {error}"
             ));
         };
-        serde_json::from_value(element.clone()).map_err(told).ok()
+        serde_json::from_value(element.clone()).map_err(skipped).ok()
     };
     Ok(elements.iter().filter_map(read).collect())
 }

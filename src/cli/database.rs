@@ -98,7 +98,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
             "{path} is the database {database} itself, or a file of it; name another file"
         )));
     }
-    let done = block_on(async { backup(&location, &args.output).await.map_err(told) })?;
+    let done = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
     report("backed up", &location, &args.output, &done, args.which.json)
 }
 
@@ -110,7 +110,7 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
-    let done = block_on(async { restore(&location, &args.file).await.map_err(told) })?;
+    let done = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
@@ -133,7 +133,7 @@ fn is_of(database: &Path, path: &Path) -> bool {
     })
 }
 
-fn told(error: BackupError) -> anyhow::Error {
+fn with_exit_status(error: BackupError) -> anyhow::Error {
     match error {
         BackupError::Database(_) | BackupError::Io(_) => error.into(),
         other => wrong(other.to_string()),

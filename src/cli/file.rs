@@ -57,9 +57,9 @@ mod tests {
 
     /// Reads up to four bytes, and fails where that waits.
     fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
-        let (tell, told) = mpsc::channel();
-        std::thread::spawn(move || tell.send(read(&path, 4, "is larger than 4 bytes")));
-        told.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
+        let (sender, receiver) = mpsc::channel();
+        std::thread::spawn(move || sender.send(read(&path, 4, "is larger than 4 bytes")));
+        receiver.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
     }
 
     #[test]

@@ -71,15 +71,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if local_agent {
             server.start_agent(slots, false).await?;
         }
-        let told = tokio::select! {
-            told = told_to_end() => told,
+        let signal = tokio::select! {
+            signal = stop_signal() => signal,
             ended = &mut server.ended => return server_error(ended),
         };
-        told?;
+        signal?;
         tracing::info!("ending in order; once more to end at once");
         tokio::select! {
             stopped = server.stop() => stopped,
-            again = told_to_end() => again,
+            again = stop_signal() => again,
         }
     });
     // A thread that waits for a file system which does not respond cannot be stopped.
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// The system does not let us listen to signals.
-pub(crate) async fn told_to_end() -> anyhow::Result<()> {
+pub(crate) async fn stop_signal() -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     tokio::select! {

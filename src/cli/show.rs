@@ -61,16 +61,16 @@ struct Shown {
 
 /// `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`
 fn line(attempt: &Told) -> (String, String) {
-    let mut told = attempt.state.clone();
+    let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
-        told += &format!(": {}", reason.words());
+        text += &format!(": {}", reason.words());
     } else if let Some(step) = attempt.step {
-        told += &format!(" at step {step}");
+        text += &format!(" at step {step}");
     }
     if let Some(checkpoint) = &attempt.checkpoint {
-        told += &format!("; it began from checkpoint {checkpoint}");
+        text += &format!("; it began from checkpoint {checkpoint}");
     }
-    (format!("attempt {}", attempt.attempt), told)
+    (format!("attempt {}", attempt.attempt), text)
 }
 
 fn lines(job: &Job) -> Vec<(String, String)> {

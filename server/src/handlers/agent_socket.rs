@@ -4,7 +4,7 @@ use crate::{
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    inbox::{ROOM_WITHIN, Work},
+    inbox::{RESERVE_TIMEOUT, Work},
     store::{AgentRow, Report},
 };
 use axum::{
@@ -232,7 +232,7 @@ async fn serve(app: App, socket: WebSocket) {
                         Ok(Some(message)) => {
                             let message = message.map_err(End::from);
                             match message.and_then(|message| read(&message, &mut unfinished)) {
-                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.hear(message, bytes).await { break end },
+                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
                                 Ok(None) => {}
                                 Err(end) => break end,
                             }
@@ -339,7 +339,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    async fn hear(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
+    async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
@@ -350,23 +350,23 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), None);
                 for attempt in app.leases.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
-                    app.agents.tell(&self.id, ToAgent::Stop { attempt, reason, patient: false });
+                    app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
-                app.agents.tell(&self.id, ToAgent::HeartbeatAck);
+                app.agents.send(&self.id, ToAgent::HeartbeatAck);
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();
-                let room = app.inbox.room(bytes, ROOM_WITHIN.saturating_sub(self.waited)).await;
+                let reservation = app.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
                 self.waited += began.elapsed();
                 // Back again, the agent is welcomed, which renews its leases as a heartbeat does.
-                let Some(room) = room else {
+                let Some(reservation) = reservation else {
                     let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
-                app.inbox.put(Work::Report { agent, connection, report, room });
+                app.inbox.put(Work::Report { agent, connection, report, reservation });
             }
             FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
             FromAgent::Leaving { reason } => {

@@ -117,7 +117,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
 pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
-        quarantine::tell(&format!(
+        quarantine::log_once(&format!(
             "a chunk of {name} of rank {rank}, attempt {attempt}, level {level}, from step {first_step}: {error}"
         ));
         Vec::new()

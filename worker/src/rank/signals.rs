@@ -46,8 +46,8 @@ pub(super) fn listen_to_signals(
             };
             tokio::select! {
                 () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(told(&life))),
-                _ = int.recv() => until = until.or_else(|| Some(told(&life))),
+                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&life))),
+                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&life))),
                 _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
@@ -82,8 +82,8 @@ pub(super) fn listen_to_signals(
     Ok(())
 }
 
-/// Has the rank stop; until when it may take.
-fn told(life: &Life) -> tokio::time::Instant {
+/// Orders the rank to stop; returns the time by which it has to have ended.
+fn begin_stop(life: &Life) -> tokio::time::Instant {
     life.stop.store(true, Ordering::Relaxed);
     tokio::time::Instant::now() + STOP_WITHIN
 }

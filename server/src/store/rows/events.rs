@@ -70,7 +70,7 @@ impl EventRow {
             Stored::Points { attempt, rank, data } => {
                 let columns = points::decode(data, name);
                 let columns =
-                    columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
+                    columns.inspect_err(|error| quarantine::log_once(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
             }
             Stored::Body(_) => None,

@@ -125,7 +125,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
         // Without a word that it ended, an earlier version ended it.
         None => AttemptState::Ended,
         Some(word) => word.parse().unwrap_or_else(|error: String| {
-            quarantine::tell(&format!("the state of an attempt of job {job}: {error}"));
+            quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
             AttemptState::Unknown
         }),
     };

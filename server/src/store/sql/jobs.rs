@@ -59,7 +59,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
-            quarantine::tell(&format!("a time of job {id}: {error}"));
+            quarantine::log_once(&format!("a time of job {id}: {error}"));
             Timestamp::UNIX_EPOCH
         })
     };
@@ -111,7 +111,7 @@ pub(super) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
         return T::default();
     }
     from_json(text).unwrap_or_else(|error| {
-        quarantine::tell(&format!("{column} of job {job}: {error}"));
+        quarantine::log_once(&format!("{column} of job {job}: {error}"));
         T::default()
     })
 }

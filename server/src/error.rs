@@ -74,8 +74,8 @@ impl Error {
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                let told = "the server failed to do this; its log says why".to_owned();
-                (StatusCode::INTERNAL_SERVER_ERROR, told, Vec::new(), None)
+                let detail = "the server failed to do this; its log says why".to_owned();
+                (StatusCode::INTERNAL_SERVER_ERROR, detail, Vec::new(), None)
             }
         };
         let title = status.canonical_reason().unwrap_or("Error").to_owned();

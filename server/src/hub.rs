@@ -77,7 +77,7 @@ impl Hub {
         }
         let mut unpublished = lock(&self.unpublished);
         let newer = match unpublished.get(&changed.job.id) {
-            Some(Some(told)) => told.last_seq <= changed.job.last_seq,
+            Some(Some(job)) => job.last_seq <= changed.job.last_seq,
             Some(None) => false,
             None => true,
         };

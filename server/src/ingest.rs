@@ -107,7 +107,7 @@ async fn store_all(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bo
         Ok(answers) => return Some((answers, tried_again)),
         Err(error) => error,
     };
-    tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored apart");
+    tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored by itself");
     let mut answers = Vec::with_capacity(reports.len());
     for report in reports {
         let (done, again) = store_patiently(app, std::slice::from_ref(&report)).await?;
@@ -124,8 +124,8 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
     let mut all: Option<Changed> = None;
     let mut answer = Ingested::Stale;
     for (number, event) in (report.first..).zip(report.events.clone()) {
-        let apart = |event| Report { first: number, events: vec![event], ..report.clone() };
-        let (mut done, _) = store_patiently(app, &[apart(event)]).await?;
+        let alone = |event| Report { first: number, events: vec![event], ..report.clone() };
+        let (mut done, _) = store_patiently(app, &[alone(event)]).await?;
         if let Err(error) = &done {
             let Report { attempt, source, .. } = &report;
             tracing::error!(
@@ -133,7 +133,7 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
                 "a record is passed over: the database refuses it"
             );
             // Acknowledged like any other, or it would come again for ever.
-            (done, _) = store_patiently(app, &[apart(AttemptEvent::Unknown)]).await?;
+            (done, _) = store_patiently(app, &[alone(AttemptEvent::Unknown)]).await?;
         }
         answer = match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,

@@ -131,12 +131,12 @@ fn prepared(
             taken.path
         )));
     }
-    let to = to.or_else(|| prepare::beside(path, settings.short_side)).ok_or_else(|| {
+    let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
         wrong(format!("{}: is not a folder to put a copy next to; say where with --to DIR", path.display()))
     })?;
     let made = prepare::copy(path, &to, settings)?;
     if !quiet {
-        prepare::tell(&to, &made)?;
+        prepare::report(&to, &made)?;
     }
     Ok(lockstep_worker::data::canonical(&to)?)
 }

@@ -27,10 +27,10 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_
 /// An agent that lived this long was fine: the next pause is the first again.
 const FINE_AFTER: Duration = Duration::from_secs(30);
 
-/// A running local agent and its keeper.
+/// A running local agent and its task.
 pub(crate) struct LocalAgent {
     stop: oneshot::Sender<()>,
-    keeper: JoinHandle<()>,
+    task: JoinHandle<()>,
 }
 
 /// The places for ranks that the local agent offers.
@@ -64,15 +64,15 @@ impl LocalAgent {
         relieve(&settings.dir).await?;
         let child = spawn(&settings)?;
         let (stop, stopped) = oneshot::channel();
-        let keeper = tokio::spawn(keep(settings, child, stopped));
-        Ok(Self { stop, keeper })
+        let task = tokio::spawn(keep(settings, child, stopped));
+        Ok(Self { stop, task })
     }
 
     /// Ends it in order: its ranks end, the server hears of it.
     pub(crate) async fn stop(self) {
-        // A keeper that is gone has nothing to end.
+        // A task that is gone has nothing to end.
         let _ = self.stop.send(());
-        let _ = self.keeper.await;
+        let _ = self.task.await;
     }
 }
 

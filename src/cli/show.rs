@@ -33,7 +33,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&Shown { job, attempts });
     }
-    let attempts: Vec<Told> = list(&answer, "attempts")?;
+    let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
     for (key, value) in lines(&job).into_iter().chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
@@ -42,7 +42,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// The fields of an attempt that are shown; a newer server may send a state that this version does not know.
 #[derive(Deserialize)]
-struct Told {
+struct AttemptRow {
     attempt: u32,
     /// A word.
     state: String,
@@ -60,7 +60,7 @@ struct Shown {
 }
 
 /// `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`
-fn line(attempt: &Told) -> (String, String) {
+fn line(attempt: &AttemptRow) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
         text += &format!(": {}", reason.words());
@@ -128,7 +128,7 @@ mod tests {
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
-        let attempts: Vec<Told> = list(&answer, "attempts").unwrap();
+        let attempts: Vec<AttemptRow> = list(&answer, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(line).map(|(key, text)| format!("{key}: {text}")).collect();
         assert_eq!(
             lines,

@@ -282,9 +282,9 @@ fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<(JobSpec, bool)> {
 /// A dataset is a path from here, or from where the job's file is.
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
-    let beside = job.parent().map(|dir| dir.join(given));
+    let from_job_file = job.parent().map(|dir| dir.join(given));
     let there = |path: PathBuf| lockstep_worker::data::canonical(&path).ok();
-    [Some(given.to_path_buf()), beside].into_iter().flatten().find_map(there).ok_or_else(|| {
+    [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
         wrong(format!(
             "data.dataset: there is no {}; without a server a dataset is named by its path",
             given.display()

@@ -14,7 +14,7 @@ mod process;
 mod rank;
 
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
-pub use group::{Orphans, RankGroup, Settle, Stop};
+pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
 pub use process::{Exit, RankProcess, UnixProcessGroup};
 pub use rank::{Notes, Rank};

@@ -156,7 +156,7 @@ fn check_section(
             table.remove(*key);
         }
     }
-    let mut untold = 0;
+    let mut unlisted = 0;
     table.retain(|key, value| {
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
@@ -166,12 +166,12 @@ fn check_section(
                 .unwrap_or_else(|| unknown_key(key, section.name, names));
             errors.push(SpecError { pointer, detail });
         } else if !known {
-            untold += 1;
+            unlisted += 1;
         }
         known
     });
-    if untold > 0 {
-        errors.push(SpecError { pointer: pointer(""), detail: format!("and {untold} more unknown keys") });
+    if unlisted > 0 {
+        errors.push(SpecError { pointer: pointer(""), detail: format!("and {unlisted} more unknown keys") });
     }
 }
 
@@ -179,12 +179,15 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
-    } else if let Some(home) =
+    } else if let Some(owner) =
         KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == key))
     {
-        let home =
-            if home.name.is_empty() { "the top of the document".into() } else { format!("[{}]", home.name) };
-        let _ = write!(detail, "; it belongs to {home}");
+        let owner = if owner.name.is_empty() {
+            "the top of the document".into()
+        } else {
+            format!("[{}]", owner.name)
+        };
+        let _ = write!(detail, "; it belongs to {owner}");
     } else {
         let _ = write!(detail, "; the keys are {}", names.join(", "));
     }

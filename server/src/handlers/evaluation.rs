@@ -174,15 +174,15 @@ async fn start(
         dataset: dataset.path,
         spec: Box::new(spec),
     });
-    let (tell, outcome) = watch::channel(None);
+    let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
-    let told = Running { request: request.clone(), outcome };
+    let running_evaluation = Running { request: request.clone(), outcome };
     {
         let mut running = app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
-        running.insert(file.clone(), told.clone());
+        running.insert(file.clone(), running_evaluation.clone());
     }
     let app = app.clone();
     tokio::spawn(async move {
@@ -209,9 +209,9 @@ async fn start(
             () = app.stopping.cancelled() => Err(stopping()),
         };
         app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
-        let _ = tell.send(Some(outcome));
+        let _ = sender.send(Some(outcome));
     });
-    Ok(told)
+    Ok(running_evaluation)
 }
 
 /// Another dataset than the job's has a split that measures.

@@ -179,7 +179,7 @@ struct Csv {
     /// Metric and rank, of whose points some are in chunks alone.
     series: VecDeque<(&'static str, u32)>,
     /// The last step of each series that chunks had: name, rank and attempt.
-    told: HashMap<(String, u32, u32), u64>,
+    last_steps: HashMap<(String, u32, u32), u64>,
     /// Events up to this number are done with.
     after: u64,
 }
@@ -192,7 +192,7 @@ impl Csv {
         let ranks: Vec<u32> = (0..job.ranks).filter(ranks).collect();
         let series = names.flat_map(|name| ranks.iter().map(move |rank| (name, *rank)));
         let series = if after > 0 { series.collect() } else { VecDeque::new() };
-        Ok(Self { app, job, series, filter, begun: false, told: HashMap::new(), after })
+        Ok(Self { app, job, series, filter, begun: false, last_steps: HashMap::new(), after })
     }
 
     async fn next(&mut self) -> store::Result<Option<String>> {
@@ -206,7 +206,7 @@ impl Csv {
             for chunk in chunks {
                 let points = compaction::readable_chunk(0, &chunk);
                 if let Some(last) = points.last() {
-                    self.told.insert((chunk.name, rank, chunk.attempt), last.step);
+                    self.last_steps.insert((chunk.name, rank, chunk.attempt), last.step);
                 }
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
@@ -231,8 +231,8 @@ impl Csv {
             }
             for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
                 let key = (name, rank, attempt);
-                let told = self.told.get(&key).copied().unwrap_or(0);
-                let points = steps.into_iter().zip(values).filter(|(step, _)| told == 0 || *step > told);
+                let last = self.last_steps.get(&key).copied().unwrap_or(0);
+                let points = steps.into_iter().zip(values).filter(|(step, _)| last == 0 || *step > last);
                 self.lines(&mut text, attempt, rank, &key.0, points);
             }
         }

@@ -154,14 +154,14 @@ impl<'a> Reader<'a> {
         self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
         let reason = self.sent.to_string();
         let frame = CloseFrame { code: CLOSE_TOO_SLOW, reason: reason.into() };
-        let told = async {
+        let closing = async {
             self.to.send(Message::Close(Some(frame))).await?;
             // The system throws away what is not read when a connection ends with something unread on our side.
             let _ = (&mut self.closed).await;
             Ok::<_, axum::Error>(())
         };
         tokio::select! {
-            _ = tokio::time::timeout(FAREWELL, told) => {}
+            _ = tokio::time::timeout(FAREWELL, closing) => {}
             () = self.app.stopping.cancelled() => {}
         }
     }

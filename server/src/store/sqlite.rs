@@ -104,14 +104,14 @@ pub(super) fn options(path: &Path) -> SqliteConnectOptions {
 /// directories may name one database with --database, so their own locks do not say enough.
 fn lock(path: &Path) -> Result<File, ServeError> {
     let name = path.display().to_string();
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".lock");
-    let beside = PathBuf::from(beside);
+    let mut lock_path = path.as_os_str().to_owned();
+    lock_path.push(".lock");
+    let lock_path = PathBuf::from(lock_path);
     let failed = |e: io::Error| ServeError::Database {
         path: name.clone(),
-        detail: format!("its lock {}: {e}", beside.display()),
+        detail: format!("its lock {}: {e}", lock_path.display()),
     };
-    let mut file = private::lock_file(&beside).map_err(failed)?;
+    let mut file = private::lock_file(&lock_path).map_err(failed)?;
     match file.try_lock() {
         Ok(()) => {
             file.set_len(0).map_err(failed)?;

@@ -10,7 +10,7 @@ use lockstep_worker::{
     host::own_program,
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, TailError, events_path},
-    supervisor::{Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, supervise},
+    supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -18,9 +18,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// When one rank has failed the others notice by themselves; a rank that does not within this time is asked to end. Ranks that
 /// stop in order, because one of them was asked to, have the time that a rank gives itself for its checkpoint.
-const SETTLE: Settle = {
+const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
-    Settle { certain: within, provisional: within, stopping: Duration::from_secs(20) }
+    EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
 /// From TERM to KILL, of ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
@@ -132,7 +132,7 @@ impl Policy for Command {
     }
 
     fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
-        if ranks.is_to_end(SETTLE) {
+        if ranks.is_to_end(END_DELAYS) {
             ranks.stop(Stop::Terminate);
         }
     }

@@ -62,7 +62,7 @@ pub(super) struct Surroundings {
     /// What must be so before ranks of this program are started; it may give up when it is cancelled.
     pub(super) check: Check,
     /// Rung when an attempt is over.
-    pub(super) bell: Arc<Notify>,
+    pub(super) wake: Arc<Notify>,
     /// The devices that ranks are given, by slot; ranks on CPU cores are given none.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
@@ -99,7 +99,7 @@ impl Attempt {
                 let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
                 watch.run(ranks).await;
                 over.store(true, Ordering::Release);
-                around.bell.notify_one();
+                around.wake.notify_one();
             });
         }
         Self { stored, orders, over }
@@ -139,13 +139,13 @@ async fn checked(
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
     let cancelled = Arc::new(AtomicBool::new(false));
-    let (tell, told) = oneshot::channel();
+    let (sender, reply) = oneshot::channel();
     let look = {
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (around.check, around.program.clone(), around.devices_of(&stored.start));
         // When nobody listens any more, nobody needs to know.
-        move || drop(tell.send(check(&stored, &program, &devices, &cancelled)))
+        move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };
     // Not one of the runtime's threads, for which it would wait at its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
@@ -153,7 +153,7 @@ async fn checked(
     let found = match started {
         Err(error) => failed(error.to_string()),
         Ok(_) => tokio::select! {
-            found = told => found.unwrap_or_else(|e| failed(e.to_string())),
+            found = reply => found.unwrap_or_else(|e| failed(e.to_string())),
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
                 return Beginning::Over(order.ending());

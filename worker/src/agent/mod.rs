@@ -117,7 +117,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         lease: lease.clone(),
         fence: fence.path().to_owned(),
         check: preflight::check,
-        bell: Arc::new(Notify::new()),
+        wake: Arc::new(Notify::new()),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Started before ranks are adopted, which check it; ends with this process.
@@ -170,7 +170,7 @@ struct Agent {
 type AttemptKey = (JobId, u32);
 
 struct Leaving {
-    told: bool,
+    announced: bool,
     ranks_gone: Option<Instant>,
 }
 
@@ -243,12 +243,12 @@ impl Agent {
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> Turn {
         let until = tokio::time::Instant::now() + pause;
         loop {
-            let bell = self.around.bell.clone();
+            let wake = self.around.wake.clone();
             tokio::select! {
                 let_go = signals.next() => {
                     if self.signalled(let_go) == Turn::End { return Turn::End }
                 }
-                () = bell.notified() => {}
+                () = wake.notified() => {}
                 () = tokio::time::sleep_until(until) => return self.poll(false),
             }
             if self.poll(false) == Turn::End {
@@ -284,7 +284,7 @@ impl Agent {
             return Turn::End;
         }
         tracing::info!("ending in order");
-        self.leaving = Some(Leaving { told: false, ranks_gone: None });
+        self.leaving = Some(Leaving { announced: false, ranks_gone: None });
         for attempt in self.attempts.values() {
             attempt.order(Order::Leave);
         }
@@ -325,8 +325,8 @@ impl Agent {
                 return Turn::GoOn;
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
-            let told = self.attempts.is_empty() && leaving.told;
-            if told || !connected || since.elapsed() > FAREWELL {
+            let is_done = self.attempts.is_empty() && leaving.announced;
+            if is_done || !connected || since.elapsed() > FAREWELL {
                 return Turn::End;
             }
             return Turn::GoOn;

@@ -305,23 +305,23 @@ mod tests {
         let begin = Instant::now();
         let mut step = 0;
         // What is sent so many milliseconds after the begin, when one more record has come.
-        let mut told = |outbox: &mut Outbox, after: u64| {
+        let mut sent = |outbox: &mut Outbox, after: u64| {
             step += 1;
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
             outbox.fill(&held, false, begin + Duration::from_millis(after), &mut reports);
             sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
         };
-        assert_eq!(told(&mut outbox, 0), [(0, 1)], "the first at once");
-        assert_eq!(told(&mut outbox, 20), []);
-        assert_eq!(told(&mut outbox, 249), []);
-        assert_eq!(told(&mut outbox, 250), [(1, 3)], "the others together");
-        assert_eq!(told(&mut outbox, 600), [(4, 1)], "slow steps at once");
+        assert_eq!(sent(&mut outbox, 0), [(0, 1)], "the first at once");
+        assert_eq!(sent(&mut outbox, 20), []);
+        assert_eq!(sent(&mut outbox, 249), []);
+        assert_eq!(sent(&mut outbox, 250), [(1, 3)], "the others together");
+        assert_eq!(sent(&mut outbox, 600), [(4, 1)], "slow steps at once");
         outbox.acknowledge(&Acknowledged { watched: true, ..stored(&held, Source::Rank(0), 5) });
-        assert_eq!(told(&mut outbox, 620), [(5, 1)]);
-        assert_eq!(told(&mut outbox, 640), [(6, 1)]);
+        assert_eq!(sent(&mut outbox, 620), [(5, 1)]);
+        assert_eq!(sent(&mut outbox, 640), [(6, 1)]);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 7));
-        assert_eq!(told(&mut outbox, 660), []);
+        assert_eq!(sent(&mut outbox, 660), []);
     }
 
     #[test]

@@ -257,7 +257,7 @@ impl Connected {
     /// Sends what the ranks have recorded since, and drops attempts whose end is reported.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
-            && !std::mem::replace(&mut leaving.told, true)
+            && !std::mem::replace(&mut leaving.announced, true)
         {
             self.send(&FromAgent::Leaving { reason: "the agent was stopped".into() }).await?;
         }

@@ -138,12 +138,12 @@ impl StateDir {
     /// # Errors
     /// The disk says no.
     pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
-        write_private(&self.held_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
+        write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
     /// Forgets an attempt: the server knows all of it, or wants none of it.
     pub fn forget(&self, attempt: &AttemptRef) {
-        let path = self.held_path(attempt);
+        let path = self.attempt_path(attempt);
         if let Err(error) = fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -201,7 +201,7 @@ impl StateDir {
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
     }
 
-    fn held_path(&self, attempt: &AttemptRef) -> PathBuf {
+    fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
     }
 }

@@ -124,9 +124,9 @@ impl Ring {
         let Ok(lane) = self.lane.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&lane.next, self.next_rank()), (&lane.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
-            let looked = poll(&mut ready, Some(&Timespec::default()));
+            let polled = poll(&mut ready, Some(&Timespec::default()));
             let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-            if looked.is_ok() && ready[0].revents().intersects(gone) {
+            if polled.is_ok() && ready[0].revents().intersects(gone) {
                 let detail = "it closed the connection".into();
                 return Err(CommError::Disconnected { operation, peer, detail });
             }

@@ -266,9 +266,9 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
             )),
         },
     };
-    let looked: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
+    let examined: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
     let (mut files, mut broken) = (Vec::new(), Vec::new());
-    for (path, found) in all.iter().zip(looked) {
+    for (path, found) in all.iter().zip(examined) {
         match found {
             Ok(file) => files.extend(file),
             Err(detail) => broken.push(named(path, detail)),

@@ -86,7 +86,7 @@ pub(super) fn of_files(
                 making = Some(begun);
             }
             Ok(None) => {}
-            Err(error) => not_kept(&error),
+            Err(error) => log_not_stored(&error),
         }
     }
     for (folder, slots) in folders.iter().zip(&mut known) {
@@ -104,9 +104,9 @@ pub(super) fn of_files(
     let entries: Vec<Vec<Entry>> =
         known.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
     if store.keeps(files, usize::MAX) {
-        let looked = folders.iter().zip(&entries);
-        let looked = looked.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.remembered(root).note(looked, store.settled(), began);
+        let examined = folders.iter().zip(&entries);
+        let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
+        store.remembered(root).note(examined, store.min_age(), began);
     }
     entries
 }
@@ -118,7 +118,7 @@ enum Slot {
     NoPicture,
 }
 
-fn not_kept(error: &std::io::Error) {
+fn log_not_stored(error: &std::io::Error) {
     tracing::warn!("{error}; the dataset's files will be read again at the next start");
 }
 
@@ -159,12 +159,12 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
             let Folder { path, files, .. } = &folders[folder];
             examine(&root.join(path).join(&files[file].name), &files[file])
         };
-        let looked: Vec<Entry> = part.par_iter().map(one).collect();
+        let examined: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
-        learned |= looked.iter().any(|entry| !entry.passing);
-        if let Some(keeper) = &mut making {
-            keeper.tell(Progress { done, total });
-            let mut rest = &looked[..];
+        learned |= examined.iter().any(|entry| !entry.passing);
+        if let Some(making) = &mut making {
+            making.publish(Progress { done, total });
+            let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
                 let (entries, after) = rest.split_at(group.len());
                 rest = after;
@@ -173,14 +173,14 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
                 if block.entries.is_empty() {
                     continue;
                 }
-                if let Err(error) = keeper.append(container, block) {
-                    not_kept(&error);
+                if let Err(error) = making.append(container, block) {
+                    log_not_stored(&error);
                     making = None;
                     break;
                 }
             }
         }
-        for ((folder, file), entry) in part.iter().zip(looked) {
+        for ((folder, file), entry) in part.iter().zip(examined) {
             known[*folder][*file] = Slot::Known(entry);
         }
     }
@@ -194,7 +194,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
             (folder.path.as_os_str().as_bytes(), block_of(None, None, entries))
         });
         if let Err(error) = making.finish(blocks) {
-            not_kept(&error);
+            log_not_stored(&error);
         }
     }
 }
@@ -262,21 +262,21 @@ pub(super) fn of_shards(
                     making = Some(begun);
                 }
                 Ok(None) => {}
-                Err(error) => not_kept(&error),
+                Err(error) => log_not_stored(&error),
             }
         }
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;
         for part in unknown.chunks(rayon::current_num_threads().max(1)) {
-            let looked: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
+            let examined: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
             done += part.len() as u64;
-            for (i, members) in part.iter().zip(looked) {
+            for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(keeper) = making.as_mut().filter(|_| !members.passing) {
-                    keeper.tell(Progress { done, total: shards.len() as u64 });
+                if let Some(making) = making.as_mut().filter(|_| !members.passing) {
+                    making.publish(Progress { done, total: shards.len() as u64 });
                     let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
-                    if let Err(error) = keeper.append(path.as_os_str().as_bytes(), block) {
-                        not_kept(&error);
+                    if let Err(error) = making.append(path.as_os_str().as_bytes(), block) {
+                        log_not_stored(&error);
                         making = None;
                     }
                 }
@@ -291,7 +291,7 @@ pub(super) fn of_shards(
                 Some((path.as_os_str().as_bytes(), block))
             });
             if let Err(error) = making.finish(blocks) {
-                not_kept(&error);
+                log_not_stored(&error);
             }
         }
     }

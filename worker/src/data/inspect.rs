@@ -60,10 +60,10 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
                     Ok(((height, width, 3), counted.then(|| seen(picture))))
                 };
-                let looked: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
+                let examined: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
                 let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
-                for (i, result) in looked.into_iter().enumerate() {
+                for (i, result) in examined.into_iter().enumerate() {
                     match result {
                         Ok((size, counted)) => {
                             sizes.push(size);

@@ -60,7 +60,7 @@ pub enum Orphans {
 /// For how long ranks are left to end by themselves after one of them has failed. What they say meanwhile may be a better
 /// reason than what is known.
 #[derive(Debug, Clone, Copy)]
-pub struct Settle {
+pub struct EndDelays {
     /// The cause is known.
     pub certain: Duration,
     /// Another rank's end may explain it.
@@ -123,12 +123,12 @@ impl<N: Notes> RankGroup<N> {
     }
 
     /// Whether a rank has failed so long ago that the others have to be asked to end.
-    pub fn is_to_end(&mut self, settle: Settle) -> bool {
+    pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
-            false => settle.certain,
-            true if self.ends().all(RankEnd::is_stopping) => settle.stopping,
-            true => settle.provisional,
+            false => delays.certain,
+            true if self.ends().all(RankEnd::is_stopping) => delays.stopping,
+            true => delays.provisional,
         };
         self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }

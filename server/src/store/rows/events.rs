@@ -69,8 +69,8 @@ impl EventRow {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {
                 let columns = points::decode(data, name);
-                let columns =
-                    columns.inspect_err(|error| quarantine::log_once(&format!("event {}: {error}", self.seq)));
+                let columns = columns
+                    .inspect_err(|error| quarantine::log_once(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
             }
             Stored::Body(_) => None,

@@ -87,6 +87,6 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
 }
 
 /// Counters over rows that were numbered elsewhere continue after them.
-pub(in crate::store) async fn settle(db: &mut Connection) -> sqlx::Result<()> {
+pub(in crate::store) async fn advance_counters(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::query(AFTER_COPY).execute(db).await.map(drop)
 }

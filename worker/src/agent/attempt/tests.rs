@@ -46,7 +46,7 @@ fn place(ranks: u32, script: &str) -> Place {
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
         check: |_, _, _, _| Ok(()),
-        bell: Arc::new(Notify::new()),
+        wake: Arc::new(Notify::new()),
         devices: Arc::default(),
     };
     Place { dir, stored, around }
@@ -64,7 +64,7 @@ impl Place {
     async fn end_of(&self, attempt: &Attempt) -> Ending {
         let over = async {
             while !attempt.is_over() {
-                self.around.bell.notified().await;
+                self.around.wake.notified().await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     checkpoint, host,
     supervisor::{
-        Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, configs, supervise,
+        EndDelays, Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, configs, supervise,
     },
 };
 use lockstep_protocol::{
@@ -35,8 +35,8 @@ const PAUSE: Duration = Duration::from_secs(120);
 const LEAVE: Duration = Duration::from_secs(20);
 /// How long the agent waits after a rank has lost the connection to another for the other's own reason. Ranks that were
 /// asked to stop, by anyone, have time for their checkpoint.
-const SETTLE: Settle =
-    Settle { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
+const END_DELAYS: EndDelays =
+    EndDelays { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
 
 /// What the agent keeps of a rank's records.
 #[derive(Default)]
@@ -200,7 +200,7 @@ impl Policy for Watch {
             let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
             self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
         } else if ranks.failure_cause().is_some() {
-            if !ranks.is_to_end(SETTLE) {
+            if !ranks.is_to_end(END_DELAYS) {
                 return;
             }
             self.peer_died = ranks.ends().any(RankEnd::is_death);

@@ -42,11 +42,11 @@ impl FolderStamp {
     }
 
     /// Whether it changed so long before `now` that a change to come has another time.
-    fn is_settled(self, settled: Option<Duration>, now: SystemTime) -> bool {
-        let Some(settled) = settled else { return true };
+    fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
+        let Some(min_age) = min_age else { return true };
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let newest = self.modified.max(self.changed).0;
-        u64::try_from(newest).is_ok_and(|secs| secs + settled.as_secs() < now.as_secs())
+        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() < now.as_secs())
     }
 }
 
@@ -152,16 +152,16 @@ impl Remembered {
     /// could not be read or has just changed is left out. `began`: when the first stamp was taken.
     pub(super) fn note<'a>(
         &self,
-        looked: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
-        settled: Option<Duration>,
+        examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
+        min_age: Option<Duration>,
         began: SystemTime,
     ) {
         let Some(path) = &self.path else { return };
-        let known = looked.filter_map(|(path, stamp, entries)| {
+        let known = examined.filter_map(|(path, stamp, entries)| {
             // A broken file is not read again, so only its own size and time show that it was mended in place.
             let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
             let whole = !entries.is_empty() && entries.iter().all(sound);
-            let fits = whole && stamp.is_settled(settled, began);
+            let fits = whole && stamp.is_older_than(min_age, began);
             let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
             Some((path.to_str().filter(|_| fits)?.to_owned(), known()))
         });

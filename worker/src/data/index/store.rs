@@ -25,7 +25,7 @@ const COPIES: usize = 64;
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// File systems' times have steps, of two seconds at most; a change within one is not seen.
-const SETTLED: Duration = Duration::from_secs(3);
+const MIN_AGE: Duration = Duration::from_secs(3);
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
 /// Where indexes are kept.
@@ -38,14 +38,14 @@ pub(crate) struct IndexStore {
     reader: u32,
     /// Folders that are the same are not listed.
     trusts_folders: bool,
-    settled: Option<Duration>,
+    min_age: Option<Duration>,
 }
 
 impl IndexStore {
     /// The user's.
     pub(crate) fn of_user() -> Self {
         let dir = crate::cache::dir().map(|dir| dir.join("datasets"));
-        Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, settled: Some(SETTLED) }
+        Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, min_age: Some(MIN_AGE) }
     }
 
     /// Folders that have not changed since all their files were examined are neither listed nor examined (see `folders.rs`).
@@ -58,8 +58,8 @@ impl IndexStore {
     }
 
     /// How long a folder must not have changed to be known; `None`: no time at all.
-    pub(super) fn settled(&self) -> Option<Duration> {
-        self.settled
+    pub(super) fn min_age(&self) -> Option<Duration> {
+        self.min_age
     }
 
     /// In `dir`, of datasets of `worth` pictures or more.
@@ -71,7 +71,7 @@ impl IndexStore {
             few: 1,
             reader: READER,
             trusts_folders: false,
-            settled: None,
+            min_age: None,
         }
     }
 
@@ -83,8 +83,8 @@ impl IndexStore {
 
     /// Folders must not have changed for so long.
     #[cfg(test)]
-    pub(super) fn settling(self, settled: Duration) -> Self {
-        Self { settled: Some(settled), ..self }
+    pub(super) fn with_min_age(self, min_age: Duration) -> Self {
+        Self { min_age: Some(min_age), ..self }
     }
 
     /// Of what is worth it only when so many pictures are unknown.
@@ -152,7 +152,7 @@ impl IndexStore {
             part_path,
             part,
             progress_path: file("progress"),
-            told: None,
+            published: None,
             _lock: lock,
         };
         Ok(Some((making, facts)))
@@ -238,7 +238,7 @@ pub(super) struct Making {
     part_path: PathBuf,
     part: File,
     progress_path: PathBuf,
-    told: Option<Instant>,
+    published: Option<Instant>,
     _lock: File,
 }
 
@@ -254,9 +254,9 @@ impl Making {
     }
 
     /// Publishes the progress, a few times a second.
-    pub(super) fn tell(&mut self, progress: Progress) {
-        if self.told.is_none_or(|told| told.elapsed() >= PROGRESS_EVERY) {
-            self.told = Some(Instant::now());
+    pub(super) fn publish(&mut self, progress: Progress) {
+        if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
+            self.published = Some(Instant::now());
             // Nobody depends on it.
             let text = serde_json::to_vec(&progress).unwrap_or_default();
             let _ = crate::host::write_whole(&self.progress_path, &text);

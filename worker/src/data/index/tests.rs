@@ -14,13 +14,13 @@ use tempfile::TempDir;
 fn folder(classes: usize, each: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for class in 0..classes {
-        let home = dir.path().join(format!("train/class-{class:04}"));
-        fs::create_dir_all(&home).unwrap();
+        let class_dir = dir.path().join(format!("train/class-{class:04}"));
+        fs::create_dir_all(&class_dir).unwrap();
         // A file has a limited number of names.
-        let picture = home.join("000000.png");
+        let picture = class_dir.join("000000.png");
         image::RgbImage::from_pixel(6, 4, image::Rgb([9, 80, 200])).save(&picture).unwrap();
         for number in 1..each {
-            fs::hard_link(&picture, home.join(format!("{number:06}.png"))).unwrap();
+            fs::hard_link(&picture, class_dir.join(format!("{number:06}.png"))).unwrap();
         }
     }
     dir
@@ -301,9 +301,9 @@ fn what_another_version_found_broken_is_looked_at_again() {
     let (pictures, broken) = counts(&place.open().unwrap());
     assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
     let newer = place.store().of_reader(u32::MAX);
-    let looked = Catalog::open_with(place.data.path(), &newer).unwrap();
-    assert_eq!(counts(&looked), (4, vec![]));
-    let Samples::Listed(listing) = &looked.splits[0].samples else { panic!("{looked:?}") };
+    let reopened = Catalog::open_with(place.data.path(), &newer).unwrap();
+    assert_eq!(counts(&reopened), (4, vec![]));
+    let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
     let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
     assert_eq!(widths, [77, 6, 77, 77], "the others are not");
 }
@@ -325,7 +325,7 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
     let (store, dataset) = (place.store(), place.data.path());
     let at = Progress { done: 1, total: 4 };
     let (mut making, _) = store.begin(dataset).unwrap().unwrap();
-    making.tell(at);
+    making.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
     // Killed, it leaves its progress.
     let file = place.kept("progress").unwrap();

@@ -80,11 +80,11 @@ pub(super) fn make(
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
     let goal = Goal::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
-    let held = AtomicUsize::new(0);
+    let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
         let place = chosen[number];
         let bytes = listing.read(place as usize)?;
-        if held.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
+        if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
             device.for_cores(ForCores::LongBatch, 1);
             return Ok(File::Passed);
         }
@@ -129,7 +129,7 @@ pub(super) fn make(
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
             })
             .collect();
-        let beside = || {
+        let on_cores = || {
             let own = fill(Work::Decoding, &of_cores, &read);
             let is_shared = device.sharing == Sharing::WithCores && workers.is_pool();
             while is_shared
@@ -139,12 +139,12 @@ pub(super) fn make(
             }
             own
         };
-        let beside = thread::Builder::new().name("pictures on cores".into()).spawn_scoped(scope, beside);
+        let on_cores = thread::Builder::new().name("pictures on cores".into()).spawn_scoped(scope, on_cores);
         let ended = Ended(&shared);
         shared.feed();
         drop(ended);
-        let own = match beside {
-            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        let own = match on_cores {
+            Ok(on_cores) => on_cores.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Err(_) => fill(Work::Decoding, &of_cores, &read),
         };
         for feeding in feeding {
@@ -235,7 +235,7 @@ impl Shared<'_> {
                     if self.goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
             }
         }
-        (self.fill)(Work::Beside, numbers, &begun)
+        (self.fill)(Work::AfterDevice, numbers, &begun)
     }
 
     /// Makes the last picture that nobody has begun on this core; says whether there was one.

@@ -94,11 +94,11 @@ fn none_left(split: &str, skipped: &[String]) -> DataError {
 fn leave_out<T>(
     listing: &mut Listing,
     labels: &mut Vec<u32>,
-    looked: &[Result<T, DataError>],
+    examined: &[Result<T, DataError>],
     skipped: &mut Vec<String>,
 ) {
-    skipped.extend(looked.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
-    let good: Vec<bool> = looked.iter().map(Result::is_ok).collect();
+    skipped.extend(examined.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
+    let good: Vec<bool> = examined.iter().map(Result::is_ok).collect();
     listing.retain(&good);
     let mut good = good.into_iter();
     labels.retain(|_| good.next().unwrap_or(false));

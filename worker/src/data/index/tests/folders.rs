@@ -47,23 +47,23 @@ fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
     let place = Place::new(3, 4);
     let look = || counts(&at_folders(&place));
     // Opening with all files examined stores the folders each time.
-    let settle = || {
+    let examine_all = || {
         long_ago(&place);
         assert_eq!(counts(&place.open().unwrap()), look());
     };
-    settle();
+    examine_all();
     image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
     assert_eq!(look().0, 13);
-    settle();
+    examine_all();
     fs::remove_file(place.picture("class-0002/000003.png")).unwrap();
     assert_eq!(look().0, 12);
-    settle();
+    examine_all();
     let other = place.data.path().join("other");
     fs::write(&other, "not a picture").unwrap();
     fs::rename(&other, place.picture("class-0000/000002.png")).unwrap();
     let (pictures, broken) = look();
     assert!(pictures == 11 && broken[0].contains("class-0000/000002.png is text"), "{broken:?}");
-    settle();
+    examine_all();
     fs::create_dir(place.picture("class-0000/inner")).unwrap();
     fs::write(place.picture("class-0000/inner/x.png"), "x").unwrap();
     assert_eq!(look().1.len(), 2);
@@ -79,7 +79,7 @@ fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
 fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_at() {
     let place = Place::new(2, 4);
     let hour = Duration::from_secs(3600);
-    Catalog::open_with(place.data.path(), &place.store().settling(hour)).unwrap();
+    Catalog::open_with(place.data.path(), &place.store().with_min_age(hour)).unwrap();
     let odd = place.picture("class-0000/000001.png");
     let rewrite = |side: u32| {
         let mut bytes = std::io::Cursor::new(Vec::new());

@@ -235,7 +235,7 @@ impl Shared<'_> {
                     if self.goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
             }
         }
-        (self.fill)(Work::AfterDevice, numbers, &begun)
+        (self.fill)(Work::AroundDevice, numbers, &begun)
     }
 
     /// Makes the last picture that nobody has begun on this core; says whether there was one.

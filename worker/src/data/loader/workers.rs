@@ -18,7 +18,7 @@ pub(super) enum Work {
     /// What cores decode.
     Decoding,
     /// What is done before and after a device decodes.
-    AfterDevice,
+    AroundDevice,
 }
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Workers {
         Self { pool: None, side_pool: None, scratch: scratch(callers) }
     }
 
-    /// `threads` of their own, and half as many for [`Work::AfterDevice`] if a device decodes.
+    /// `threads` of their own, and half as many for [`Work::AroundDevice`] if a device decodes.
     ///
     /// # Errors
     /// The system gives no more threads.
@@ -58,7 +58,7 @@ impl Workers {
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {
             Work::Decoding => self.pool.as_ref(),
-            Work::AfterDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
+            Work::AroundDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
         }
     }
 
@@ -101,7 +101,7 @@ impl Workers {
         self.pool.is_some()
     }
 
-    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AfterDevice`].
+    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
     ///
     /// # Errors
     /// The first one in this order, whichever came first in time.
@@ -110,7 +110,7 @@ impl Workers {
         count: usize,
         make: impl Fn(usize) -> Result<T, DataError> + Sync,
     ) -> Result<Vec<T>, DataError> {
-        match self.threads(Work::AfterDevice) {
+        match self.threads(Work::AroundDevice) {
             None => (0..count).map(&make).collect(),
             Some(pool) => pool.install(|| {
                 let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();

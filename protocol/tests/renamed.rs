@@ -101,7 +101,7 @@ fn a_stored_specification_with_old_names_is_read() {
     assert_eq!(from_json(&old).unwrap_err().len(), 6, "nobody submits it");
     assert_eq!(read_leniently(&old), (new.clone(), Vec::new()));
 
-    // Where both names stand, the new one counts, and the other is told of.
+    // Where both names stand, the new one counts, and the other is reported.
     old["data"]["resize_size"] = json!(224);
     old["data"]["resize"] = json!(300);
     let (read, flaws) = read_leniently(&old);
@@ -177,7 +177,7 @@ fn both_names_of_a_key_are_one_mistake_that_names_both() {
             assert_eq!(from_json(&document).unwrap_err(), [expected]);
         }
     }
-    // A value that does not fit is told of under today's name.
+    // A value that does not fit is reported under today's name.
     let found = from_toml(&toml("train", "rise = 2.0")).unwrap_err();
     assert_eq!(found[0].pointer, "/train/pct_start", "{found:?}");
 }

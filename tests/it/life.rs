@@ -71,7 +71,7 @@ async fn a_job_trains_and_leaves_all_that_the_contract_says() {
 
 fn states_are_legal(events: &[Value]) {
     let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
-    // Why it waits is told in further events of the same state.
+    // Further events of the same state say why it waits.
     states.dedup();
     use JobState::*;
     assert_eq!(states, [Queued, Starting, Running, Succeeded]);

@@ -193,7 +193,7 @@ impl Server {
         }
     }
 
-    /// Starts an agent beside the server, with its own folder.
+    /// Starts an agent next to the server, with its own folder.
     pub(crate) async fn start_agent(&mut self, cpu_slots: u32) {
         let url = self.url.clone();
         self.start_agent_at(&url, cpu_slots, &[]);
@@ -235,7 +235,7 @@ impl Server {
             .sum()
     }
 
-    /// Waits for a condition, looking often.
+    /// Waits for a condition, polling often.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Server) -> bool) {
         let deadline = Instant::now() + SOON;
         while !condition(self).await {
@@ -301,12 +301,12 @@ impl Server {
         ended(&mut serve).await
     }
 
-    /// The agent that was started beside the server.
+    /// The agent that was started next to the server.
     pub(crate) fn agent_beside(&self) -> Option<i32> {
         self.agent.as_ref().map(|child| child.id() as i32)
     }
 
-    /// As `kill -9` of the agent that was started beside the server.
+    /// As `kill -9` of the agent that was started next to the server.
     pub(crate) fn kill_agent(&mut self) {
         let mut agent = self.agent.take().expect("an agent");
         agent.kill().expect("SIGKILL");

@@ -280,7 +280,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
     ] {
         one_mistake(document, pointer, &["characters that nobody sees, has '\\u{"]);
     }
-    // What a file holds tells what it is, not its name.
+    // A file's content decides what it is, not its name.
     let weights = "name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w/resnet18.pth\"";
     assert!(from_toml(weights).is_ok());
     one_mistake("train = 3\n[data]\ndataset = \"d\"", "/train", &["a table of keys"]);

@@ -194,7 +194,7 @@ async fn pages_are_made_of_what_is_stored() {
     assert!(status == 200 && script.contains("WebSocket"));
     assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
 
-    // The form without scripts: mistakes come back beside the fields, with what was typed.
+    // The form without scripts: mistakes are shown next to the fields, with what was typed.
     let client = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().unwrap();
     let form = |lr: &str, dataset: &str| {
         let body =

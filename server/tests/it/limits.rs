@@ -56,7 +56,7 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
     let (id, _) = with_checkpoint(&server, &mut agent).await;
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
     let mistakes = |body: &Value| body["errors"].to_string();
-    // Within the limits a key is looked at, and nobody knows it.
+    // Within the limits a key is checked, and it is unknown.
     for key in [path(KEY_PARTS), "k".repeat(KEY_BYTES)] {
         let (status, body) = fork(json!({ key: 1 })).await;
         assert!(status == 422 && mistakes(&body).contains("no key is called"), "{body}");
@@ -89,8 +89,8 @@ async fn who_sends_far_more_than_is_taken_reads_why() {
         let sent = server.http.post(server.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
         let answer = sent.header("content-type", kind).send().await.expect("an answer, and no broken pipe");
         assert_eq!(answer.status(), 413, "{path}");
-        let told: Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
-        assert_eq!(told["detail"], words);
+        let response: Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
+        assert_eq!(response["detail"], words);
     }
     server.stop().await;
 }
@@ -188,8 +188,8 @@ async fn notes_and_tags_are_of_some_length() {
     server.stop().await;
 }
 
-/// Everything an agent is told, parts put together.
-async fn told(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
+/// Everything that an agent receives, parts put together.
+async fn response(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
     loop {
         match agent.next().await.expect("the connection stays") {
             ToAgent::Part(part) => {
@@ -231,7 +231,7 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
     for count in [1, 3] {
         let answering = async {
             let ToAgent::Request { id, request: AgentRequest::Predict { pictures, .. } } =
-                told(&mut agent, &mut unfinished).await
+                response(&mut agent, &mut unfinished).await
             else {
                 panic!("another question")
             };

@@ -1,4 +1,4 @@
-//! Streams: no gap, no double, whoever connects whenever with whatever number.
+//! Streams: no gap and nothing twice, whenever and with whatever number a reader connects.
 
 use crate::{
     agent::{Agent, line, losses, running},
@@ -135,7 +135,7 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
         let lines = (0..200).map(|i| line(0, report * 200 + i + 1, &long)).collect();
         agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
     }
-    // Only the server's clock can tell that it has waited; the number of open streams shows that it did.
+    // Only the server's clock shows that it has waited; the number of open streams shows that it did.
     let deadline = tokio::time::Instant::now() + DEADLINE;
     while !server.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
         assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");

@@ -59,12 +59,12 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
 
 /// Stops the run by Ctrl-C; its standard error, and how long it took to end.
 fn interrupted(mut child: Child) -> (String, Duration) {
-    let told = Instant::now();
+    let response = Instant::now();
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(1));
-    (String::from_utf8_lossy(&output.stderr).into_owned(), told.elapsed())
+    (String::from_utf8_lossy(&output.stderr).into_owned(), response.elapsed())
 }
 
 fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
@@ -76,7 +76,7 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
     let _turn = turn().await;
     let bench = Bench::new();
-    // An evaluation that takes a while beside an epoch of 12 steps.
+    // An evaluation that takes a while compared with an epoch of 12 steps.
     let place = bench.folder.path().join("long");
     fs::create_dir(&place).expect("a folder");
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&place, 8000, 100));
@@ -173,19 +173,19 @@ async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
     // A suspended rank: the others wait for it for ever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
     let pid = child.id().cast_signed();
-    let told = Instant::now();
+    let response = Instant::now();
     signal(pid, rustix::process::Signal::INT);
     drop(child.stdout.take());
     let log = || fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
     while !log().contains("There is no checkpoint yet: steps 1 to ") {
-        assert!(told.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
+        assert!(response.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(told.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", told.elapsed());
+    assert!(response.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", response.elapsed());
     // Ctrl-C again: the one that hangs is not waited for.
     signal(pid, rustix::process::Signal::INT);
     let output = child.wait_with_output().expect("it ends");
-    assert!(told.elapsed() < Duration::from_secs(60), "{:?}", told.elapsed());
+    assert!(response.elapsed() < Duration::from_secs(60), "{:?}", response.elapsed());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("without a checkpoint: steps 1 to ") && said.contains("are lost"), "{said}");

@@ -1,5 +1,5 @@
-//! What people are told of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the
-//! same way that the agent's helper takes.
+//! Inspections of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the same way that an
+//! agent's requests take.
 
 mod pictures;
 

@@ -326,8 +326,8 @@ fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
             let from = 8 * comm.rank() as usize;
             let comm: Arc<dyn ProcessGroup> = if single { Arc::new(Single(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
-            let told = engine.exchange();
-            assert_eq!(told.contains("share memory: weights are there once"), shared, "{told}");
+            let response = engine.exchange();
+            assert_eq!(response.contains("share memory: weights are there once"), shared, "{response}");
             for step in 0..3 {
                 engine.train_step(&[part_of(16, pictures(step, from, from + 8))], 0.1).unwrap();
             }

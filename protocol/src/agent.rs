@@ -1,5 +1,4 @@
-//! Between server and agent: one websocket an agent, each message a binary frame of MessagePack
-//! with named fields.
+//! Messages between server and agent: one websocket per agent, each message a binary frame of MessagePack with named fields.
 //!
 //! A rank appends its events to a file of numbered records. Its agent (any agent that finds the file) sends them on,
 //! from the number that the server has acknowledged. So whichever of the three processes dies, no event is lost and none

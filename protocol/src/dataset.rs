@@ -1,4 +1,4 @@
-//! What is known of a dataset.
+//! The description of a dataset.
 
 use crate::limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES};
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,5 @@
-//! How deep, how long and how many: what input may drive, in one place. Each is far above what anybody needs and far
-//! below what hurts, and each has a test at the limit and one past it.
+//! Limits of input: depths, lengths and counts, in one place. Each is far above what anybody needs and far below what causes
+//! trouble, and each has a test at the limit and one past it.
 
 /// Parts of a key's path (`train.lr` has two).
 pub const KEY_PARTS: usize = 8;

@@ -1,4 +1,4 @@
-//! Metrics as they travel: columns of steps and values, never a message a point.
+//! Metrics in messages: columns of steps and values, never a message per point.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

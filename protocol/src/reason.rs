@@ -1,5 +1,5 @@
-//! Why a job, or one of its attempts, is where it is: a code that programs may decide on, the facts that belong to
-//! it, and the English that is made of both. Nothing decides on the English.
+//! Why a job, or one of its attempts, is in its state: a code that programs may decide on, the facts that belong to it, and the
+//! English sentence made of both. Nothing decides on the sentence.
 
 use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
 use std::fmt;

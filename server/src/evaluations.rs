@@ -1,4 +1,4 @@
-//! Evaluations of checkpoints that are under way; who asks again joins one.
+//! Evaluations of checkpoints that are running; a second request joins the first.
 
 use crate::{agents::RequestError, error::Error};
 use std::{

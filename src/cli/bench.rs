@@ -1,4 +1,4 @@
-//! `lockstep bench`: training throughput of named cases, or how fast pictures are made ready.
+//! `lockstep bench`: training throughput of named cases, or how fast pictures are prepared.
 
 mod pictures;
 

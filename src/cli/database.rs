@@ -1,4 +1,4 @@
-//! `lockstep migrate`, `backup` and `restore`: what is done to a database from outside the server.
+//! `lockstep migrate`, `backup` and `restore`: operations on a database outside of the server.
 
 use super::{block_on, file, output, wrong};
 use lockstep_server::{

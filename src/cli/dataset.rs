@@ -1,4 +1,4 @@
-//! `lockstep dataset`: what jobs can train on.
+//! `lockstep dataset`: registers, lists and prepares datasets.
 
 mod prepare;
 

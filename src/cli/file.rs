@@ -1,5 +1,5 @@
-//! Files that somebody names on the command line. Opening a named pipe waits for somebody who writes into it, and a device
-//! may never end: only regular files are read, and what the caller's shell has connected this process to.
+//! Files named on the command line. Opening a named pipe blocks until somebody writes into it, and a device may never end: only
+//! regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
 use lockstep_worker::files;

@@ -1,4 +1,4 @@
-//! `lockstep inspect`: answers one question about a model or a dataset, for the agent that asks.
+//! `lockstep inspect`: handles one request about a model or a dataset, for the agent that starts it.
 
 /// Handle a request about a model or a dataset (started by agents)
 #[derive(clap::Args)]

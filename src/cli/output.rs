@@ -1,7 +1,6 @@
-//! Standard output and error: lines for people, JSON for programs, and no panic when a pipe closes. What a server or a
-//! file says may hold characters that a terminal obeys (colours, titles, the clipboard): on a terminal they are shown
-//! as what they are, and so are those that nobody sees. A pipe gets what there is; errors and warnings are for people wherever
-//! they go.
+//! Standard output and error: lines for people, JSON for programs, and no panic when a pipe closes. Text of a server or a file
+//! may hold control characters (colours, titles, the clipboard). On a terminal these are shown escaped, and so are invisible
+//! characters. A pipe gets the text unchanged; errors and warnings are escaped everywhere.
 
 use lockstep_protocol::unseen;
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! `lockstep predict`: what a model says of pictures.
+//! `lockstep predict`: classifies pictures.
 
 use super::{
     api::{Api, ServerArgs},

@@ -1,10 +1,9 @@
 //! Checkpoints: a folder `<epoch>-<step>` each, under the job's `checkpoints`, that appears complete
 //! or not at all.
 //!
-//! Everything is written into `.tmp-<epoch>-<step>` and made to last (fsync), `MANIFEST.json` with
-//! sizes and checksums last of all; then the folder gets its name by a rename, and the rename is made
-//! to last too. Equal jobs give equal `model.safetensors`, byte for byte: nothing in it comes from a
-//! clock, a name or an id.
+//! Everything is written into `.tmp-<epoch>-<step>` and synced (fsync), `MANIFEST.json` with sizes and checksums last of all; then
+//! the folder gets its name by a rename, and the rename is synced too. Equal jobs give equal `model.safetensors`, byte for byte:
+//! nothing in it comes from a clock, a name or an id.
 
 mod files;
 mod folders;

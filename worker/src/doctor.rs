@@ -1,4 +1,4 @@
-//! What this machine has for training, with what to do about it, and whether ranks reach each other.
+//! Checks a machine for training: what it has, what to do about what is missing, and whether ranks reach each other.
 
 pub(crate) mod gather;
 mod gpus;

@@ -1,4 +1,4 @@
-//! What the server has agents do with models and datasets, and what they reply.
+//! Requests of the server to agents about models and datasets, and the replies.
 
 use crate::{
     dataset::{DatasetInfo, PicturesFingerprint},

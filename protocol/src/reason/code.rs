@@ -1,4 +1,4 @@
-//! What kinds of reasons there are.
+//! The codes of reasons.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;

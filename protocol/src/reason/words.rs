@@ -1,4 +1,4 @@
-//! The English of reasons: the one place where it is made.
+//! The English sentences of reasons; the only place where they are made.
 
 use super::{Facts, ReasonCode};
 

@@ -1,4 +1,4 @@
-//! The table of keys: what each may hold, and what is said of a value that does not fit.
+//! The table of keys: the values that each may have, and the error for a value that does not fit.
 
 use super::{
     Arch, OptimizerKind, Recipe, Stem, image_size,

@@ -1,4 +1,4 @@
-//! Pages for people: what is stored, put into the views of `lockstep_web`.
+//! HTML pages: stored data in the views of `lockstep_web`.
 
 use super::{
     agents,

@@ -1,4 +1,4 @@
-//! Pictures of datasets, as they lie there and as jobs see them. An agent reads them.
+//! Pictures of datasets, as stored and as jobs see them. An agent reads them.
 
 use super::{
     extract::{Path, Query, count},

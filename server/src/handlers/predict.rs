@@ -1,4 +1,4 @@
-//! What a checkpoint says of pictures that somebody brings. An agent computes it.
+//! Predictions of a checkpoint for uploaded pictures. An agent computes them.
 
 use super::{
     checkpoints::{self, Weights},

@@ -1,4 +1,4 @@
-//! From chunks and the newest events to what a chart asks for.
+//! Queries for charts, from chunks and the newest events.
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},

@@ -1,5 +1,5 @@
-//! Points leave the events some time after their job is over: its charts and its CSV file come from chunks then, which
-//! hold every point, and its stream begins after them.
+//! Some time after their job is over, points leave the events: its charts and its CSV file then come from chunks, which hold
+//! every point, and its stream begins after them.
 
 use super::compaction;
 use crate::{

@@ -1,4 +1,4 @@
-//! One attempt on this machine: its ranks started or taken over, watched, ended, and how it ended.
+//! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how it ended.
 
 use super::{lease::Lease, preflight::Refusal, state_dir::StoredAttempt};
 use crate::report::Tail;

@@ -1,4 +1,4 @@
-//! What this machine is.
+//! The description of this machine.
 
 use crate::host::{cores, cpu_name, hostname};
 use lockstep_protocol::agent::Machine;

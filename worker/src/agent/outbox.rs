@@ -1,4 +1,4 @@
-//! What an attempt has to say, read from its files and sent from the number that the server has.
+//! An attempt's unsent reports, read from its files and sent from the number that the server has.
 
 use super::{attempt::agent_events_path, state_dir::StoredAttempt};
 use crate::report::{Tail, TailError, events_path};

@@ -1,5 +1,4 @@
-//! What must be so before an attempt's ranks are started: a reason on the job is better than a job that hangs or
-//! fails an hour later.
+//! The check before an attempt's ranks are started: a reason on the job is better than a job that hangs or fails an hour later.
 
 use super::state_dir::StoredAttempt;
 use crate::{

@@ -1,4 +1,4 @@
-//! The places for ranks that an agent offers.
+//! The slots that an agent offers.
 
 use super::Options;
 use crate::engine::{Devices, Selection, registry};

@@ -1,4 +1,4 @@
-//! The folders of a job's checkpoints: their names, which there are, and how they go.
+//! The folders of a job's checkpoints: their names, listing and removing them.
 
 use super::{CheckpointError, TEMPORARY, at, manifest::validate};
 use lockstep_protocol::fault;

@@ -1,6 +1,6 @@
 //! Collectives between GPUs: NCCL, ordered by CUDA streams.
 //!
-//! What goes through [`Nccl`] is device memory in the middle of a step; votes, checkpoints and the like go
+//! [`Nccl`] is for device memory in the middle of a step; votes, checkpoints and the like go
 //! over the TCP ring ([`super::ring`]), which GPU ranks have, too. The communicator is non-blocking:
 //! every call returns, and what is under way can be aborted from another thread at any time. Who owns a communicator while
 //! another thread aborts is [`owner`]. [`NcclProcessGroup`] is for values in the host's memory.

@@ -5,8 +5,8 @@
 //! by everybody: half the hops. Either way a sum is formed in an order that depends only on the
 //! length and the number of ranks, so bits are equal on every rank and in every run.
 //!
-//! Every call opens with a header, checked by the neighbour: ranks that disagree about what they
-//! are doing find out instead of mixing up numbers. Messages between two ranks take connections of their own ([`mesh`]).
+//! Every call begins with a header that the neighbour checks: ranks that make different calls get an error instead of mixed-up
+//! numbers. Messages between two ranks use connections of their own ([`mesh`]).
 
 mod collective;
 mod connect;

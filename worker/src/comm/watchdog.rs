@@ -1,6 +1,6 @@
-//! Notices when steps stop being done, and says which ranks hold up the others.
+//! Notices when steps no longer complete, and says which ranks hold up the others.
 //!
-//! A collective of which one rank never arrives runs on the other GPUs for ever, and nothing in their
+//! A collective that one rank never joins runs on the other GPUs for ever, and nothing in their
 //! processes fails. So every rank posts the last step that it finished at the rendezvous, about once a second. A rank whose steps
 //! stop for longer than the stall time-out compares these numbers, reports which ranks are behind, and ends its attempt.
 

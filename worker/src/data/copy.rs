@@ -1,4 +1,4 @@
-//! What the folder of a copy of a dataset says of it, for who reads it: `prepare` writes it.
+//! The record in the folder of a prepared copy, for readers of the dataset: `prepare` writes it.
 
 use crate::files;
 use serde::Deserialize;

@@ -1,4 +1,4 @@
-//! Decoding and resizing on a device: what a GPU is asked for, and what becomes of pictures that it does not take.
+//! Decoding and resizing on a device: what a GPU takes, and who decodes the other pictures.
 //!
 //! A device's result is bytes in the host's memory, in the form in which cores make them. So everything after the crop is the
 //! same for both, and each picture of a batch may come from either.

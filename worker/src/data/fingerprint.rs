@@ -1,8 +1,8 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
-//! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! change is another; a [`ChangeDetection`] at folders does not ask for those of files in folders that are the same. A copy of a dataset
-//! is the same one, and so is one whose files were only touched.
+//! The index has the contents of pictures in folders and shards, so only files are read whose size or time of change differs;
+//! with [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a dataset has the same fingerprint, and
+//! so has one whose files were only touched.
 
 use super::{Catalog, ChangeDetection, DataError, Format, Samples};
 use crate::files::{self, Found};

@@ -2,8 +2,8 @@
 //! Of any size; their format is read from their first bytes, not from their names.
 //!
 //! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
-//! Folders are listed, unless they are as the index has them (`index/folders.rs`); files are read of which the index says
-//! nothing.
+//! Folders are listed unless the index shows that they have not changed (`index/folders.rs`); files that are not in the index are
+//! read.
 
 use super::{
     Catalog, DataError, Format, Samples, Split,

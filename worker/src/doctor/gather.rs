@@ -1,5 +1,4 @@
-//! What the GPUs of a local group can do together: a real all-gather and timed all-reduces over NCCL, and
-//! whether they share memory.
+//! The doctor's test of a machine's GPUs: a real all-gather and timed all-reduces over NCCL, and whether they share memory.
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
 use crate::comm::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};

@@ -1,4 +1,4 @@
-//! Training throughput of named cases on made-up pictures.
+//! Training throughput of named cases on synthetic pictures.
 
 use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{

@@ -1,5 +1,5 @@
-//! Whole tables out of a database and into one. Which tables and columns there are is asked of the database
-//! itself, so that a later migration cannot be forgotten here.
+//! Copies whole tables out of a database and into one. The names of tables and columns are read from the database itself, so that a
+//! later migration cannot be forgotten here.
 
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},

@@ -1,4 +1,4 @@
-//! The end of an attempt: proof that nothing is left of its ranks, and what is written down for the server.
+//! The end of an attempt: proof that no process of its ranks is left, and the records for the server.
 
 use super::{
     agent_events_path,

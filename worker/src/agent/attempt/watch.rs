@@ -1,4 +1,4 @@
-//! Starts or takes over the ranks of an attempt, and decides when they end.
+//! Starts or adopts the ranks of an attempt, and decides when they end.
 
 use super::{
     super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::StoredAttempt},

@@ -1,4 +1,4 @@
-//! The end of communicators by force: of one, or of all that this process has.
+//! Aborts communicators: one, or all of this process.
 
 #![allow(unsafe_code)] // NCCL frees a communicator by its pointer.
 

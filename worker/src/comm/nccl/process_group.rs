@@ -1,4 +1,4 @@
-//! NCCL as a [`ProcessGroup`] of values in the host's memory, which take the way through a GPU and its links.
+//! NCCL as a [`ProcessGroup`] of values in the host's memory, which are copied through the GPU.
 
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 

@@ -1,4 +1,4 @@
-//! Why ranks did not meet.
+//! Why a rendezvous failed.
 
 use std::io;
 

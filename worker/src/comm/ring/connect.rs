@@ -1,4 +1,4 @@
-//! How the ranks of a ring connect: everybody listens, all learn where, and each calls the next one.
+//! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
 
 use super::{BLOCK, End, Identity, Lane, Mesh, Ring};
 use crate::comm::{

@@ -1,4 +1,4 @@
-//! What a call or a message begins with.
+//! The header of a call or a message.
 
 use crate::comm::{
     CommError, Reduction,

@@ -1,4 +1,4 @@
-//! How rank 0's memory gets to the other ranks.
+//! How the other ranks get rank 0's shared memory.
 
 use super::{
     VARIABLE,

@@ -1,5 +1,5 @@
-//! Memory with a file behind it that has no name: it is gone when the last process that has it mapped is,
-//! however that ended.
+//! Shared memory backed by a file without a name: the system frees it when the last process that maps it has ended, in whatever
+//! way.
 
 #![allow(unsafe_code)] // Mapping memory, and giving out slices of it.
 

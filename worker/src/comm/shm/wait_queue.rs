@@ -1,4 +1,4 @@
-//! Waiting for other processes: a little on the spot, then asleep.
+//! Waiting for other processes: spins for a moment, then sleeps.
 
 use rustix::{
     event::Timespec,

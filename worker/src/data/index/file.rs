@@ -13,7 +13,8 @@
 //! ```
 //!
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
-//! block's container is the dataset's own path, its body the number of the reader (`store.rs`) (u32). Of several entries of one name the last counts. `<key>.part` has the
+//! block's container is the dataset's own path, its body the number of the reader (`store.rs`, u32). Of several entries of one
+//! name the last counts. `<key>.part` has the
 //! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
 //! begins. `<key>.lock` is locked while an index is made, `<key>.folders` is described in `folders.rs`, `<key>.progress` has the
 //! number of pictures that are done.

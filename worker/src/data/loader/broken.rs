@@ -1,4 +1,4 @@
-//! Which pictures of a part were found to be broken while a job trains.
+//! The pictures of a part that were found to be broken while a job trains.
 
 use std::{
     collections::BTreeSet,

@@ -1,4 +1,4 @@
-//! Whether somebody waits for what is being made.
+//! Whether a step waits for the batch that is being made.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 

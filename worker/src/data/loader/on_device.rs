@@ -1,6 +1,6 @@
-//! A batch's pictures where a device decodes: it also crops and resizes those that it takes. Cores make the others at the same
-//! time. While a step waits for its batch, they also make those that the device has not come to yet: it takes pictures from the
-//! front of a batch, many at a time, cores from its end, one by one.
+//! Batches where a device decodes: it also crops and resizes the pictures that it takes, and cores decode the others at the same
+//! time. While a step waits for its batch, cores also take pictures that the device has not come to yet: the device takes them from
+//! the front of a batch, many at a time, cores from its end, one by one.
 
 mod goal;
 mod queue;

@@ -1,7 +1,7 @@
-//! The pages of a column, none larger than can be meant: a page of a few kilobytes may say that it holds two gigabytes, and
-//! one that is compressed with gzip may hold more than it says.
+//! The pages of a column, up to a limit of size: a page of a few kilobytes may claim to hold two gigabytes, and one that is
+//! compressed with gzip may hold more than it claims.
 //!
-//! Not bounded here is how deep a schema's groups lie in each other, which `parquet` reads by recursion: it parses the footer
+//! The depth of a schema's groups is not limited here. `parquet` reads it by recursion: it parses the footer
 //! in one go, so nothing can be checked before.
 
 use super::source::{Cursor, Source};

@@ -1,4 +1,4 @@
-//! What a copy's folder says of how it was made: `unfinished.json` until it is whole, then `prepared.json`.
+//! The record of a copy in its folder: `unfinished.json` until the copy is whole, then `prepared.json`.
 
 use super::DataError;
 use crate::{

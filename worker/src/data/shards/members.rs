@@ -1,4 +1,4 @@
-//! What a shard holds: its samples, with the place of each picture.
+//! The samples in a shard, with the place of each picture.
 
 use crate::{
     data::{

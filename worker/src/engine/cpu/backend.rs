@@ -1,4 +1,4 @@
-//! CPU cores as a backend: every machine has them, so it takes every rank that is no other's.
+//! CPU cores as a backend: every machine has them, so it takes every rank that no other backend takes.
 
 use super::build;
 use crate::{

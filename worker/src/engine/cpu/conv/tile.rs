@@ -1,7 +1,6 @@
-//! The innermost loops: register tiles that multiply packed pictures (see `pack`) with weights or with
-//! other packed pictures. Everything is summed in one fixed order whatever the tile's size, so the way
-//! work is cut never shows in the results. Loops, their table and the choice stay in one file because they
-//! change together.
+//! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see `pack`) with weights or with other
+//! packed pictures, and their table for each instruction set. Everything is summed in one fixed order whatever the tile's size, so
+//! results do not depend on how the work is cut.
 
 mod kernels;
 

@@ -1,7 +1,7 @@
 //! The deadline of the agent's lease, until which ranks may continue: one number in the agent's folder, in hundredths of a
 //! second since the machine was started (`/proc/uptime`, which setting the clock does not change).
 //!
-//! The agent writes it anew while it has word from the server. An agent that is gone, stopped or cut off does not,
+//! The agent writes it anew while the server responds. An agent that is gone, stopped or cut off does not,
 //! and its ranks end themselves: by then the server has given the job to others.
 
 use std::{

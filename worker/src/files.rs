@@ -1,4 +1,4 @@
-//! Files that somebody brings, datasets and weights: which can be opened, and what is wrong with the others.
+//! Files of users, datasets and weights: which can be opened, and what is wrong with the others.
 //!
 //! One place decides it for registering a dataset, for the check before a start and for a job's ranks. Only regular files are
 //! opened: a pipe or a device may block its reader for ever.

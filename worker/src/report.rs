@@ -2,7 +2,7 @@
 //! the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
-//! [`AttemptEvent`] as MessagePack with named fields. Beside it the same log lines lie as plain text.
+//! [`AttemptEvent`] as MessagePack with named fields. The same log lines are in a text file next to it.
 
 use jiff::Timestamp;
 use lockstep_protocol::{

@@ -1,8 +1,8 @@
-//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Who
-//! has ranks - the agent, `lockstep train`, what `doctor` and `bench` measure - gives what differs as a [`Policy`].
+//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Its callers
+//! (the agent, `lockstep train`, `doctor`, `bench`) provide a [`Policy`] with what differs.
 //!
 //! - [`RankProcess`]: one process, started or adopted, which is signalled with what it has started
-//! - [`Rank`]: that, and what it records in its attempt's folder
+//! - [`Rank`]: a process and its records in the attempt's folder
 //! - [`RankGroup`]: all of them; the ways of [`Stop`], one more urgent than the other
 //! - [`failure_cause`]: which rank's end explains the others'
 

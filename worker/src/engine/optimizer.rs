@@ -1,4 +1,4 @@
-//! Which optimizer a run has and what that keeps from step to step. The formulas are in `cpu/optimizer.rs`; the CUDA
+//! The optimizer of a run and the state that it keeps from step to step. The formulas are in `cpu/optimizer.rs`; the CUDA
 //! engine's kernels (`worker/kernels/optimizer.cu`, `adam.cu`) follow them.
 
 use super::NamedTensors;

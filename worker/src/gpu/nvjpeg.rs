@@ -1,6 +1,6 @@
 //! nvJPEG's decoder in hardware: the part of its interface that is used (`nvjpeg.h`), loaded at run time.
 //!
-//! What it does not say by itself: it writes outputs without waiting for what was started on the stream before
+//! What its documentation does not say: it writes outputs without waiting for what was started on the stream before
 //! (seen on H100), so the caller waits for that; a call decodes all pictures or none; handles and states serve one
 //! thread at a time.
 #![allow(unsafe_code)] // A C interface, by its symbols.

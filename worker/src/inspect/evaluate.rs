@@ -1,4 +1,4 @@
-//! A checkpoint on its job's validation pictures: who is taken for whom.
+//! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::data::loader::DataSource;

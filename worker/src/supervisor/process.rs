@@ -1,4 +1,4 @@
-//! One rank's process: signalled, polled, and its end made sure of.
+//! One rank's process: signals, polling, and making sure that it has ended.
 
 use super::proc_fs::{self, stat};
 use crate::host::boot_id;

@@ -1,5 +1,5 @@
-//! Whether tensors fit a network, by names and shapes alone: asked of a file's header when a job is submitted, and of the
-//! tensors themselves when it begins with them.
+//! Whether tensors fit a network, by names and shapes alone: checked with a file's header when a job is submitted, and with the
+//! tensors themselves when the job starts.
 
 use super::NamedTensors;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Weights that somebody brings (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
+//! Weights given by the user (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
 //! timm has the same names for these networks.
 
 use super::{TrainError, Training};

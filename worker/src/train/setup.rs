@@ -1,4 +1,4 @@
-//! What a run is made of, checked before the first step.
+//! The parts of a run, checked before the first step.
 
 use super::{
     TrainError, Training,

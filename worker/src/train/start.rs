@@ -1,5 +1,5 @@
-//! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
-//! what is in them, so the others need not have them.
+//! Where a run begins: fresh weights, given weights, or a checkpoint. Rank 0 reads files and sends their content, so the others
+//! need not have them.
 
 use super::{
     TrainError, Training,

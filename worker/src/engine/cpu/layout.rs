@@ -1,4 +1,4 @@
-//! Where each parameter lies: one flat buffer of weights in the order in which backward produces
+//! The layout of parameters: one flat buffer of weights in the order in which backward produces
 //! gradients, cut into buckets that are reduced as soon as they are complete.
 
 use super::conv::{self, ConvShape};

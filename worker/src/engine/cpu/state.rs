@@ -2,14 +2,14 @@
 //!
 //! Ranks of one machine keep weights and optimizer state once, in memory that all of them see, and each one's gradients next to
 //! them. Whichever rank (and thread of it) is idle takes the next piece of a bucket that
-//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: gradients
-//! travel no way, weights are updated once and not once a rank, and a rank that waits for another works
-//! meanwhile. Who does a piece does not show in its bits.
+//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: no gradient is sent, weights
+//! are updated once and not once per rank, and a rank that waits for another works meanwhile. The result does not depend on who
+//! does a piece.
 //!
-//! It holds together because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
+//! It is safe because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
 //! in a step, pieces are done when all ranks have completed it, and a step is over when all pieces are done. So
 //! nobody reads a weight while somebody may write it. Elsewhere (one rank; ranks of several machines, whose
-//! gradients come back summed) the same tasks run in this process alone.
+//! gradients arrive summed) the same tasks run in this process alone.
 
 #![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
 

@@ -1,7 +1,7 @@
 //! What is fused across 1x1 convolutions, by kernels that multiply matrices themselves: the largest tensors of a
 //! bottleneck network are then written and read less often.
 //!
-//! Which convolutions are, follows from the network and the number format alone, never from what was measured: ranks that
+//! Which convolutions are fused depends on the network and the number format alone, never on measurements: ranks that
 //! synchronise batch norm have to come to the same batch norm in the same order.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};

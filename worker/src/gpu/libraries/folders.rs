@@ -1,4 +1,4 @@
-//! Folders that NVIDIA's libraries lie in: toolkits, Python environments, what a container mounts.
+//! Folders with NVIDIA's libraries: toolkits, Python environments, what a container mounts.
 
 use super::SETTING;
 use std::{

@@ -92,7 +92,7 @@ pub enum FromAgent {
     Part(Part),
 }
 
-/// Who wrote a file of records.
+/// The writer of a file of records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {

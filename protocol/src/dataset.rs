@@ -100,9 +100,9 @@ pub struct SplitInfo {
 pub struct PicturesFingerprint {
     pub pictures: u64,
     pub picture_bytes: u64,
-    /// Of classes, labels, names and sizes; hexadecimal.
+    /// Hash of classes, labels, names and sizes; hexadecimal.
     pub names_sha256: String,
-    /// Of what the pictures hold, in the order of the names; hexadecimal.
+    /// Hash of the pictures' contents, in the order of the names; hexadecimal.
     pub contents_sha256: String,
 }
 

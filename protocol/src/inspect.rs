@@ -24,7 +24,7 @@ pub enum Pick {
     /// As they lie there, in order.
     Stored {
         split: String,
-        /// Of this class alone.
+        /// Pictures of this class only.
         class: Option<String>,
         offset: u64,
         limit: u32,

@@ -54,7 +54,7 @@ pub struct Facts {
     pub slots_needed: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_free: Option<u32>,
-    /// Of the machine that comes nearest.
+    /// The machine that comes nearest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_total: Option<u32>,
     /// What only the place where it happened could say, for a person.

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// Of the pictures of a question, as the server takes them.
+/// Most bytes of the pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
@@ -101,7 +101,7 @@ fn line(prediction: &Prediction) -> String {
     format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }
 
-/// Whose model it was.
+/// The model that was used.
 #[derive(Serialize)]
 struct Answering {
     /// The job's name.

@@ -16,7 +16,7 @@ use serde::Serialize;
 /// A checkpoint with the id that its download link needs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
-    /// Of `/api/v1/checkpoints/{id}`.
+    /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
     /// That wrote it.
     pub attempt: u32,

@@ -102,7 +102,7 @@ pub struct CheckpointInfo {
     pub val_loss: Option<f64>,
     /// Best by `keep_best` so far.
     pub best: bool,
-    /// Of all its files.
+    /// The size of all its files.
     pub size_bytes: u64,
 }
 

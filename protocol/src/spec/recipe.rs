@@ -37,7 +37,7 @@ struct Settings {
     keys: Value,
 }
 
-/// Of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
+/// The mean of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
 const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 /// As [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
@@ -98,7 +98,7 @@ impl Recipe {
                     "data": {
                         "validation": "val",
                         "image_size": [[1, 160], [13, 192]],
-                        // Of the short side, 224 / 256 are seen.
+                        // 224 / 256 of the short side are seen.
                         "validation_size": 256, "resize_size": 292, "random_resized_crop": true, "horizontal_flip": true,
                         "mean": MEAN, "std": STD,
                     },

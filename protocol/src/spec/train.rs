@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSpec {
-    /// Whose settings stand in for the defaults of the keys that the job does not give, in all sections. A job that is
+    /// The recipe whose settings are the defaults of the keys that the job does not give, in all sections. A job that is
     /// stored or shown has them among its keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recipe: Option<Recipe>,
@@ -28,7 +28,7 @@ pub struct TrainSpec {
     pub global_batch_size: Option<u32>,
     pub optimizer: OptimizerKind,
     pub lr: f32,
-    /// Of `momentum`, `nesterov` and `lars`.
+    /// For `momentum`, `nesterov` and `lars`.
     pub momentum: f32,
     pub weight_decay: f32,
     /// False leaves batch norm's parameters and biases out of weight decay, and with `lamb` out of layer-wise

@@ -41,7 +41,7 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// Of a checkpoint in `folder` the path by which an agent opens them.
+    /// The path by which an agent opens these weights of the checkpoint in `folder`.
     ///
     /// # Errors
     /// The checkpoint is gone, is no folder of files, or has no average.

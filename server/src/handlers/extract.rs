@@ -75,7 +75,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
         let bytes = json_bytes(request, state).await?;
-        // Of a list its elements would be taken for the fields, in their order.
+        // The elements of a list would be taken for the fields, in their order.
         if bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(Error::BadRequest("the body must be a JSON object".into()));
         }

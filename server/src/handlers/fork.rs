@@ -173,7 +173,7 @@ async fn choose_validation_anew(app: &App, source: &Job, document: &mut Value) -
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }
-    // Of a dataset that is gone nobody knows what there was to choose from.
+    // Without the old dataset, its splits are unknown.
     let Some(dataset) = app.store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
     forget_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
@@ -327,7 +327,7 @@ fn check_whole(folder: &FilePath) -> io::Result<()> {
     Ok(())
 }
 
-/// Of `MANIFEST.json`, what a copy is checked against.
+/// The part of `MANIFEST.json` that a copy is checked against.
 #[derive(Deserialize)]
 struct Manifest {
     #[serde(default)]

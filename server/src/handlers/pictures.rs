@@ -78,7 +78,7 @@ pub(crate) async fn of_dataset(
 pub(crate) struct PlacesQuery {
     /// Places in the split, with commas between: `index` of a mistake in an evaluation.
     places: String,
-    /// Of the training pictures instead of the validation ones.
+    /// Take the training pictures instead of the validation ones.
     #[serde(default)]
     train: bool,
 }

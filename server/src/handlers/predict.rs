@@ -28,7 +28,7 @@ use utoipa::{IntoParams, ToSchema};
 /// Pictures of one request, and their bytes together.
 const PICTURES: usize = 100;
 const BYTES: usize = 24 << 20;
-/// Of a body: what a form has around its pictures comes on top.
+/// Limit of a body: a form has some bytes around its pictures.
 pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Requests whose pictures are in memory at the same time; others wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);

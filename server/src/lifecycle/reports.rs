@@ -96,7 +96,7 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // Of a network whose numbers are not: nothing was measured, and JSON could not hold it.
+        // A network whose numbers are not finite: nothing was measured, and JSON could not hold it.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
         {
@@ -135,7 +135,7 @@ fn is_column(column: &MetricColumn) -> bool {
 /// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
-    // Whose points are gathered, to come at this place.
+    // The rank whose points are being merged, and the place of the merged event.
     let mut gathered: Option<(u32, usize)> = None;
     for event in events {
         let AttemptEvent::Metrics { rank, columns } = event else {

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// This process among those that a launcher has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
-    /// Who started it.
+    /// The program that started it.
     pub(super) by: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,

@@ -55,7 +55,7 @@ pub struct Options {
     /// Places for ranks on the CPU, whatever GPUs there are. When absent, a place a GPU; and where there
     /// is none, as many as there are cores.
     pub cpu_slots: Option<u32>,
-    /// Of the visible GPUs, those to use: numbers or UUIDs, separated by commas.
+    /// The GPUs to use, among the visible ones: numbers or UUIDs, separated by commas.
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,

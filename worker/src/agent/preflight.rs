@@ -74,9 +74,9 @@ pub(super) fn check(
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Note {
-    /// Of all files, by reading them.
+    /// A fingerprint of all files, computed by reading them.
     Files(Fingerprint),
-    /// Of pictures, by their index.
+    /// A fingerprint of the pictures, from their index.
     Pictures(PicturesFingerprint),
 }
 

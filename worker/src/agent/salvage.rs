@@ -15,7 +15,7 @@ pub(super) struct Reported {
     start_step: Option<u64>,
     /// Steps of checkpoints that were written, whether kept or not.
     steps: BTreeSet<u64>,
-    /// Of those, the ones that are gone: too old, or damaged.
+    /// Those that were removed: too old, or damaged.
     removed: BTreeSet<u64>,
 }
 

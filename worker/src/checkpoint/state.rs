@@ -27,12 +27,12 @@ pub struct State {
     pub val_loss: Option<f64>,
     /// The best checkpoint so far, this one included.
     pub best: Option<Best>,
-    /// Of the programs that wrote it.
+    /// Versions of the programs that wrote it.
     pub versions: BTreeMap<String, String>,
     /// What convolutions were computed in.
     #[serde(default)]
     pub precision: Option<Precision>,
-    /// Of float16.
+    /// The loss scaling of float16.
     #[serde(default)]
     pub loss_scaling: Option<LossScaling>,
     #[serde(default)]
@@ -42,7 +42,7 @@ pub struct State {
     pub optimizer: Option<OptimizerNote>,
 }
 
-/// Of the optimizer that a checkpoint has the state of.
+/// The optimizer whose state a checkpoint has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OptimizerNote {
     pub kind: OptimizerKind,

@@ -13,7 +13,7 @@ pub enum Exchange<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    /// Of the ranks of `group`: at `store` where all that meet there are in it.
+    /// An exchange among the ranks of `group`: at `store` where all that meet there are in it.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
             Some(store) if store.meeting().world_size == group.size() => Self::Store(store),

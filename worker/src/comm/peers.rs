@@ -34,7 +34,7 @@ pub struct Peers {
     /// By rank: of `flag_bytes` each.
     pub flags: [u64; MOST],
     own: CUdeviceptr,
-    /// Of the others.
+    /// The memory of the others.
     opened: Vec<CUdeviceptr>,
     context: Arc<CudaContext>,
 }

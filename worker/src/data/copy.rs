@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, path::Path};
 pub(super) const UNFINISHED: &str = "unfinished.json";
 /// The record of one that is.
 pub(super) const PREPARED: &str = "prepared.json";
-/// Of a record: a hundred thousand shards' have 10 MB.
+/// Limit of a record: that of a hundred thousand shards has 10 MB.
 pub(super) const MAX_BYTES: u64 = 256 << 20;
 
 /// Whether a folder holds a copy that is not whole.

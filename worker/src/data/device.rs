@@ -95,7 +95,7 @@ impl fmt::Display for Decoded {
     }
 }
 
-/// Who decodes what a device takes.
+/// How device and cores share the decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
     /// The device, all of it.

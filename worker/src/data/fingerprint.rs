@@ -23,7 +23,7 @@ const EDGE: u64 = 64 << 10;
 const DEPTH: usize = 32;
 const FILES: usize = 100_000_000;
 
-/// Of a file, or of all files in a folder.
+/// The fingerprint of a file, or of all files in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     pub files: u64,

@@ -127,7 +127,7 @@ impl Statistics {
         Self(counts)
     }
 
-    /// Of pictures of `size` bytes one after another.
+    /// The sums of pictures of `size` bytes one after another.
     pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
         let pictures = pixels.len() / size.max(1);
         let every = pictures.div_ceil(STATISTICS_SAMPLES).max(1);
@@ -147,7 +147,7 @@ impl Statistics {
         }
     }
 
-    /// Of pixels scaled to 0..1.
+    /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -175,7 +175,7 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Of one picture.
+    /// The sums of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -198,7 +198,7 @@ impl Moments {
         }
     }
 
-    /// Of pixels scaled to 0..1.
+    /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let pictures = self.pictures.max(1) as f64;
         let one = |(sum, squares): &(f64, f64)| {

@@ -257,7 +257,7 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
             bytes.len()
         ));
     }
-    // Who only touches a file, or puts the same one back, changes nothing.
+    // A file that was only touched, or replaced by the same one, has not changed.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         remembered.forget();

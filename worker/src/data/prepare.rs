@@ -42,7 +42,7 @@ const MEASURED: usize = 256;
 pub struct PrepareSettings {
     /// Larger pictures are resized to a short side of so many pixels; see [`SHORT_SIDES`].
     pub short_side: u32,
-    /// Of JPEG; see [`QUALITIES`].
+    /// The JPEG quality; see [`QUALITIES`].
     pub quality: u8,
     /// What a picture does that cannot be decoded.
     pub broken_files: BrokenFiles,
@@ -62,9 +62,9 @@ pub struct Prepared {
     /// Pictures of each split.
     pub splits: Vec<(String, u64)>,
     pub shards: u64,
-    /// Of these, so many were there already.
+    /// So many of these existed already.
     pub kept_shards: u64,
-    /// Of all shards.
+    /// The size of all shards.
     pub bytes: u64,
     /// What was left out, with the reason.
     pub broken: Vec<BrokenFile>,

@@ -162,7 +162,7 @@ fn read(
         }),
     )?;
     let classes = classes(root, names, &splits)?;
-    // Who only publishes the pictures of a test split labels them so.
+    // Negative labels mark the pictures of a test split that is published without labels.
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
         found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
     }

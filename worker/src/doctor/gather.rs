@@ -23,7 +23,7 @@ const LONG: usize = 4 << 20;
 pub(crate) struct Found {
     /// Every rank's value: its own number.
     pub(crate) values: Vec<f32>,
-    /// Of an all-reduce of 1 KiB, in microseconds: enqueued one after the other, mean.
+    /// Mean time of an all-reduce of 1 KiB in microseconds, enqueued one after the other.
     pub(crate) short_us: f64,
     /// All-reduced bytes of a 16 MiB vector, a second.
     pub(crate) bytes_per_second: f64,

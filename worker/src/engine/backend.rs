@@ -103,7 +103,7 @@ pub trait Backend: Debug + Sync {
 pub struct Selection<'a> {
     /// The kind that a job asks for.
     pub device: Device,
-    /// Of those that are visible, only these: numbers or names, separated by commas (`agent --gpus`).
+    /// The visible devices to use: numbers or names, separated by commas (`agent --gpus`).
     pub list: Option<&'a str>,
     /// So many places on the CPU, whatever else there is (`agent --cpu-slots`).
     pub cpu_slots: Option<u32>,
@@ -156,7 +156,7 @@ pub struct BuildArgs<'a> {
     pub initial: &'a NamedTensors,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
-    /// Of the devices that this process sees.
+    /// Its number among the devices that this process sees.
     pub ordinal: i32,
     /// To compute in, where there is a choice.
     pub precision: Precision,
@@ -184,7 +184,7 @@ pub trait DeviceError: std::error::Error + Send + Sync {
 #[derive(Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
-    /// Of the devices that this process sees.
+    /// Its number among the devices that this process sees.
     pub ordinal: i32,
 }
 

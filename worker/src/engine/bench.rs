@@ -93,7 +93,7 @@ pub struct Measurement {
     pub step_ms: f64,
     /// Milliseconds of its fastest step.
     pub fastest_step_ms: f64,
-    /// Of the median step: rank 0's wait for gradients and statistics of others.
+    /// Rank 0's wait for gradients and statistics of others in the median step.
     pub all_reduce_ms: f64,
     /// From the beginning to the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
     pub first_step_secs: f64,

@@ -57,7 +57,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
     None
 }
 
-/// Of finite values; a negative zero is zero.
+/// Whether no value is below zero, for finite values; negative zero counts as zero.
 fn none_below_zero(values: &[f32]) -> bool {
     values.iter().fold(0, |most, v| most.max(if v.to_bits() == SIGN { 0 } else { v.to_bits() & SIGN })) == 0
 }

@@ -11,7 +11,7 @@ pub struct StateDict {
     pub optimizer: Option<OptimizerState>,
     /// The moving average of the parameters, where there is one; rank 0's.
     pub average: Option<NamedTensors>,
-    /// Of float16.
+    /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
 }
 

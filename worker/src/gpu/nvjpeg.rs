@@ -58,7 +58,7 @@ pub(crate) struct Nvjpeg {
     state_destroy: Destroy,
     header_create: Create,
     header_destroy: Destroy,
-    /// Of later versions.
+    /// Later versions have it.
     info: Option<Info>,
     pre_allocate: Option<PreAllocate>,
     parse_header: ParseHeader,

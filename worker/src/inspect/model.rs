@@ -71,7 +71,7 @@ impl Model {
         }
         let config = EngineConfig {
             batch_size: BATCH,
-            // Of no matter: it is never trained.
+            // It does not matter, as the model is never trained.
             optimizer: Optimizer::default(),
             label_smoothing: 0.0,
             accumulate: 1,

@@ -16,7 +16,7 @@ const POLL_BYTES: u64 = 1 << 20;
 pub struct Tail {
     path: PathBuf,
     file: Option<File>,
-    /// Of the next record in the file.
+    /// Where the next record begins in the file.
     offset: u64,
     next: u64,
     /// Records below this one are passed over.
@@ -29,7 +29,7 @@ pub enum TailError {
     /// The file cannot be read.
     #[error("{path}: {error}")]
     Io {
-        /// Of the file.
+        /// The file.
         path: PathBuf,
         /// What the system says.
         error: io::Error,
@@ -37,7 +37,7 @@ pub enum TailError {
     /// A record that is followed by others is not what was written.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
-        /// Of the file.
+        /// The file.
         path: PathBuf,
         /// Its number, from 0.
         record: u64,

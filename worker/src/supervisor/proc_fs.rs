@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-/// Of one process.
+/// The fields of one process that are used.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stat {
     /// `R`, `S`, `D`, `T`, `Z`, ...

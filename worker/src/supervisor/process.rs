@@ -52,7 +52,7 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// Of a process that runs, or has ended and was not waited for.
+    /// The identity of a process that runs, or has ended and was not waited for.
     pub(super) fn of(pid: i32) -> Self {
         Self { pid, start_time: stat(pid).map_or(0, |s| s.start_time), boot_id: boot_id() }
     }

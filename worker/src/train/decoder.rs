@@ -1,4 +1,4 @@
-//! Who decodes JPEG files, a rank's device or its cores.
+//! Which of a rank's GPU and CPU cores decode JPEG files.
 
 use super::{TrainError, Training};
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 
-/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
+/// Chooses what decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
 /// What a rank asks for.

@@ -17,9 +17,9 @@ const VALUE: u64 = 4;
 pub(super) struct Needed {
     /// The most pictures that a rank has in a micro-batch.
     pictures: u64,
-    /// Of a rank.
+    /// Bytes of each rank.
     each: u64,
-    /// Of all of them together.
+    /// Bytes of all ranks together.
     shared: u64,
     ranks: u32,
 }

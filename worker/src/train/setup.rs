@@ -135,7 +135,7 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
     Ok(())
 }
 
-/// Of a CPU rank's threads, one in so many prepares pictures: decoding one takes a small part of what training on it does.
+/// One in so many of a CPU rank's threads prepares pictures: decoding one takes a small part of what training on it does.
 const TRAINING_TO_DATA: usize = 8;
 
 /// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready

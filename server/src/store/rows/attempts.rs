@@ -60,9 +60,9 @@ pub struct AttemptRow {
 /// Records of one source of an attempt, as they came.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Of which attempt.
+    /// The attempt.
     pub attempt: AttemptRef,
-    /// Who wrote them.
+    /// The writer of the records.
     pub source: Source,
     /// The number of the first.
     pub first: u64,

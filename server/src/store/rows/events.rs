@@ -28,9 +28,9 @@ pub enum Stored {
     Body(String),
     /// Metrics of a rank.
     Points {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
-        /// Of which rank.
+        /// The rank.
         rank: u32,
         /// See `crate::store::points`.
         data: Vec<u8>,
@@ -51,7 +51,7 @@ impl EventRow {
         (self.seq + 1).saturating_sub(self.count())
     }
 
-    /// Of what it holds.
+    /// The size of its content.
     pub fn bytes(&self) -> usize {
         match &self.stored {
             Stored::Body(body) => body.len(),
@@ -112,9 +112,9 @@ pub struct LogPage {
 /// Which log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogFilter {
-    /// Of this rank.
+    /// Lines of this rank only.
     pub rank: Option<u32>,
-    /// Of this attempt.
+    /// Lines of this attempt only.
     pub attempt: Option<u32>,
     /// With `seq > after`.
     pub after: u64,

@@ -324,7 +324,7 @@ impl SqlStore {
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.reader)
         .await?;
-        // Of rows, not of jobs: one that cannot be read is no reason to end the list.
+        // Counts rows, not jobs: an unreadable one does not end the list.
         let more = rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {

@@ -102,7 +102,7 @@ impl SqlStore {
             "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
              AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
-        // Of rows that are not wanted none is sent.
+        // Rows that are not wanted are not sent.
         let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))

@@ -104,7 +104,7 @@ impl Watch {
                     "it may have no more (ulimit -v)"
                 };
                 let facts = Facts {
-                    // Of whichever rank the reason names; memory is refused by an abort.
+                    // The signal of the rank that the reason names; a program that gets no memory aborts.
                     signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
                     detail: Some(format!("{reason}; {how}")),
                     ..reason.facts().clone()

@@ -38,7 +38,7 @@ pub enum RendezvousError {
     /// Some did not come.
     #[error("{} after {secs:.0} s ({what})", not_arrived(ranks))]
     Missing {
-        /// Who is missing.
+        /// The ranks that are missing.
         ranks: Vec<u32>,
         /// How long the others waited.
         secs: f64,

@@ -54,7 +54,7 @@ pub(super) struct Joining<'a> {
     pub(super) addresses: Vec<Addresses>,
     /// Longest wait for others to connect.
     pub(super) patience: Duration,
-    /// Of the group's calls.
+    /// The time-out of the group's calls.
     pub(super) timeout: Duration,
     /// Whether this rank should give up connecting.
     pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),

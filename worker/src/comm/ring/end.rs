@@ -18,7 +18,7 @@ pub(super) struct End {
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
     listener: OnceLock<TcpListener>,
-    /// Of groups that were split from this one.
+    /// The ends of groups that were split from this one.
     split: Mutex<Vec<Weak<End>>>,
 }
 

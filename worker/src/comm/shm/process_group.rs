@@ -81,7 +81,7 @@ impl ShmProcessGroup {
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
-        // Of those who cannot the first one says why; that rank 0 has none is its own matter.
+        // The first rank that cannot open the memory gives the reason; rank 0's own failure is reported separately.
         let word = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,

@@ -50,7 +50,7 @@ pub(crate) struct Entry {
     pub(crate) width: u32,
     /// In pixels; 0 when it is broken.
     pub(crate) height: u32,
-    /// Of its bytes, see [`content_hash`]; 0 when it is broken.
+    /// The hash of its bytes, see [`content_hash`]; 0 when it is broken.
     pub(crate) hash: u64,
     /// In a shard: the class, a number or a name.
     pub(crate) label: Option<String>,
@@ -71,7 +71,7 @@ pub(crate) struct Stamp {
 /// Entries of one container.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(super) struct Block {
-    /// Of a shard.
+    /// The stamp of a shard.
     pub(super) stamp: Option<Stamp>,
     /// What is wrong with a shard as a whole.
     pub(super) trouble: Option<String>,

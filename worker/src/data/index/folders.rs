@@ -17,7 +17,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// Of the file's format: what another one says is not used.
+/// The version of the file's format; other versions are ignored.
 const VERSION: u32 = 1;
 /// A hundred thousand folders have 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
@@ -55,7 +55,7 @@ impl FolderStamp {
 struct Known {
     stamp: FolderStamp,
     files: u64,
-    /// Of the entries: an index may have been made anew since.
+    /// A checksum of the entries: an index may have been made anew since.
     check: u32,
 }
 
@@ -119,7 +119,7 @@ fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
         return std::mem::take(&mut block.entries);
     }
     let all = blocks.into_iter().flat_map(|block| block.entries);
-    // Of several the last counts.
+    // The last of several counts.
     all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
 }
 

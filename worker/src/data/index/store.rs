@@ -75,7 +75,7 @@ impl IndexStore {
         }
     }
 
-    /// Of another version of the program.
+    /// As another version of the program.
     #[cfg(test)]
     pub(super) fn of_reader(self, reader: u32) -> Self {
         Self { reader, ..self }
@@ -87,7 +87,7 @@ impl IndexStore {
         Self { min_age: Some(min_age), ..self }
     }
 
-    /// Of what is worth it only when so many pictures are unknown.
+    /// Stores only when so many pictures are unknown.
     #[cfg(test)]
     pub(super) fn of_few(self, few: usize) -> Self {
         Self { few, ..self }
@@ -133,7 +133,7 @@ impl IndexStore {
         facts.add(&file("index"), dataset, self.reader);
         let part_path = file("part");
         let whole = facts.add(&part_path, dataset, self.reader);
-        // Of one that was killed.
+        // Left by a process that was killed.
         let _ = fs::remove_file(file("progress"));
         let open = || -> io::Result<File> {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// What a random stream is for (see `shard.rs` and `transform/params.rs` for the others).
 const MIXING: u64 = 9;
 
-/// Of the sum of both weights in the arithmetic on bytes.
+/// The sum of both weights in the arithmetic on bytes.
 const ONE: u32 = 1 << 16;
 
 /// Which of the two a job uses: both are the parameter of lambda's Beta distribution (alpha); 0: not.

@@ -160,7 +160,7 @@ struct Shared<'a> {
     device: &'a OnDevice,
     goal: &'a Goal,
     files: &'a [File],
-    /// Of each picture of the batch: its file.
+    /// The file of each picture of the batch.
     read: &'a [Begun<'a>],
     queue: Queue,
     demand: &'a Demand,

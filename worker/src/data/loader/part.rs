@@ -25,7 +25,7 @@ pub(super) struct Part {
     pub(super) pixels: Pixels,
     /// See [`Opened::files_digest`](super::splits::Opened::files_digest).
     pub(super) files_digest: Option<u32>,
-    /// Of the whole split.
+    /// The labels of the whole split.
     pub(super) labels: Arc<Vec<u32>>,
     /// Places in the split, ascending.
     pub(super) chosen: Vec<u32>,

@@ -16,7 +16,7 @@ pub(super) const CACHE_BYTES: usize = 1 << 30;
 /// A split after its broken files were found.
 pub(super) struct Opened {
     pub(super) pixels: Pixels,
-    /// Of pictures that were decoded: identifies their files, which other machines may decode to other bits.
+    /// For pictures that were decoded: identifies their files, which other machines may decode to other bits.
     pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
     pub(super) height: usize,

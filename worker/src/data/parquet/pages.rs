@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-/// Of a page, decompressed: the largest picture that is read and as much again. pyarrow's pages are of 1 MB or of 1024
+/// Limit of a page, decompressed: the largest picture that is read, twice. pyarrow's pages are of 1 MB or of 1024
 /// pictures.
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::data::picture::MAX_BYTES;
 /// How a stream of gzip begins (RFC 1952), and at how many such places in a page one is searched for.

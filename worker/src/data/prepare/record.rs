@@ -48,7 +48,7 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Of a shard, so many pieces of so many bytes are checked, the first and the last among them: a file that was cut off and
+/// So many pieces of so many bytes of a shard are checked, the first and the last among them: a file that was cut off and
 /// extended again (a copy that broke off, a disk that lost what was written) has lost its end.
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;

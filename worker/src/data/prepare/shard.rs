@@ -35,7 +35,7 @@ pub(super) struct Task<'a> {
     pub(super) first: usize,
     /// Places in the listing.
     pub(super) order: &'a [u32],
-    /// Of the whole listing.
+    /// The labels of the whole listing.
     pub(super) labels: &'a [u32],
     pub(super) listing: &'a Listing,
 }

@@ -57,7 +57,7 @@ struct Sample {
     /// Name, place and size of the picture.
     picture: Option<(Vec<u8>, u64, u64)>,
     class: Option<String>,
-    /// Of the `.json`, which counts where there is no `.cls`.
+    /// From the `.json`, which counts where there is no `.cls`.
     described_class: Option<String>,
     /// What is wrong with the `.json`.
     undescribed: Option<String>,
@@ -85,7 +85,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             }
         };
         let kind = member.header().entry_type();
-        // Of a sparse one only what is stored of it.
+        // A sparse file has only what is stored of it.
         let length = match kind.is_gnu_sparse() {
             true => member.header().entry_size().unwrap_or(0),
             false => member.size(),
@@ -244,7 +244,7 @@ impl Sample {
 
     /// `None` when the members are no sample: neither a picture nor a class.
     fn entry(mut self, shard: &File) -> Option<Entry> {
-        // Of no matter next to a class.
+        // It does not matter next to a class.
         if self.class.is_none() {
             self.broken = self.broken.or(self.undescribed);
         }

@@ -32,7 +32,7 @@ pub(super) struct Slot {
     pub(super) bucket: usize,
     /// In its bucket.
     pub(super) in_bucket: Range<usize>,
-    /// Of a convolution or linear layer, and no bias.
+    /// Whether it is the weight of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
 }
 

@@ -45,9 +45,9 @@ const ALIGN: usize = 4096;
 #[repr(C, align(128))]
 #[derive(Debug, Default)]
 struct Counts {
-    /// Of line 0: tasks that are taken.
+    /// In line 0 only: tasks that are taken.
     taken: AtomicU64,
-    /// Of line 0: tasks that are done.
+    /// In line 0 only: tasks that are done.
     done: AtomicU64,
     /// Buckets that the rank of this line has completed.
     buckets: AtomicU64,
@@ -72,11 +72,11 @@ pub(super) struct State {
     squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
     optimizer: Optimizer,
-    /// Of this step.
+    /// The update of this step.
     update: Update,
-    /// Of each parameter.
+    /// For each parameter.
     treatments: Vec<Treatment>,
-    /// Of each parameter.
+    /// The pieces of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,

@@ -235,7 +235,7 @@ impl Plan<'_> {
         let dy_row = s.out_w() * pictures * LANES;
         let taps = s.kernel * s.kernel;
         let in_c = s.group_in_c();
-        // Of several groups each has whole blocks.
+        // With several groups, each has whole blocks.
         let x_block = panel.start * LANES / s.group_out_c() * in_c / LANES + in_block;
         let lanes = LANES.min(s.out_c - panel.start * LANES);
         let in_channels = LANES.min(in_c - in_block * LANES);

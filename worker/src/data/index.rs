@@ -162,8 +162,8 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
         let examined: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
         learned |= examined.iter().any(|entry| !entry.passing);
-        if let Some(making) = &mut making {
-            making.publish(Progress { done, total });
+        if let Some(index) = &mut making {
+            index.publish(Progress { done, total });
             let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
                 let (entries, after) = rest.split_at(group.len());
@@ -173,7 +173,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
                 if block.entries.is_empty() {
                     continue;
                 }
-                if let Err(error) = making.append(container, block) {
+                if let Err(error) = index.append(container, block) {
                     log_not_stored(&error);
                     making = None;
                     break;
@@ -272,10 +272,10 @@ pub(super) fn of_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(making) = making.as_mut().filter(|_| !members.passing) {
-                    making.publish(Progress { done, total: shards.len() as u64 });
+                if let Some(index) = making.as_mut().filter(|_| !members.passing) {
+                    index.publish(Progress { done, total: shards.len() as u64 });
                     let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
-                    if let Err(error) = making.append(path.as_os_str().as_bytes(), block) {
+                    if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
                         log_not_stored(&error);
                         making = None;
                     }

@@ -217,8 +217,8 @@ mod tests {
         let looked = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(looked, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
-        let request = AgentRequest::Samples { path: here.into(), pick };
-        let answering = request(Path::new("/bin/false"), &request);
+        let asked = AgentRequest::Samples { path: here.into(), pick };
+        let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
     }
@@ -226,8 +226,8 @@ mod tests {
     #[tokio::test]
     async fn a_request_for_progress_never_waits_for_another() {
         let _hanging = PROGRESS.acquire().await.unwrap();
-        let request = AgentRequest::InspectProgress { path: "/nothing there".into() };
-        let answering = request(Path::new("/bin/false"), &request);
+        let asked = AgentRequest::InspectProgress { path: "/nothing there".into() };
+        let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
         assert_eq!(answer, Ok(AgentReply::Progress { looked: None }));
     }
@@ -246,8 +246,8 @@ mod tests {
             assert!(made.unwrap().success());
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let request = AgentRequest::Fingerprint { path: "/data".into(), known: false };
-                let _ = tell.send(request_blocking(&program, &request, &AtomicBool::new(false)));
+                let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };
+                let _ = tell.send(request_blocking(&program, &asked, &AtomicBool::new(false)));
             });
             told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
         };

@@ -21,10 +21,7 @@ use queue::Queue;
 use std::{
     cell::Cell,
     panic::resume_unwind,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
 };
 

@@ -23,11 +23,11 @@ use std::{future::Future, time::Duration};
 
 /// What a caller of [`supervise`] decides about its ranks.
 pub trait Policy {
-    /// What it keeps of each rank's records.
+    /// The notes that the caller keeps of each rank's records.
     type Notes: Notes;
     /// Orders that may arrive meanwhile: a signal, a message.
     type Order;
-    /// Why it gives up watching.
+    /// Why watching fails.
     type Error;
 
     /// How often processes are polled.
@@ -42,20 +42,20 @@ pub trait Policy {
     /// Reads what is new from the ranks; called after each poll of their processes, also the last.
     ///
     /// # Errors
-    /// They cannot be watched any further. What becomes of them is [`Orphans`].
+    /// They cannot be watched any further; [`Orphans`] says what happens to them.
     fn observe(&mut self, ranks: &mut RankGroup<Self::Notes>) -> Result<(), Self::Error>;
 
     /// Decides whether the ranks have to end; called until they are ending.
     fn decide(&mut self, ranks: &mut RankGroup<Self::Notes>);
 
-    /// From SIGTERM to SIGKILL; asked again and again, as it may depend on what ranks still do.
+    /// From SIGTERM to SIGKILL; asked repeatedly, as it may depend on what ranks still do.
     fn grace(&self, ranks: &RankGroup<Self::Notes>) -> Duration;
 }
 
-/// Watches ranks until all have ended, or will not end whatever is done ([`RankGroup::is_unkillable`]).
+/// Watches ranks until all have ended, or one cannot be killed ([`RankGroup::is_unkillable`]).
 ///
 /// # Errors
-/// What [`Policy::observe`] says.
+/// That of [`Policy::observe`].
 pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Notes>) -> Result<(), P::Error> {
     loop {
         tokio::select! {

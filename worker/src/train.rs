@@ -54,7 +54,7 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
-    /// How thoroughly its files are inspected: an agent has inspected them before ranks start.
+    /// How changes of its files are detected: an agent has examined them before ranks start.
     pub changes: ChangeDetection,
     /// Where checkpoints are written: the job's `checkpoints`.
     pub checkpoints: &'a Path,
@@ -261,7 +261,7 @@ impl Run<'_> {
         self.finished()
     }
 
-    /// Has the engine train on pictures of the size that an epoch (from 0) has.
+    /// Makes the engine train on pictures of the size that an epoch (from 0) has.
     fn set_training_size(&mut self, epoch: u32) -> Result<(), TrainError> {
         Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }

@@ -41,7 +41,7 @@ impl Order {
     }
 }
 
-/// The agent's hold on an attempt, whose watching is a task of its own.
+/// The agent's handle of an attempt, which a task of its own watches.
 #[derive(Debug)]
 pub(super) struct Attempt {
     stored: StoredAttempt,
@@ -52,18 +52,18 @@ pub(super) struct Attempt {
 /// See [`Surroundings::check`].
 pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
-/// What attempts share.
+/// What the attempts of an agent share.
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
     /// The file with the deadline of the agent's lease, which ranks read.
     pub(super) fence: PathBuf,
-    /// What must be so before ranks of this program are started; it may give up when it is cancelled.
+    /// The check before ranks of this program are started; it may return early when it is cancelled.
     pub(super) check: Check,
-    /// Rung when an attempt is over.
+    /// Notified when an attempt is over.
     pub(super) wake: Arc<Notify>,
-    /// The devices that ranks are given, by slot; ranks on CPU cores are given none.
+    /// The devices of ranks, by slot; none for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
 
@@ -76,12 +76,12 @@ impl Surroundings {
 }
 
 impl Attempt {
-    /// Starts its ranks; `refusal` says why they cannot be started.
+    /// Starts its ranks; `refusal` is why they cannot be started.
     pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: Surroundings) -> Self {
         Self::watched(stored, around, Beginning::Launch { refusal })
     }
 
-    /// Takes over what an earlier agent started, alive, dead or never begun.
+    /// Adopts what an earlier agent started, alive, dead or never begun.
     pub(super) fn adopt(stored: StoredAttempt, around: Surroundings) -> Self {
         Self::watched(stored, around, Beginning::Adopt)
     }
@@ -113,7 +113,7 @@ impl Attempt {
         &self.stored
     }
 
-    /// Every rank is gone and all that is to be said is on disk.
+    /// Every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
@@ -144,10 +144,10 @@ async fn checked(
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (around.check, around.program.clone(), around.devices_of(&stored.start));
-        // When nobody listens any more, nobody needs to know.
+        // If nobody waits any more, the result does not matter.
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };
-    // Not one of the runtime's threads, for which it would wait at its end.
+    // Not one of the runtime's threads, whose end the runtime would wait for.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
     let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     let found = match started {
@@ -168,7 +168,7 @@ pub(super) fn agent_events_path(attempt_dir: &Path) -> PathBuf {
     attempt_dir.join("agent.events")
 }
 
-/// How an attempt ended, when that is written.
+/// How an attempt ended, once that is on disk.
 fn ending(attempt_dir: &Path) -> Option<Ending> {
     let mut tail = Tail::open(&agent_events_path(attempt_dir), 0);
     while let Ok(events) = tail.poll() {

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Until the server has said how long a lease is.
+/// The duration of a lease until the server has sent it.
 const UNTIL_TOLD: Duration = Duration::from_secs(20);
 
 /// Margin: ranks read their lease every so often, and take a moment to end.
@@ -15,9 +15,8 @@ const MARGIN: Duration = Duration::from_secs(4);
 /// How often the lease's deadline is extended.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// Renewed by every `Welcome` and `HeartbeatAck`; once over, the server may have given the work to
-/// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
-/// not fence anybody.
+/// Renewed by every `Welcome` and `HeartbeatAck`. Once it is over, the server may have given the work to another agent, so the
+/// ranks here must end. On the monotonic clock: setting the time of day fences nobody.
 #[derive(Debug)]
 pub(super) struct Lease(Mutex<(Instant, Duration)>);
 
@@ -26,12 +25,12 @@ impl Lease {
         Self(Mutex::new((Instant::now(), UNTIL_TOLD)))
     }
 
-    /// The server answered something that was sent at `sent`: it counted from then at the earliest.
+    /// The server answered a message that was sent at `sent`: its own clock began then at the earliest.
     pub(super) fn renew(&self, sent: Instant) {
         self.lock().0 = sent;
     }
 
-    /// The server has said how long it waits.
+    /// The server has sent how long it waits.
     pub(super) fn set_length(&self, length: Duration) {
         self.lock().1 = length;
     }

@@ -4,7 +4,7 @@ use crate::host::{cores, cpu_name, hostname};
 use lockstep_protocol::agent::Machine;
 use std::{fs, path::Path};
 
-/// Looks at this machine; `dir` is where its free disk is measured.
+/// Describes this machine; `dir` is where its free disk space is measured.
 pub fn look(dir: &Path) -> Machine {
     let disk_free_bytes = rustix::fs::statvfs(dir).map_or(0, |s| s.f_bavail * s.f_frsize);
     Machine {

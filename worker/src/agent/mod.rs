@@ -52,16 +52,15 @@ pub struct Options {
     pub name: Option<String>,
     /// The agent's own folder.
     pub dir: PathBuf,
-    /// Places for ranks on the CPU, whatever GPUs there are. When absent, a place a GPU; and where there
-    /// is none, as many as there are cores.
+    /// CPU slots, whatever GPUs there are. When absent, one slot per GPU; without GPUs, one per core.
     pub cpu_slots: Option<u32>,
     /// The GPUs to use, among the visible ones: numbers or UUIDs, separated by commas.
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
-    /// The program that ranks are, started with `rank FILE ...`; this very binary when absent.
+    /// The program that ranks run, started with `rank FILE ...`; this very binary when absent.
     pub program: Option<PathBuf>,
-    /// What ranks have said and no server has taken may use so much of the disk; then they keep a checkpoint and end.
+    /// Most disk space for records that no server has taken; when it is used up, ranks write a checkpoint and end.
     pub spool_bytes: u64,
     /// End when the process that started this one has ended and no rank is alive here.
     pub follow_parent: bool,
@@ -146,7 +145,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// What the agent is made of, whether connected or not.
+/// The state of the agent, connected or not.
 struct Agent {
     name: String,
     slots: Vec<Slot>,
@@ -174,7 +173,7 @@ struct Leaving {
     ranks_gone: Option<Instant>,
 }
 
-/// What a signal or the state of things asks for.
+/// What a signal or the state asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     GoOn,
@@ -262,12 +261,12 @@ impl Agent {
         self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
-    /// Every attempt that the server has not heard the end of.
+    /// Every attempt whose end the server has not acknowledged.
     fn attempt_refs(&self) -> Vec<AttemptRef> {
         self.attempts.values().map(|a| a.attempt().clone()).collect()
     }
 
-    /// A signal has come.
+    /// Handles a signal.
     fn signalled(&mut self, let_go: bool) -> Turn {
         if let_go {
             tracing::info!("letting go: the ranks stay for the next agent");
@@ -291,7 +290,7 @@ impl Agent {
         Turn::GoOn
     }
 
-    /// While no server takes them, records stay on this machine's disk; there is an end to that.
+    /// While no server takes them, records stay on this machine's disk, up to a limit.
     fn measure_spool(&mut self) {
         if self.measured.elapsed() < MEASURE_EVERY {
             return;
@@ -343,7 +342,7 @@ impl Agent {
         }
     }
 
-    /// The server says to start ranks.
+    /// Handles the server's order to start ranks.
     fn start(&mut self, mut start: StartAttempt) {
         let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
         if self.attempts.contains_key(&key) || self.leaving.is_some() {
@@ -351,8 +350,7 @@ impl Agent {
         }
         let mut no_port = None;
         if start.master_port == 0 {
-            // Free now; should somebody take it before rank 0 does, the rank says so and the next
-            // attempt gets another one.
+            // Free now; if another program takes it before rank 0 does, the rank reports that and the next attempt gets another one.
             match std::net::TcpListener::bind((start.master_addr.as_str(), 0)).and_then(|l| l.local_addr()) {
                 Ok(address) => start.master_port = address.port(),
                 Err(error) => {
@@ -367,7 +365,7 @@ impl Agent {
             tracing::error!(%error, dir = %stored.attempt_dir().display(), "using the agent's own folder instead");
             stored.job_dir = own_dir;
         }
-        // Ranks without a note of them on disk would be lost with this process.
+        // Ranks that are not noted on disk would be lost with this process.
         let noted =
             std::fs::create_dir_all(stored.attempt_dir()).and_then(|()| self.state_dir.store(&stored));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
@@ -378,7 +376,7 @@ impl Agent {
         self.take(Attempt::start(stored, refusal, self.around.clone()));
     }
 
-    /// The server knows all of an attempt that is over, or wants none of it.
+    /// The server has everything of an attempt that is over, or wants none of it.
     fn forget(&mut self, attempt: &AttemptRef) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {

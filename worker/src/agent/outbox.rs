@@ -32,7 +32,7 @@ pub(super) struct Outbox {
 struct Stream {
     source: Source,
     tail: Tail,
-    /// Records below this are stored.
+    /// Records below this number are stored by the server.
     acknowledged: u64,
     /// The record after the last of each report that is sent and not acknowledged, and the report's bytes.
     under_way: VecDeque<(u64, u64)>,
@@ -40,7 +40,7 @@ struct Stream {
     sent: Option<Instant>,
     /// Since when the file cannot be read.
     failing: Option<Instant>,
-    /// Cannot be read on: what is sent of it is all there will be.
+    /// The file cannot be read any further: nothing is sent beyond what was.
     broken: bool,
 }
 
@@ -168,7 +168,7 @@ impl Outbox {
         }
     }
 
-    /// Whether the server has all that an attempt which is over has said.
+    /// Whether the server has all records of an attempt that is over.
     pub(super) fn is_delivered(&self) -> bool {
         self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.under_way.is_empty())
     }

@@ -29,12 +29,12 @@ const OTHER_BYTES: u64 = 16 << 20;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Refusal {
     pub(super) code: ReasonCode,
-    /// For a person: what is wrong, and what to change.
+    /// For people: what is wrong, and what to change.
     pub(super) detail: String,
 }
 
 impl Refusal {
-    /// For what has no code of its own.
+    /// A refusal without a code of its own.
     pub(super) fn other(detail: String) -> Self {
         Self { code: ReasonCode::NotStarted, detail }
     }
@@ -89,7 +89,7 @@ impl Note {
     }
 }
 
-/// The dataset can be read, and is the one that the job began with.
+/// Checks that the dataset can be read and is the one that the job began with.
 fn dataset(
     stored: &StoredAttempt,
     program: &Path,
@@ -98,7 +98,7 @@ fn dataset(
 ) -> Result<(), String> {
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
-    // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
+    // A process that died says nothing about the dataset, and the note is compared for the job's whole life.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
     // A job's first start examines each file, so that ranks need not; later ones examine folders.
@@ -118,7 +118,7 @@ fn dataset(
             Ok(found) => found.map_or_else(by_files, Ok)?,
             Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
         },
-        // What is no dataset is left to the ranks, who say why.
+        // A path that is no dataset is left to the ranks, which say why.
         None if fingerprint::has_pictures(path) => match by_pictures(false)? {
             Ok(Some(found)) => found,
             Ok(None) => by_files()?,
@@ -150,10 +150,10 @@ fn dataset(
 /// Whether the disk has space for the checkpoints that will be kept.
 fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let side = spec.data.evaluation_size().unwrap_or(32) as usize;
-    // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
+    // Rank 0 knows the dataset's classes and reports what is wrong with the model, if anything is.
     let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights, what the optimizer keeps, and perhaps an average, float32.
+    // Weights, the optimizer's slots, and perhaps an average, float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let each = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);

@@ -8,10 +8,10 @@ use crate::checkpoint;
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
 use std::{collections::BTreeSet, path::Path};
 
-/// What the ranks of an attempt have said of its checkpoints.
+/// What the ranks of an attempt have reported about its checkpoints.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Reported {
-    /// The step that the attempt began after; none until rank 0 has said that it runs.
+    /// The step that the attempt began after; none until rank 0 has reported that it runs.
     start_step: Option<u64>,
     /// Steps of checkpoints that were written, whether kept or not.
     steps: BTreeSet<u64>,
@@ -43,7 +43,7 @@ impl Reported {
         on_disk
             .into_iter()
             .filter(|(_, step)| *step > start && *step <= recorded && !self.steps.contains(step))
-            // One that is damaged is none.
+            // A damaged checkpoint does not count.
             .filter_map(|(epoch, step)| {
                 checkpoint::info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
             })

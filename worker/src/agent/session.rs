@@ -37,7 +37,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// Acknowledgements that crossed a `Stop` have come after this long.
+/// Acknowledgements that crossed a `Stop` have arrived after this long.
 const CROSSING: Duration = Duration::from_secs(5);
 
 type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
@@ -168,23 +168,23 @@ impl Session {
 struct Connected {
     socket: Socket,
     outboxes: HashMap<AttemptRef, Outbox>,
-    /// What `Welcome` said is stored.
+    /// The acknowledged records in `Welcome`.
     stored: Vec<Acknowledged>,
-    /// The server has given them to others: ended here and not spoken of again.
+    /// The server has given them to other agents: ended here and not mentioned again.
     unwanted: HashSet<AttemptRef>,
-    /// Told to stop when they were over already: either that crossed their last report, or the
-    /// server takes no more of them.
+    /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
+    /// takes no more of them.
     stopped_late: HashMap<AttemptRef, Instant>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
-    /// When the server last said anything.
+    /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
-    /// What has come of messages in parts.
+    /// Messages that arrive in parts.
     unfinished: Unfinished,
     /// How many messages went in parts.
     in_parts: u64,
-    /// Parts of long answers that are still to go, with heartbeats and reports between them.
+    /// Parts of long replies that are still to be sent, with heartbeats and reports between them.
     parts: VecDeque<Vec<u8>>,
 }
 
@@ -217,7 +217,7 @@ impl Connected {
                     }
                     Err(outcome) => Err(outcome),
                 },
-                // Sent below, as what is begun must not be dropped half way.
+                // Sent below, because a message that was begun must not be dropped half way.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
@@ -230,7 +230,7 @@ impl Connected {
             };
             if let Err(outcome) = outcome {
                 if matches!(outcome, Outcome::End) {
-                    // The server need not wait for the lease to learn that we are gone.
+                    // The server need not wait for the lease to learn that this agent is gone.
                     let _ = time::timeout(Duration::from_secs(1), self.socket.close(None)).await;
                 }
                 return outcome;
@@ -265,7 +265,7 @@ impl Connected {
         let mut done = Vec::new();
         for attempt in agent.attempts.values() {
             let name = attempt.attempt();
-            // Asked before the files are read: what is written before the end is read before it.
+            // Checked before the files are read: what is written before the end is read before it.
             let over = attempt.is_over();
             if self.unwanted.contains(name) {
                 if over {
@@ -365,7 +365,7 @@ async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
     socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
 }
 
-/// The next message; none when it is one that this version does not know, a part of one, or none at all (a ping).
+/// The next message; none for one that this version does not know, a part of one, or none at all (a ping).
 async fn receive(socket: &mut Socket, unfinished: &mut Unfinished) -> Result<Option<ToAgent>, String> {
     match socket.next().await {
         None => Err("the connection was closed".into()),

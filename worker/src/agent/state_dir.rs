@@ -67,7 +67,7 @@ pub enum StateDirError {
     },
 }
 
-/// An attempt, also of a version that called some of a job's keys something else: its ranks train on meanwhile.
+/// Reads an attempt, also of a version in which some keys had other names: its ranks continue to train.
 fn read_stored(text: &[u8]) -> serde_json::Result<StoredAttempt> {
     let mut stored: Value = serde_json::from_slice(text)?;
     if let Some(spec) = stored.pointer_mut("/start/spec") {
@@ -123,12 +123,12 @@ impl StateDir {
         &self.agent_id
     }
 
-    /// The folder, absolute.
+    /// The absolute path of the folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Where jobs go whose folder the server did not name.
+    /// The folder for jobs whose folder the server did not name.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
     }
@@ -136,12 +136,12 @@ impl StateDir {
     /// Remembers an attempt, before any of its ranks is started.
     ///
     /// # Errors
-    /// The disk says no.
+    /// The disk does not take it.
     pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
         write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
-    /// Forgets an attempt: the server knows all of it, or wants none of it.
+    /// Forgets an attempt: the server has everything of it, or wants none of it.
     pub fn forget(&self, attempt: &AttemptRef) {
         let path = self.attempt_path(attempt);
         if let Err(error) = fs::remove_file(&path)
@@ -194,8 +194,8 @@ impl StateDir {
         }
     }
 
-    /// Whether the server that was last heard of has surely ended: it ran on this machine and its lock is free.
-    /// A connection that is refused says less: it may have led through a tunnel.
+    /// Whether the server of the last connection has surely ended: it ran on this machine and its lock is free. A refused connection
+    /// proves less: it may have led through a tunnel.
     pub fn server_is_gone(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))

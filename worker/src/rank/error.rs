@@ -12,10 +12,10 @@ pub(super) enum RankError {
     Train(#[from] TrainError),
     #[error(transparent)]
     System(#[from] std::io::Error),
-    /// Steps are no longer done.
+    /// Steps no longer complete.
     #[error("{0}")]
     Stalled(String),
-    /// Told to stop, and the step did not end, or its checkpoint was not written.
+    /// Asked to stop, and the step did not end, or its checkpoint was not written.
     #[error("asked to stop: {why}. {lost}")]
     Interrupted { why: String, lost: String, secondary: bool },
 }

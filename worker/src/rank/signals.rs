@@ -14,8 +14,8 @@ const STOP_WITHIN: Duration = Duration::from_secs(20);
 /// ranks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
-/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (the error then says what is lost), and on SIGUSR1
+/// however long the step takes; ignores SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
     life: &Arc<Life>,

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What [`Tail::poll`] returns at once, so that a message made of it stays small.
+/// Most bytes that [`Tail::poll`] returns at once, so that a message made of them stays small.
 const POLL_BYTES: u64 = 1 << 20;
 
 /// Reads a file of records while it grows.
@@ -19,11 +19,11 @@ pub struct Tail {
     /// Where the next record begins in the file.
     offset: u64,
     next: u64,
-    /// Records below this one are passed over.
+    /// Records below this one are skipped.
     from: u64,
 }
 
-/// Why a file of records cannot be read on.
+/// Why a file of records cannot be read any further.
 #[derive(Debug, thiserror::Error)]
 pub enum TailError {
     /// The file cannot be read.
@@ -74,7 +74,7 @@ impl Tail {
         let mut events = Vec::new();
         let read = self.read_on(&mut events);
         if read.is_err() {
-            // What stands at the path may be another file by the next time (a disk that came back).
+            // The file at the path may be another one by the next time (a disk that returned).
             self.file = None;
         }
         match read {

@@ -7,7 +7,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 
-/// What is known of one rank.
+/// What is known of one rank's end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
@@ -19,15 +19,15 @@ pub struct RankEnd {
     pub step: u64,
     /// It recorded that its training is done.
     pub finished: bool,
-    /// Its last words.
+    /// The failure that it reported last.
     pub failure: Option<Failure>,
     /// The last line it printed outside its log (a panic, the loader's complaint).
     pub last_stderr_line: Option<String>,
-    /// It printed that memory was refused.
+    /// It printed that memory could not be allocated.
     pub no_memory: bool,
 }
 
-/// What a rank said of its own failure.
+/// A rank's report of its own failure.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
     pub reason: String,
@@ -58,12 +58,12 @@ impl RankEnd {
         unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
-    /// Whether it said by itself why it failed, and did not only lose another rank.
+    /// Whether it reported its own failure, and did not only lose another rank.
     pub fn has_own_reason(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| !failure.secondary)
     }
 
-    /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.
+    /// Whether it ended because the system gave it no more memory: Rust's runtime prints that and aborts.
     pub fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
@@ -113,7 +113,7 @@ impl RankEnd {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
-    /// A better explanation may yet come.
+    /// A better explanation may still arrive.
     pub provisional: bool,
 }
 

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 const KILL_EVERY: Duration = Duration::from_secs(1);
 /// How often it is checked whether the processes that ranks left behind have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Ranks that are still there this long after the first SIGKILL are named and given up.
+/// Ranks that still exist this long after the first SIGKILL are named and given up.
 const UNKILLABLE: Duration = Duration::from_secs(30);
 
 /// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// SIGUSR1: finish the step and keep a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
+    /// SIGUSR1: finish the step and write a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
     Save { within: Duration },
     /// SIGTERM, and [`Stop::Kill`] after the caller's grace.
     Terminate,
@@ -46,7 +46,7 @@ impl Stop {
     }
 }
 
-/// What becomes of ranks whose supervisor goes away before they have ended.
+/// What happens to ranks whose supervisor goes away before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
     /// They continue to run; the next supervisor adopts them.
@@ -57,8 +57,8 @@ pub enum Orphans {
     Kill,
 }
 
-/// For how long ranks are left to end by themselves after one of them has failed. What they say meanwhile may be a better
-/// reason than what is known.
+/// How long ranks may take to end by themselves after one of them has failed. What they report meanwhile may be a better reason
+/// than the one that is known.
 #[derive(Debug, Clone, Copy)]
 pub struct EndDelays {
     /// The cause is known.
@@ -69,7 +69,7 @@ pub struct EndDelays {
     pub stopping: Duration,
 }
 
-/// A stop that is under way.
+/// A stop that is in progress.
 #[derive(Debug, Clone, Copy)]
 struct Stopping {
     how: Stop,
@@ -84,7 +84,7 @@ pub struct RankGroup<N: Notes> {
     stopping: Option<Stopping>,
     /// Since when a rank's failure is known.
     trouble_since: Option<Instant>,
-    /// One that is suspended hears nothing of SIGTERM, and the others wait for it: it gets SIGKILL instead.
+    /// A suspended rank does not react to SIGTERM, and the others wait for it: it gets SIGKILL instead.
     kill_suspended: bool,
     orphans: Orphans,
 }
@@ -102,7 +102,7 @@ impl<N: Notes> RankGroup<N> {
         self
     }
 
-    /// Looks which ranks have ended since.
+    /// Updates which ranks have ended.
     pub fn poll(&mut self) {
         self.ranks.iter_mut().for_each(Rank::poll);
     }
@@ -174,13 +174,13 @@ impl<N: Notes> RankGroup<N> {
         }
     }
 
-    /// Whether they were killed again and again and are still there.
+    /// Whether they were killed repeatedly and still exist.
     pub fn is_unkillable(&self) -> bool {
         self.stopping
             .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE)
     }
 
-    /// Proof that nothing of the ranks is left, also of what they started; names what cannot be killed.
+    /// Proves that no process of the ranks is left, nor any that they started; names what cannot be killed.
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE;
         loop {
@@ -275,7 +275,7 @@ mod tests {
     fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
         let (mut ranks, pid) = asleep(Orphans::Kill);
         ranks.stop(Stop::Kill);
-        // Not a step back: it would wait for a checkpoint of one that was killed.
+        // Not a step back: it would wait for a checkpoint of a rank that was killed.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
         let until = Instant::now() + Duration::from_secs(20);
         while !ranks.has_ended() {

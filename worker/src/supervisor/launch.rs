@@ -86,7 +86,7 @@ impl RankProcess {
         Ok(process)
     }
 
-    /// Takes over a rank that an earlier agent started. It may be gone: [`RankProcess::poll`] says.
+    /// Adopts a rank that an earlier agent started. It may have ended already: [`RankProcess::poll`] shows it.
     pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
         let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))
             .ok()

@@ -16,7 +16,7 @@ pub enum TrainError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The machine has less memory than the job takes; nothing of it was taken.
+    /// The machine has less memory than the job needs; none was allocated.
     #[error("{0}")]
     Memory(String),
     /// The numbers left the range of float32, which is also bfloat16's. `what`: a sentence without its end.

@@ -12,8 +12,8 @@ use std::{fs, path::Path};
 /// A float32, as weights and a CPU rank's activations are.
 const VALUE: u64 = 4;
 
-/// What the ranks of a machine take of its memory at least. What a run may never come to (a larger size of later epochs or of
-/// evaluation, pictures that a split does not have) is not in it: nothing that fits is refused.
+/// The memory that the ranks of a machine need at least. What a run may never need (a larger size of later epochs or of evaluation,
+/// pictures that a split does not have) is not counted, so nothing that fits is refused.
 pub(super) struct Needed {
     /// The most pictures that a rank has in a micro-batch.
     pictures: u64,
@@ -25,8 +25,8 @@ pub(super) struct Needed {
 }
 
 impl Needed {
-    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less
-    /// than a run takes: buffers of convolutions and pictures that are made ahead come on top.
+    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less than a
+    /// run needs: buffers of convolutions and pictures that are prepared ahead come on top.
     pub(super) fn of(
         network: &Network,
         config: &EngineConfig,
@@ -51,7 +51,7 @@ impl Needed {
         Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
-    /// Compares with what there `is`.
+    /// Compares the need with the memory that there `is`.
     ///
     /// # Errors
     /// What is needed, what there is, and what to lower.

@@ -114,7 +114,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     Ok(data)
 }
 
-/// Has all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: what is found depends on which
+/// Makes all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: the statistics depend on which
 /// pictures could be read, and on how this version reads them.
 fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);

@@ -31,7 +31,7 @@ pub(super) struct Beginning {
     pub(super) unmeasured: bool,
 }
 
-/// The format that the checkpoint went on in, where the job leaves the choice to us: a run that left float16 does not go
+/// The format that the checkpoint's run used last, where the job leaves the choice to us: a run that left float16 does not go
 /// back to it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
@@ -166,22 +166,22 @@ fn resume(
     });
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // Numbers of other steps.
+        // They count other steps.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
     Ok(Beginning { step, best, skipped, unmeasured })
 }
 
-/// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;
-/// with none left the run does not begin anew by itself: that is for a person to decide.
+/// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run
+/// does not begin anew by itself: that is for a person to decide.
 fn newest_whole(
     training: &Training<'_>,
     folder: &Path,
 ) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
     let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
-        // Somebody's own folder, named on the command line.
+        // The user's own folder, named on the command line.
         return Ok((folder.into(), checkpoint::load(folder)?));
     };
     let mut candidates = vec![(epoch, step)];

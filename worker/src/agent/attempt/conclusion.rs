@@ -17,10 +17,10 @@ use lockstep_protocol::{
 use std::{fs, io, time::Duration};
 
 impl Watch {
-    /// Every rank is gone: writes what is left to say, how the attempt ended last.
+    /// Every rank has ended: writes the remaining records, how the attempt ended last.
     pub(super) async fn conclude(self, mut ranks: RankGroup<Recorded>) {
         for rank in &mut ranks.ranks {
-            // What is damaged is said below.
+            // Damage is reported below.
             let _ = rank.read();
         }
         let left = ranks.sweep().await;
@@ -76,9 +76,9 @@ impl Watch {
             .unwrap_or_default()
     }
 
-    /// Adds to the reason what only the machine knows.
+    /// Adds facts to the reason that only the machine knows.
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
-        // One that has said why it failed ends itself by a signal.
+        // A rank that has reported its failure ends itself by a signal.
         let killed =
             |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end && end.failure.is_none();
         let by_kernel = self.oom_kills.zip(host::oom_kills()).is_some_and(|(before, now)| now > before);
@@ -130,7 +130,7 @@ impl Watch {
                     }
                 };
                 while written < events.len() {
-                    // What is not taken now is kept by `records` and written by the next call.
+                    // What the disk does not take now is kept by `records` and written by the next call.
                     written += 1;
                     records.append(&events[written - 1])?;
                 }

@@ -27,10 +27,10 @@ use tokio::sync::mpsc;
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// From TERM to KILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
-/// The same when another rank was killed or died: what the others still do is in vain, unless rank 0 is writing a
-/// checkpoint. They end by themselves; what holds one up is its GPU.
+/// From TERM to KILL when another rank was killed or died: the others' work is in vain, unless rank 0 is writing a checkpoint. They
+/// end by themselves, unless their GPU blocks them.
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
-/// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
+/// For ranks that should write a checkpoint, before TERM: when they are paused, and when their agent is to end.
 const PAUSE: Duration = Duration::from_secs(120);
 const LEAVE: Duration = Duration::from_secs(20);
 /// How long the agent waits after a rank has lost the connection to another for the other's own reason. Ranks that were
@@ -133,13 +133,13 @@ impl Watch {
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
-    /// Which rank holds up the others, when one has had nothing to say for too long.
+    /// The rank that holds up the others, when one has reported nothing for too long.
     fn stall_reason(&self, ranks: &RankGroup<Recorded>) -> Option<Reason> {
         let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
         running().find(|rank| rank.last_report.elapsed() > limit)?;
-        // Those that wait for it are as silent as it is.
+        // Ranks that wait for it are as silent as it is.
         let slowest = running().min_by_key(|rank| {
             (!rank.process.is_suspended(), rank.end.step, rank.last_report, rank.end.rank)
         })?;
@@ -176,7 +176,7 @@ impl Policy for Watch {
             Order::Stop { patient: true } => Stop::Save { within: PAUSE },
             Order::Leave | Order::Full(_) => Stop::Save { within: LEAVE },
         };
-        // What was decided first stays.
+        // The first decision stands.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());
         }
@@ -187,7 +187,7 @@ impl Policy for Watch {
         if self.read_at.elapsed() >= READ_EVERY {
             self.read_at = Instant::now();
             for rank in &mut ranks.ranks {
-                // What is damaged is said at the end, and what cannot be read now may be the next time.
+                // Damage is reported at the end; what cannot be read now may be readable next time.
                 let _ = rank.read();
             }
         }

@@ -6,7 +6,7 @@ use crate::{
     engine::{SharedMemory, registry, slots},
     gpu::RankGpu,
     host::write_whole,
-    look, net,
+    inspect, net,
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},

@@ -6,7 +6,7 @@ use super::{
     machine,
     outbox::Outbox,
 };
-use crate::look;
+use crate::inspect;
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},

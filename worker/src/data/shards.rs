@@ -8,7 +8,7 @@ mod members;
 #[cfg(test)]
 mod tests;
 
-pub(super) use folder::{has_any, only_compressed, tells_split};
+pub(super) use folder::{only_compressed, tells_split};
 
 use super::{
     Catalog, DataError, Samples, Split,

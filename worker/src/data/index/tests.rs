@@ -101,6 +101,11 @@ fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
 }
 
+/// Opens the dataset as ranks do, examining folders alone.
+fn at_folders(place: &Place) -> Catalog {
+    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
+}
+
 #[test]
 fn what_is_known_is_not_read_again_and_what_changed_is() {
     let place = Place::new(2, 4);

@@ -91,6 +91,11 @@ fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
     archive.entries().unwrap().map(one).collect()
 }
 
+/// Shards of about ten of `folder`'s pictures.
+fn in_parts() -> PrepareSettings {
+    PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
+}
+
 #[test]
 fn a_copy_is_read_as_the_dataset_that_it_is_of() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());

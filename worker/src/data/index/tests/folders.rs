@@ -2,11 +2,6 @@
 
 use super::*;
 
-/// Opens the dataset as ranks do, examining folders alone.
-fn at_folders(place: &Place) -> Catalog {
-    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
-}
-
 /// Sets the folders' times to one that no change has.
 fn long_ago(place: &Place) {
     for entry in fs::read_dir(place.data.path().join("train")).unwrap() {

@@ -2,11 +2,6 @@
 
 use super::*;
 
-/// Shards of about ten of `folder`'s pictures.
-fn in_parts() -> PrepareSettings {
-    PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
-}
-
 #[test]
 fn a_copy_that_was_interrupted_by_a_full_disk_goes_on_to_the_same_bytes() {
     let from = folder(25);

@@ -117,7 +117,7 @@ impl Session {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),
             name: agent.name.clone(),
-            machine: machine::look(agent.state_dir.dir()),
+            machine: machine::describe(agent.state_dir.dir()),
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),

@@ -101,7 +101,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     }
     // `train` first, as everywhere.
     splits.sort_by_key(|s| s.name != "train");
-    let splits = look(dir, splits, recalled, store, began)?;
+    let splits = examine(dir, splits, recalled, store, began)?;
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
@@ -114,7 +114,7 @@ struct Listed {
 }
 
 /// Describes all pictures, by the index where it knows them.
-fn look(
+fn examine(
     dir: &Path,
     splits: Vec<Listed>,
     recalled: Recalled,

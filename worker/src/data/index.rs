@@ -95,7 +95,7 @@ pub(super) fn of_files(
         }
     }
     if missing > 0 {
-        look(root, folders, &mut known, making);
+        read_unknown(root, folders, &mut known, making);
     }
     let entry = |slot| match slot {
         Slot::Known(entry) => Some(entry),
@@ -146,7 +146,7 @@ fn is_no_picture(path: &Path) -> bool {
 }
 
 /// Reads what is unknown, in parts, and keeps what it finds.
-fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Option<Making>) {
+fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Option<Making>) {
     let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
         let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
         here.map(|(i, _)| (f, i)).collect()

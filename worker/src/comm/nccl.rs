@@ -10,6 +10,7 @@ mod abort;
 mod collective;
 mod owner;
 mod process_group;
+mod staging;
 mod status;
 #[cfg(test)]
 mod tests;

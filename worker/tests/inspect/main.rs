@@ -8,7 +8,7 @@ use lockstep_protocol::{
     inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
-use lockstep_worker::{look, made_up, net::resnet};
+use lockstep_worker::{inspect, made_up, net::resnet};
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, io::Write, path::Path};

@@ -61,10 +61,10 @@ impl Sampler {
         every: Duration,
     ) -> std::io::Result<Self> {
         let ended = Arc::new((Mutex::new(false), Condvar::new()));
-        let told_to_end = ended.clone();
+        let asked_to_end = ended.clone();
         let mut last = progress.load(Ordering::Relaxed);
         let watch = move || {
-            let (flag, changed) = &*told_to_end;
+            let (flag, changed) = &*asked_to_end;
             let mut over = flag.lock().unwrap_or_else(PoisonError::into_inner);
             loop {
                 (over, _) = changed

@@ -14,7 +14,7 @@ pub struct RankEnd {
     /// Absent while it runs.
     pub exit: Option<Exit>,
     /// It was still running when it was asked to end: its exit status then is no cause.
-    pub told_to_end: bool,
+    pub asked_to_end: bool,
     /// Optimizer steps done, as far as its records say.
     pub step: u64,
     /// It recorded that its training is done.
@@ -75,7 +75,7 @@ impl RankEnd {
         }
         match (&self.failure, self.exit) {
             _ if self.has_own_reason() => Some(0),
-            (_, Some(_)) if self.told_to_end && self.failure.is_none() => None,
+            (_, Some(_)) if self.asked_to_end && self.failure.is_none() => None,
             (Some(_), _) => Some(5),
             (None, Some(Exit::Signal(_))) => Some(1),
             (None, Some(Exit::Unseen)) => Some(2),
@@ -184,7 +184,7 @@ mod tests {
         let ended = RankEnd {
             rank: 0,
             exit: Some(Exit::Signal(15)),
-            told_to_end: true,
+            asked_to_end: true,
             step: 9,
             ..Default::default()
         };

@@ -144,7 +144,7 @@ impl<N: Notes> RankGroup<N> {
             None => {
                 for rank in &mut self.ranks {
                     rank.poll();
-                    rank.end.told_to_end = rank.end.exit.is_none();
+                    rank.end.asked_to_end = rank.end.exit.is_none();
                 }
             }
             Some(before) if !how.is_more_urgent_than(before.how) => return,

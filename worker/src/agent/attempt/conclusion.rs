@@ -80,7 +80,7 @@ impl Watch {
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
         // A rank that has reported its failure ends itself by a signal.
         let killed =
-            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end && end.failure.is_none();
+            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
         let by_kernel = self.oom_kills.zip(host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = by_kernel && ends.iter().any(killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);

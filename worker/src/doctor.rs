@@ -66,7 +66,7 @@ pub fn examine(dir: &Path) -> Vec<Finding> {
 }
 
 fn cpu() -> Finding {
-    let this = machine::look(Path::new("/"));
+    let this = machine::describe(Path::new("/"));
     let found = format!("{}, {} cores for this process", this.cpu, this.cores);
     if this.cores == 1 {
         let advice = "Ranks share one core: more ranks train the same, not faster.";

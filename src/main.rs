@@ -38,8 +38,9 @@ enum Command {
     Delete(cli::delete::Args),
     Predict(cli::predict::Args),
     Evaluate(cli::evaluate::Args),
-    #[command(hide = true)]
-    Look(cli::look::Args),
+    /// `look`: an agent of the last version starts the program that has taken its place on disk.
+    #[command(hide = true, alias = "look")]
+    Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
     Migrate(cli::database::MigrateArgs),
     Backup(cli::database::BackupArgs),
@@ -76,7 +77,7 @@ fn main() -> ExitCode {
         Command::Delete(args) => cli::delete::run(args),
         Command::Evaluate(args) => cli::evaluate::run(args),
         Command::Predict(args) => cli::predict::run(args),
-        Command::Look(args) => cli::look::run(args),
+        Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),

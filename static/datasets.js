@@ -1,10 +1,10 @@
-// Datasets: a look ahead while a path is typed, registering without leaving the page, and the pictures.
+// Datasets: an inspection while a path is typed, registering without leaving the page, and the pictures.
 
 import { ask, byId, confirmThen, Problem, sentence, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { Gallery } from "./datasets/gallery.js";
 
-const LOOK_AFTER_MS = 600;
+const INSPECT_AFTER_MS = 600;
 const form = byId("add-dataset"), status = byId("add-status");
 const errorsOf = { name: byId("d-name-error"), path: byId("d-path-error") };
 
@@ -27,7 +27,7 @@ function found({ info }) {
 }
 
 /** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
-async function looked(path, body, signal) {
+async function inspected(path, body, signal) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (answer.info) return answer;
@@ -35,20 +35,20 @@ async function looked(path, body, signal) {
   }
 }
 
-let timer = 0, looking = null;
+let timer = 0, inspecting = null;
 form.path.addEventListener("input", () => {
   clearTimeout(timer);
-  looking?.abort();
+  inspecting?.abort();
   show([]);
   const path = form.path.value.trim();
-  if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => look(path), LOOK_AFTER_MS);
+  if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => inspect(path), INSPECT_AFTER_MS);
 });
 
-async function look(path) {
-  const mine = looking = new AbortController();
+async function inspect(path) {
+  const mine = inspecting = new AbortController();
   text(status, "Inspecting its files …");
   try {
-    const answer = await looked("/api/v1/datasets/inspect", { path }, mine.signal);
+    const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal);
     text(status, found(answer));
     if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
   } catch (error) {
@@ -61,13 +61,13 @@ async function look(path) {
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   clearTimeout(timer);
-  looking?.abort();
+  inspecting?.abort();
   const button = form.querySelector("button");
   button.disabled = true;
   show([]);
   text(status, "Inspecting its files …");
   try {
-    await looked("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
+    await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
     location.reload();
   } catch (error) {
     button.disabled = false;

@@ -104,7 +104,7 @@ function apply(event) {
   factsSoon();
 }
 
-/** What a `state` event does not tell: which machines, when it started and ended. */
+/** What a `state` event does not have: which machines, when it started and ended. */
 let refreshing = 0, asked = null;
 function refresh() {
   clearTimeout(refreshing);
@@ -114,7 +114,7 @@ function refresh() {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); }
       await attempts.load();
-    } catch { /* the stream's reconnection will tell */ }
+    } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
 
@@ -140,7 +140,7 @@ function onFrame(frame) {
 /** `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Everything that events tell, from the store: none of those between what was seen and `seq` will come. */
+/** Everything that events contain, from the store: none of those between what was seen and `seq` will come. */
 let reloading = 0;
 async function reload() {
   const mine = ++reloading;
@@ -202,13 +202,13 @@ function follow(seq) {
 
 function gone() {
   showLive("deleted");
-  const band = byId("verdict");
+  const band = byId("banner");
   band.hidden = false;
   band.dataset.tone = "bad";
-  text(byId("verdict-what"), "This job was deleted.");
-  text(byId("verdict-why"), "What is shown here is what was left on this page.");
-  text(byId("verdict-link"), "Jobs");
-  byId("verdict-link").setAttribute("href", "/jobs");
+  text(byId("banner-what"), "This job was deleted.");
+  text(byId("banner-why"), "What is shown here is what was left on this page.");
+  text(byId("banner-link"), "Jobs");
+  byId("banner-link").setAttribute("href", "/jobs");
   actions.hide();
 }
 

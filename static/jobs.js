@@ -1,4 +1,4 @@
-// The list of jobs: rows change in place as the stream tells of them; the filter lives in the address.
+// The list of jobs: rows change in place as the stream reports them; the filter lives in the address.
 
 import { ask, byId, drawn, notify, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -95,16 +95,16 @@ function empty() {
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const narrowed = Boolean(state || name || tag);
-  byId("none-match").hidden = !none || !narrowed;
-  byId("no-jobs").hidden = !none || narrowed;
+  const filtered = Boolean(state || name || tag);
+  byId("none-match").hidden = !none || !filtered;
+  byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
   text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}${tag ? ` is tagged “${tag}”` : ""}.`);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
 }
 
-function narrow(change) {
+function filterBy(change) {
   const url = new URL(location.href);
   for (const [key, v] of Object.entries({ ...change, cursor: "" })) if (v) url.searchParams.set(key, v); else url.searchParams.delete(key);
   history.replaceState(null, "", url);
@@ -128,13 +128,13 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
   a.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    narrow({ state: a.dataset.state });
+    filterBy({ state: a.dataset.state });
   });
 }
 let typing = 0;
-search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => narrow({ name: search.value.trim() }), 150); });
-byId("filters").addEventListener("submit", (event) => { event.preventDefault(); narrow({ name: search.value.trim() }); });
-byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); narrow({ tag: "" }); });
+search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => filterBy({ name: search.value.trim() }), 150); });
+byId("filters").addEventListener("submit", (event) => { event.preventDefault(); filterBy({ name: search.value.trim() }); });
+byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ tag: "" }); });
 addEventListener("popstate", () => { search.value = filter().name; mark(); load(); });
 setInterval(() => { for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id)); }, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));

@@ -41,7 +41,7 @@ function help() {
 
 function notifyButton() {
   const button = Object.assign(document.createElement("button"), { type: "button", id: "notify" });
-  const draw = () => text(button, localStorage.getItem("notify") === "yes" && Notification.permission === "granted" ? "Do not tell when jobs end" : "Tell me when jobs end");
+  const draw = () => text(button, localStorage.getItem("notify") === "yes" && Notification.permission === "granted" ? "Do not notify me when jobs end" : "Notify me when jobs end");
   button.addEventListener("click", async () => {
     const on = localStorage.getItem("notify") === "yes" && Notification.permission === "granted";
     localStorage.setItem("notify", !on && (await Notification.requestPermission()) === "granted" ? "yes" : "no");

@@ -6,7 +6,7 @@ import { Stream } from "./stream.js";
 const EVERY_MS = 5000;
 let asking = false, soon = 0;
 
-/** Takes the cards from the page as the server now writes it: one place knows how a card looks. */
+/** Takes the cards from the page as the server now writes it: cards are rendered in one place. */
 async function refresh() {
   if (asking || document.hidden) return;
   asking = true;

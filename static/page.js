@@ -87,7 +87,7 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
-/** Tells the system that a job has ended, if the reader asked for that and looks elsewhere. */
+/** Tells the system that a job has ended, if the reader asked for that and the page is hidden. */
 export function notify(title, body, path) {
   if (localStorage.getItem("notify") !== "yes" || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
   const note = new Notification(title, { body, tag: path, icon: "/static/icon.svg" });

@@ -1,4 +1,4 @@
-// The form for a new job: checked while typing, every mistake beside its field, and the same job as a
+// The form for a new job: checked while typing, every mistake next to its field, and the same job as a
 // file to copy. Without this script the form posts itself and the server answers with the mistakes.
 
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
@@ -115,7 +115,7 @@ function fillForm(spec) {
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
     else field.value = Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value);
-    // What somebody wrote beside the form, no recipe chosen later replaces.
+    // A recipe that is chosen later does not replace what was written next to the form.
     if (valueOf(field) !== untouched(field, spec.train.recipe ?? "")) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
@@ -140,7 +140,7 @@ byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
-/** Shows each mistake beside its field; those of no field above all. */
+/** Shows each mistake next to its field; those of no field above all. */
 function showMistakes(errors) {
   const of = new Map(fields.map((f) => [f, []])), general = [];
   for (const error of errors) {
@@ -175,9 +175,9 @@ function showPlan(answer) {
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== valueOf(field)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
-  const warnings = byId("warnings"), told = answer?.warnings ?? [];
-  warnings.hidden = !told.length;
-  text(warnings.querySelector("span"), told.join(" "));
+  const warnings = byId("warnings"), given = answer?.warnings ?? [];
+  warnings.hidden = !given.length;
+  text(warnings.querySelector("span"), given.join(" "));
 }
 
 let timer = 0, checking = null;
@@ -237,7 +237,7 @@ form.addEventListener("submit", async (event) => {
   checking?.abort();
   sent = true;
   if (written) await readText();
-  if (written) return text(byId("plan"), "The text beside holds mistakes: mend them first.");
+  if (written) return text(byId("plan"), "The job file has mistakes: correct them first.");
   const button = byId("send");
   button.disabled = true;
   text(byId("plan"), "");

@@ -1,5 +1,4 @@
-//! Between server and agent: one websocket an agent, each message a binary frame of MessagePack
-//! with named fields.
+//! Messages between server and agent: one websocket per agent, each message a binary frame of MessagePack with named fields.
 //!
 //! A rank appends its events to a file of numbered records. Its agent (any agent that finds the file) sends them on,
 //! from the number that the server has acknowledged. So whichever of the three processes dies, no event is lost and none
@@ -93,7 +92,7 @@ pub enum FromAgent {
     Part(Part),
 }
 
-/// Who wrote a file of records.
+/// The writer of a file of records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -126,8 +125,8 @@ pub enum ToAgent {
         acknowledged: Vec<Acknowledged>,
         /// Attempts of `Hello` that are no longer theirs to run: end them.
         revoked: Vec<AttemptRef>,
-        /// The file that this server keeps locked as long as it runs. An agent that finds it locked is on the same
-        /// machine, and can tell a server that is gone from one that it cannot reach.
+        /// The file that this server keeps locked as long as it runs. An agent that finds it locked is on the same machine, and can
+        /// distinguish a server that is gone from one that it cannot reach.
         #[serde(default)]
         server_lock: Option<String>,
     },

@@ -1,11 +1,11 @@
-//! What is known of a dataset.
+//! The description of a dataset.
 
 use crate::limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use utoipa::ToSchema;
 
-/// What looking at a dataset's files found.
+/// What inspecting a dataset's files found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
     /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
@@ -37,7 +37,7 @@ impl DatasetInfo {
             self.broken
                 .iter()
                 .any(long)
-                .then(|| format!("tells of a broken file in more than {BROKEN_FILE_CHARS} characters"))
+                .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
         })
     }
 
@@ -95,14 +95,14 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// Which pictures a dataset holds, told from its index: whether it is still the one that it was.
+/// Identifies the pictures of a dataset, computed from its index: whether it is still the one that it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PicturesFingerprint {
     pub pictures: u64,
     pub picture_bytes: u64,
-    /// Of classes, labels, names and sizes; hexadecimal.
+    /// Hash of classes, labels, names and sizes; hexadecimal.
     pub names_sha256: String,
-    /// Of what the pictures hold, in the order of the names; hexadecimal.
+    /// Hash of the pictures' contents, in the order of the names; hexadecimal.
     pub contents_sha256: String,
 }
 
@@ -128,7 +128,7 @@ pub struct Dataset {
 const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
 
 /// The split that measures a job whose writer did not say which, of a dataset that has `splits`: the `usual` one, where
-/// it is there, else one of a name that tells. `None` where there is none.
+/// it exists, else one whose name says that it is for validation. `None` where there is none.
 pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let splits: Vec<_> = splits.into_iter().collect();
     let there = |name: &str| splits.iter().copied().find(|split| *split == name);
@@ -139,7 +139,7 @@ pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a 
 const NAMED: usize = 5;
 
 /// How the classes that a model was trained on differ from a dataset's, in words; `None` when they are the same ones in
-/// the same order. A model tells classes by their numbers, so another order is other classes.
+/// the same order. A model identifies classes by their numbers, so another order means other classes.
 pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> {
     if trained == dataset {
         return None;

@@ -1,10 +1,10 @@
-//! Faults on demand, to prove that crash points are survived: `LOCKSTEP_FAULT` names points of the program
-//! and what is to happen there. Nothing happens when the variable is absent.
+//! Fault injection, to prove that crash points are survived: `LOCKSTEP_FAULT` names points of the program and what is to happen
+//! there. Nothing happens when the variable is absent.
 //!
 //! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (as a
 //! failed assertion ends it), `error` (the disk is full), `error*` (every time from then on) or `hold` (waits until
-//! something is written into `FILE`), each with `@N` for the N-th time the point is reached. With `FILE` a point strikes once
-//! only, whatever process reaches it: it makes the file.
+//! something is written into `FILE`), each with `@N` for the N-th time the point is reached. With `FILE` a point takes effect
+//! once only, in whatever process reaches it first: it creates the file.
 
 use std::{
     fs::File,

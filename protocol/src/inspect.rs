@@ -24,7 +24,7 @@ pub enum Pick {
     /// As they lie there, in order.
     Stored {
         split: String,
-        /// Of this class alone.
+        /// Pictures of this class only.
         class: Option<String>,
         offset: u64,
         limit: u32,
@@ -64,7 +64,7 @@ pub struct Samples {
     pub samples: Vec<Sample>,
 }
 
-/// How a class fares.
+/// Scores of one class.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClassScore {
     pub name: String,

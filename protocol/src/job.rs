@@ -177,7 +177,7 @@ pub struct Job {
     /// specification cannot be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<Batch>,
-    /// What is worth a look before the job runs, in words. Only the answer to a submission has them.
+    /// Warnings that matter before the job runs, in words. Only the answer to a submission has them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// 0 before the first start.

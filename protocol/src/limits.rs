@@ -1,5 +1,5 @@
-//! How deep, how long and how many: what input may drive, in one place. Each is far above what anybody needs and far
-//! below what hurts, and each has a test at the limit and one past it.
+//! Limits of input: depths, lengths and counts, in one place. Each is far above what anybody needs and far below what causes
+//! trouble, and each has a test at the limit and one past it.
 
 /// Parts of a key's path (`train.lr` has two).
 pub const KEY_PARTS: usize = 8;
@@ -12,7 +12,7 @@ pub const JSON_NESTING: usize = 32;
 /// Lists and maps inside each other in a MessagePack message. Ours need ten; the library's own limit of 1024 leaves
 /// little of a thread's stack.
 pub const MESSAGE_NESTING: usize = 64;
-/// Mistakes of a document that are told; the rest is counted.
+/// Most mistakes of a document that are listed; the rest is counted.
 pub const MISTAKES: usize = 100;
 /// A text to search for, in characters. Databases limit patterns, too, with less helpful words.
 pub const SEARCH_CHARS: usize = 200;
@@ -29,5 +29,5 @@ pub const CLASS_NAME_BYTES: usize = 255;
 pub const CLASS_NAMES_BYTES: usize = 4 << 20;
 /// The name of a picture in a shard, in bytes: what systems allow a path.
 pub const MEMBER_NAME_BYTES: usize = 4096;
-/// Where a dataset's broken files are told: a file's name, or what is wrong with it, in characters.
+/// Most characters of the text about a broken file of a dataset: its name, or what is wrong with it.
 pub const BROKEN_FILE_CHARS: usize = 1000;

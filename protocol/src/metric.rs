@@ -1,4 +1,4 @@
-//! Metrics as they travel: columns of steps and values, never a message a point.
+//! Metrics in messages: columns of steps and values, never a message per point.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -41,7 +41,7 @@ pub struct MetricColumn {
     pub values: Vec<f32>,
 }
 
-/// JSON has no NaN: a diverged loss travels as `null` and comes back as NaN.
+/// JSON has no NaN: a diverged loss is sent as `null` and read as NaN.
 mod finite_or_null {
     use serde::{Deserialize, Deserializer, Serializer, ser::SerializeSeq};
 

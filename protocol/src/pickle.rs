@@ -1,5 +1,5 @@
-//! What `torch.save` writes: a pickle, which can run code and is never read. What it is called, and how to make safetensors
-//! of it.
+//! Files of `torch.save`: pickles, which can run code and are never read. How their files are named, and how to convert them to
+//! safetensors.
 
 /// Endings that people give such files.
 const ENDINGS: [&str; 6] = [".pt", ".pth", ".pth.tar", ".ckpt", ".pkl", ".pickle"];

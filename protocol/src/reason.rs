@@ -1,5 +1,5 @@
-//! Why a job, or one of its attempts, is where it is: a code that programs may decide on, the facts that belong to
-//! it, and the English that is made of both. Nothing decides on the English.
+//! Why a job, or one of its attempts, is in its state: a code that programs may decide on, the facts that belong to it, and the
+//! English sentence made of both. Nothing decides on the sentence.
 
 use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
 use std::fmt;
@@ -54,7 +54,7 @@ pub struct Facts {
     pub slots_needed: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_free: Option<u32>,
-    /// Of the machine that comes nearest.
+    /// The machine that comes nearest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_total: Option<u32>,
     /// What only the place where it happened could say, for a person.
@@ -68,9 +68,9 @@ pub struct Facts {
 pub enum Next {
     /// Another attempt; without a step from the start.
     Restart { attempt: u32, from_step: Option<u64> },
-    /// It waits for slots, and then goes on.
+    /// It waits for slots, and then continues.
     Continue { from_step: Option<u64> },
-    /// It goes on when somebody resumes it.
+    /// It continues when somebody resumes it.
     ContinueWhenResumed { from_step: Option<u64> },
     /// No further attempt: so many restarts were all that `recovery.max_restarts` allows.
     GiveUp { restarts: u32 },
@@ -83,9 +83,9 @@ impl fmt::Display for Next {
             Next::Restart { attempt, from_step } => {
                 write!(f, "attempt {attempt} starts from {}", from(from_step))
             }
-            Next::Continue { from_step } => write!(f, "goes on from {}", from(from_step)),
+            Next::Continue { from_step } => write!(f, "continues from {}", from(from_step)),
             Next::ContinueWhenResumed { from_step } => {
-                write!(f, "goes on from {} when resumed", from(from_step))
+                write!(f, "continues from {} when resumed", from(from_step))
             }
             Next::GiveUp { restarts: 0 } => f.write_str("no restart is allowed (recovery.max_restarts = 0)"),
             Next::GiveUp { restarts: 1 } => {
@@ -162,7 +162,7 @@ impl From<ReasonCode> for Reason {
     }
 }
 
-/// Words without a code, as versions before 0.2 told reasons.
+/// Words without a code, as versions before 0.2 stored reasons.
 impl From<String> for Reason {
     fn from(words: String) -> Self {
         Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
@@ -175,8 +175,8 @@ impl From<&str> for Reason {
     }
 }
 
-/// Whoever wrote it: a program that told words alone, or one that knows codes, facts and consequences that this one does
-/// not. Only something that is no reason at all is refused.
+/// Reads what any version has written: words alone, or codes, facts and consequences that this version does not know. Only
+/// something that is no reason at all is refused.
 impl<'a> Deserialize<'a> for Reason {
     fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]

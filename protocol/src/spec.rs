@@ -10,6 +10,7 @@ mod image_size;
 mod keys;
 mod mistake;
 mod model;
+mod named;
 mod recipe;
 mod renamed;
 mod train;
@@ -83,7 +84,7 @@ pub struct CheckpointSpec {
     pub every_steps: Option<u64>,
     /// The newest ones kept, never fewer than 2.
     pub keep: u32,
-    /// A metric whose best checkpoint is kept beside them: `val_accuracy`, `val_loss` or `none`.
+    /// A metric whose best checkpoint is kept in addition to the newest: `val_accuracy`, `val_loss` or `none`.
     pub keep_best: String,
 }
 

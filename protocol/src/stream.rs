@@ -1,4 +1,4 @@
-//! From server to browser: JSON text frames, one object a frame.
+//! Messages from server to browser: JSON text frames, one object per frame.
 
 use crate::{
     agent::{CheckpointInfo, Evaluation, LogLine, RankReport},

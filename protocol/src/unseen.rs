@@ -72,7 +72,7 @@ mod tests {
             ("\u{feff}a\u{2060}b\u{ad}c\u{2028}", "\\ufeffa\\u2060b\\u00adc\\u2028"),
             ("a\u{200d}b", "a\\u200db"),
             ("\u{e0041}", "\\udb40\\udc41"),
-            // A family, a Persian word, a heart in red: these look different without.
+            // A family, a Persian word, a heart in red: without joiners these are displayed differently.
             ("\u{1f468}\u{200d}\u{1f469}", "\u{1f468}\u{200d}\u{1f469}"),
             ("\u{645}\u{6cc}\u{200c}\u{62e}", "\u{645}\u{6cc}\u{200c}\u{62e}"),
             ("\u{2764}\u{fe0f}", "\u{2764}\u{fe0f}"),

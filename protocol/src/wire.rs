@@ -1,5 +1,5 @@
-//! MessagePack with named fields, as server, agents and ranks speak it. What is read may come from anybody, so it is
-//! never nested deeper than our own messages are. A long message goes in parts, with others between them.
+//! MessagePack with named fields, as server, agents and ranks exchange it. Messages may come from anybody, so none is decoded that
+//! is nested deeper than our own. A long message is sent in parts, with others between them.
 
 use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, UNFINISHED_MESSAGES};
 use rmp_serde::{Deserializer, decode, encode};

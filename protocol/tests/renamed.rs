@@ -101,7 +101,7 @@ fn a_stored_specification_with_old_names_is_read() {
     assert_eq!(from_json(&old).unwrap_err().len(), 6, "nobody submits it");
     assert_eq!(read_leniently(&old), (new.clone(), Vec::new()));
 
-    // Where both names stand, the new one counts, and the other is told of.
+    // Where both names stand, the new one counts, and the other is reported.
     old["data"]["resize_size"] = json!(224);
     old["data"]["resize"] = json!(300);
     let (read, flaws) = read_leniently(&old);
@@ -177,7 +177,7 @@ fn both_names_of_a_key_are_one_mistake_that_names_both() {
             assert_eq!(from_json(&document).unwrap_err(), [expected]);
         }
     }
-    // A value that does not fit is told of under today's name.
+    // A value that does not fit is reported under today's name.
     let found = from_toml(&toml("train", "rise = 2.0")).unwrap_err();
     assert_eq!(found[0].pointer, "/train/pct_start", "{found:?}");
 }
@@ -203,4 +203,20 @@ fn an_agent_reads_the_attempts_of_one_of_the_last_version() {
     old["spec"] = serde_json::from_str(&old_text(&spec)).unwrap();
     assert!(old["spec"]["train"].get("rise").is_some());
     assert_eq!(serde_json::from_value::<StartAttempt>(old).unwrap(), start);
+}
+
+#[test]
+fn a_path_below_an_accepted_old_name_is_one_below_today_s() {
+    for (section, old, new) in ACCEPTED {
+        let path = format!("{section}.{old}.a");
+        assert_eq!(name_today(&path), format!("{section}.{new}.a"));
+        // A fork has every key by its name today, so this is no second name beside it.
+        let mut document = json!({ section: { new: 0.5 } });
+        let error =
+            lockstep_protocol::spec::set_key(&mut document, &name_today(&path), json!(1)).unwrap_err();
+        assert!(error.contains("the part before \"a\" is no table"), "{error}");
+    }
+    for other in ["train.riser", "train", "rise", "rise.a", "data.rise.a"] {
+        assert_eq!(name_today(other), other);
+    }
 }

@@ -1,4 +1,4 @@
-//! The agents that are connected now: what they have, how to tell them something, and the requests that they have not replied to.
+//! The agents that are connected now: what they have, how to send them messages, and the requests that they have not replied to.
 
 use crate::store::AgentRow;
 use jiff::Timestamp;
@@ -55,7 +55,7 @@ impl RequestError {
     pub(crate) fn in_words(self) -> String {
         match self {
             Self::NobodyOnline => {
-                "no agent is online to look at files; start one with `lockstep agent --server URL`".into()
+                "no agent is online to inspect files; start one with `lockstep agent --server URL`".into()
             }
             Self::NobodyHasFiles { path, asked } => {
                 format!("no machine that is online has {path} (asked: {})", asked.join(", "))
@@ -169,7 +169,7 @@ impl Agents {
     }
 
     /// Tells an agent something; false when it is not connected.
-    pub(crate) fn tell(&self, id: &str, message: ToAgent) -> bool {
+    pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
 
@@ -227,13 +227,13 @@ impl Agents {
         lock(&self.pending).values().filter(|p| p.connection == connection && p.is_long == is_long).count()
     }
 
-    /// Passes an agent's reply on to whoever waits for it.
+    /// Passes an agent's reply on to the caller that waits for it.
     pub(crate) fn replied(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
         let mut all = lock(&self.pending);
         if all.get(&id).is_some_and(|pending| pending.connection == connection)
             && let Some(pending) = all.remove(&id)
         {
-            // Whoever waited may have gone away.
+            // The caller may have gone away.
             let _ = pending.reply_to.send(reply);
         }
     }

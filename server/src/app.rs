@@ -1,4 +1,4 @@
-//! The application: what handlers and the server's own tasks share. State alone: it knows none of them.
+//! The application state that handlers and background tasks share. It knows neither.
 
 use crate::{
     agents::Agents,

@@ -3,7 +3,7 @@
 use crate::{
     agents::Online,
     app::App,
-    leases::Held,
+    leases::Lease,
     lifecycle,
     store::{AttemptRow, JobRow, Result, quarantine},
 };
@@ -13,7 +13,7 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::{place, tell_why_it_waits};
+use place::{place, store_wait_reason};
 use std::{collections::HashSet, time::Duration};
 
 mod ends;
@@ -46,9 +46,9 @@ pub(crate) async fn run(app: App) {
 }
 
 async fn round(app: &App) -> Result<()> {
-    for held in app.leases.expired() {
-        let job = held.attempt.job.clone();
-        skip_permanent_error(&job, expire(app, held).await)?;
+    for lease in app.leases.expired() {
+        let job = lease.attempt.job.clone();
+        skip_permanent_error(&job, expire(app, lease).await)?;
     }
     let mut reserved = HashSet::new();
     for row in app.store.waiting().await? {
@@ -59,7 +59,7 @@ async fn round(app: &App) -> Result<()> {
             {
                 skip_permanent_error(
                     &row.job.id,
-                    tell_why_it_waits(app, &row, error.to_string().into()).await,
+                    store_wait_reason(app, &row, error.to_string().into()).await,
                 )?;
             }
             skip_permanent_error(&row.job.id, placed)?;
@@ -72,7 +72,7 @@ async fn round(app: &App) -> Result<()> {
 fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
         Err(error) if !error.may_pass() => {
-            quarantine::tell(&format!("job {job} cannot be dispatched: {error}"));
+            quarantine::log_once(&format!("job {job} cannot be dispatched: {error}"));
             Ok(())
         }
         other => other,
@@ -80,23 +80,22 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 }
 
 /// Fences an attempt whose lease has expired. Its job is restarted or, without restarts left, fails.
-async fn expire(app: &App, held: Held) -> Result<()> {
+async fn expire(app: &App, lease: Lease) -> Result<()> {
     let online: Vec<_> = app.agents.online().into_iter().map(|o| o.row.id).collect();
-    let names: Vec<_> = held.places.iter().map(|p| p.agent.as_str()).collect();
-    let lease = app.leases.lease.as_secs_f64();
-    let code = if held.places.iter().all(|p| online.contains(&p.agent_id)) {
+    let names: Vec<_> = lease.places.iter().map(|p| p.agent.as_str()).collect();
+    let secs = app.leases.duration.as_secs_f64();
+    let code = if lease.places.iter().all(|p| online.contains(&p.agent_id)) {
         ReasonCode::AgentWithoutRanks
     } else {
         ReasonCode::AgentLost
     };
     let facts = Facts {
         agent: Some(names.join(", ")),
-        attempt: Some(held.attempt.attempt),
-        secs: (code == ReasonCode::AgentLost).then_some(lease),
+        attempt: Some(lease.attempt.attempt),
+        secs: (code == ReasonCode::AgentLost).then_some(secs),
         ..Facts::default()
     };
-    let attempt = held.attempt.clone();
-    let places = held.places.clone();
+    let Lease { attempt, places, .. } = lease;
     end_attempt(app, &attempt, move |row| {
         let facts = Facts { step: Some(row.job.step), ..facts.clone() };
         lifecycle::lost(row, &Reason::new(code.clone(), facts), crate::now())
@@ -104,7 +103,7 @@ async fn expire(app: &App, held: Held) -> Result<()> {
     .await?;
     for place in &places {
         let reason = "its lease ran out".into();
-        app.agents.tell(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
+        app.agents.send(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
     }
     Ok(())
 }
@@ -132,7 +131,7 @@ pub(crate) enum Wish {
     Pause,
 }
 
-/// Cancels or pauses a job: at once when nothing of it runs, else by telling its agents to stop its ranks.
+/// Cancels or pauses a job: at once when nothing of it runs, else by ordering its agents to stop its ranks.
 ///
 /// # Errors
 /// Its state forbids it, or there is none.
@@ -151,7 +150,7 @@ pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
     {
         for place in &places {
             let (attempt, reason) = (attempt.clone(), reason.clone());
-            app.agents.tell(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+            app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
         }
     }
     Ok(changed.job)

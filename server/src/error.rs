@@ -11,7 +11,7 @@ use lockstep_web::layout::MessagePage;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Why a request was not done. What a client can mend is told to it; what it cannot is logged, once, here.
+/// Why a request was not done. What a client can mend is in the response; what it cannot is logged, once, here.
 #[derive(Debug)]
 pub(crate) enum Error {
     /// Nothing has this name or id.
@@ -74,8 +74,8 @@ impl Error {
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                let told = "the server failed to do this; its log says why".to_owned();
-                (StatusCode::INTERNAL_SERVER_ERROR, told, Vec::new(), None)
+                let detail = "the server failed to do this; its log says why".to_owned();
+                (StatusCode::INTERNAL_SERVER_ERROR, detail, Vec::new(), None)
             }
         };
         let title = status.canonical_reason().unwrap_or("Error").to_owned();

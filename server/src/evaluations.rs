@@ -1,4 +1,4 @@
-//! Evaluations of checkpoints that are under way; who asks again joins one.
+//! Evaluations of checkpoints that are running; a second request joins the first.
 
 use crate::{agents::RequestError, error::Error};
 use std::{
@@ -11,7 +11,7 @@ use tokio::sync::watch;
 /// Done or failed; none while it runs.
 pub(crate) type Outcome = Option<std::result::Result<(), Failure>>;
 
-/// Why there is no evaluation. Whoever waits for it is told, so it can be copied.
+/// Why there is no evaluation. All waiting requests get a copy.
 #[derive(Debug, Clone)]
 pub(crate) enum Failure {
     /// Nobody could be asked, or the agent has refused, or is gone.

@@ -27,7 +27,7 @@ const LIST_BACKLOG: usize = 1024;
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Arc<str>>,
-    /// Jobs whose newest state the list has not been told; `None` for a deleted one.
+    /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
     unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
 }
@@ -77,7 +77,7 @@ impl Hub {
         }
         let mut unpublished = lock(&self.unpublished);
         let newer = match unpublished.get(&changed.job.id) {
-            Some(Some(told)) => told.last_seq <= changed.job.last_seq,
+            Some(Some(job)) => job.last_seq <= changed.job.last_seq,
             Some(None) => false,
             None => true,
         };

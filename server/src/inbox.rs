@@ -8,9 +8,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 const QUEUE_BYTES: usize = 64 << 20;
 /// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long the reports between two heartbeats may wait for room, together. Heartbeats wait behind them, so this is much less
+/// How long the reports between two heartbeats may wait for space, together. Heartbeats wait behind them, so this is much less
 /// than a lease.
-pub(crate) const ROOM_WITHIN: Duration = Duration::from_secs(4);
+pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// What waits to be stored.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub(crate) enum Work {
         /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
         connection: mpsc::Sender<()>,
         report: Box<Report>,
-        room: Room,
+        reservation: Reservation,
     },
     /// Its sender is notified when everything before it is stored.
     Flush(oneshot::Sender<()>),
@@ -31,14 +31,14 @@ pub(crate) enum Work {
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     to: mpsc::UnboundedSender<Work>,
-    room: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
 pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
 
 /// A report's place among those that wait.
 #[derive(Debug)]
-pub(crate) struct Room {
+pub(crate) struct Reservation {
     pub(crate) bytes: usize,
     _permit: OwnedSemaphorePermit,
 }
@@ -46,19 +46,19 @@ pub(crate) struct Room {
 impl Inbox {
     pub(crate) fn new() -> (Self, Queue) {
         let (to, queue) = mpsc::unbounded_channel();
-        (Self { to, room: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
+        (Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
     }
 
-    /// Room for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
+    /// Reservation for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
     /// its agent, whose spool takes the rest. None when the database is so far behind that it should come again later.
-    pub(crate) async fn room(&self, bytes: usize, patience: Duration) -> Option<Room> {
+    pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
-        let permit = self.room.clone().acquire_many_owned(u32::try_from(permits).ok()?);
+        let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
         let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
-        Some(Room { bytes, _permit: permit })
+        Some(Reservation { bytes, _permit: permit })
     }
 
-    /// Nothing is lost while the server runs: what is put has its room.
+    /// Nothing is lost while the server runs: every report that is queued has a permit.
     pub(crate) fn put(&self, work: Work) {
         let _ = self.to.send(work);
     }
@@ -77,18 +77,18 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn reports_wait_for_room_but_not_for_ever() {
+    async fn reports_wait_for_space_but_not_for_ever() {
         let (inbox, _queue) = Inbox::new();
-        let first = inbox.room(QUEUE_BYTES - PERMIT_BYTES, ROOM_WITHIN).await.unwrap();
+        let first = inbox.reserve(QUEUE_BYTES - PERMIT_BYTES, RESERVE_TIMEOUT).await.unwrap();
         let second =
-            inbox.room(PERMIT_BYTES, ROOM_WITHIN).await.expect("there is room for the last kibibyte");
-        assert!(inbox.room(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
-        let (third, ()) = tokio::join!(inbox.room(PERMIT_BYTES, ROOM_WITHIN), async { drop(second) });
+            inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT).await.expect("there is space for the last kibibyte");
+        assert!(inbox.reserve(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        let (third, ()) = tokio::join!(inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT), async { drop(second) });
         assert!(third.is_some(), "it waits until what is before it is stored");
         drop((first, third));
         assert!(
-            inbox.room(usize::MAX, ROOM_WITHIN).await.is_some(),
-            "the largest message has room once it is alone"
+            inbox.reserve(usize::MAX, RESERVE_TIMEOUT).await.is_some(),
+            "the largest message fits once it is alone"
         );
     }
 }

@@ -19,7 +19,7 @@ const BATCH_BYTES: usize = 4 << 20;
 pub(crate) async fn run(app: App, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &Work| if let Work::Report { room, .. } = w { room.bytes } else { 0 };
+        let size = |w: &Work| if let Work::Report { reservation, .. } = w { reservation.bytes } else { 0 };
         let mut bytes = size(&batch[0]);
         while bytes < BATCH_BYTES
             && let Ok(more) = queue.try_recv()
@@ -36,12 +36,12 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut from = Vec::with_capacity(batch.len());
     let mut flushes = Vec::new();
     // Let go when all is stored.
-    let mut rooms = Vec::with_capacity(batch.len());
+    let mut reservations = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
-            Work::Report { agent, connection, report, room } => {
+            Work::Report { agent, connection, report, reservation } => {
                 from.push((agent, connection, report.attempt.clone()));
-                rooms.push(room);
+                reservations.push(reservation);
                 reports.push(*report);
             }
             Work::Flush(done) => flushes.push(done),
@@ -61,11 +61,11 @@ async fn store(app: &App, batch: Vec<Work>) {
                     app.announce(&changed);
                 }
                 acknowledged.watched = app.hub.is_watched(&attempt.job);
-                app.agents.tell(&agent, ToAgent::Ack(acknowledged));
+                app.agents.send(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
                 let reason = "another attempt has taken its place, or the job is over".into();
-                app.agents.tell(&agent, ToAgent::Stop { attempt, reason, patient: false });
+                app.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }
             Ingested::Gap { stored } => {
                 tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");
@@ -107,7 +107,7 @@ async fn store_all(app: &App, reports: Vec<Report>) -> Option<(Vec<Ingested>, bo
         Ok(answers) => return Some((answers, tried_again)),
         Err(error) => error,
     };
-    tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored apart");
+    tracing::error!(%error, "a batch of reports can never be stored as it is; each is stored by itself");
     let mut answers = Vec::with_capacity(reports.len());
     for report in reports {
         let (done, again) = store_patiently(app, std::slice::from_ref(&report)).await?;
@@ -124,8 +124,8 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
     let mut all: Option<Changed> = None;
     let mut answer = Ingested::Stale;
     for (number, event) in (report.first..).zip(report.events.clone()) {
-        let apart = |event| Report { first: number, events: vec![event], ..report.clone() };
-        let (mut done, _) = store_patiently(app, &[apart(event)]).await?;
+        let alone = |event| Report { first: number, events: vec![event], ..report.clone() };
+        let (mut done, _) = store_patiently(app, &[alone(event)]).await?;
         if let Err(error) = &done {
             let Report { attempt, source, .. } = &report;
             tracing::error!(
@@ -133,11 +133,11 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
                 "a record is passed over: the database refuses it"
             );
             // Acknowledged like any other, or it would come again for ever.
-            (done, _) = store_patiently(app, &[apart(AttemptEvent::Unknown)]).await?;
+            (done, _) = store_patiently(app, &[alone(AttemptEvent::Unknown)]).await?;
         }
         answer = match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,
-            // Not even its number is taken: of this job nothing can be stored, and its ranks are told to stop.
+            // Not even its number is taken: of this job nothing can be stored, and its ranks are asked to stop.
             _ => Ingested::Stale,
         };
         match &mut answer {

@@ -46,7 +46,7 @@ impl Inspections {
         }
     }
 
-    /// How many inspections of the same agent were begun before the one at `path` and go on.
+    /// How many inspections of the same agent were begun before the one at `path` and still run.
     pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
         let all = self.lock();
         let Some(own) = all.inspections.get(path) else { return 0 };
@@ -74,12 +74,12 @@ mod tests {
     #[test]
     fn a_look_that_broke_off_is_forgotten_and_one_that_goes_on_is_not() {
         let inspections = Inspections::default();
-        let (tell, outcome) = watch::channel(None);
+        let (sender, outcome) = watch::channel(None);
         let inspection = Inspection { number: 1, agent: Arc::default(), outcome };
         inspections.lock().inspections.insert("/data".into(), inspection);
         inspections.forget("/data");
         assert!(inspections.lock().inspections.contains_key("/data"));
-        drop::<watch::Sender<Option<Outcome>>>(tell);
+        drop::<watch::Sender<Option<Outcome>>>(sender);
         inspections.forget("/data");
         assert!(inspections.lock().inspections.is_empty());
     }

@@ -24,34 +24,34 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Which attempts hold which slots, and until when.
 #[derive(Debug)]
 pub(crate) struct Leases {
-    pub(crate) lease: Duration,
-    held: Mutex<HashMap<JobId, Held>>,
+    pub(crate) duration: Duration,
+    by_job: Mutex<HashMap<JobId, Lease>>,
     /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
     pub(crate) wake: Notify,
 }
 
-/// An attempt and the slots that its ranks are in.
+/// An attempt, the slots of its ranks, and until when it holds them.
 #[derive(Debug, Clone)]
-pub(crate) struct Held {
+pub(crate) struct Lease {
     pub(crate) attempt: AttemptRef,
     pub(crate) places: Vec<Place>,
     until: Instant,
 }
 
-impl Held {
+impl Lease {
     fn is_at(&self, agent_id: &str) -> bool {
         self.places.iter().any(|p| p.agent_id == agent_id)
     }
 }
 
 impl Leases {
-    pub(crate) fn new(lease: Duration) -> Self {
-        Self { lease, held: Mutex::default(), restart_after: Mutex::default(), wake: Notify::new() }
+    pub(crate) fn new(duration: Duration) -> Self {
+        Self { duration, by_job: Mutex::default(), restart_after: Mutex::default(), wake: Notify::new() }
     }
 
-    fn held(&self) -> MutexGuard<'_, HashMap<JobId, Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn by_job(&self) -> MutexGuard<'_, HashMap<JobId, Lease>> {
+        self.by_job.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wakes dispatch, which then goes through the queue.
@@ -60,29 +60,29 @@ impl Leases {
     }
 
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
-        let until = Instant::now() + self.lease;
-        self.held().insert(attempt.job.clone(), Held { attempt, places, until });
+        let until = Instant::now() + self.duration;
+        self.by_job().insert(attempt.job.clone(), Lease { attempt, places, until });
     }
 
     /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
-        let mut held = self.held();
-        if held.get(job).is_some_and(|h| h.attempt.attempt <= attempt) {
-            held.remove(job);
+        let mut leases = self.by_job();
+        if leases.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
+            leases.remove(job);
         }
-        drop(held);
+        drop(leases);
         self.poke();
     }
 
     /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
-        let until = Instant::now() + self.lease;
-        let mut held = self.held();
+        let until = Instant::now() + self.duration;
+        let mut leases = self.by_job();
         attempts
             .iter()
-            .filter(|attempt| match held.get_mut(&attempt.job) {
-                Some(h) if h.attempt == **attempt && h.is_at(agent_id) => {
-                    h.until = until;
+            .filter(|attempt| match leases.get_mut(&attempt.job) {
+                Some(lease) if lease.attempt == **attempt && lease.is_at(agent_id) => {
+                    lease.until = until;
                     false
                 }
                 _ => true,
@@ -93,13 +93,18 @@ impl Leases {
 
     /// Live attempts on an agent.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<AttemptRef> {
-        self.held().values().filter(|h| h.is_at(agent_id)).map(|h| h.attempt.clone()).collect()
+        self.by_job()
+            .values()
+            .filter(|lease| lease.is_at(agent_id))
+            .map(|lease| lease.attempt.clone())
+            .collect()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
-        let held = self.held();
-        let places = held.values().flat_map(|h| h.places.iter().map(move |p| (&h.attempt.job, p)));
+        let leases = self.by_job();
+        let places =
+            leases.values().flat_map(|lease| lease.places.iter().map(move |p| (&lease.attempt.job, p)));
         places
             .filter(|(_, p)| p.agent_id == agent_id)
             .flat_map(|(job, p)| p.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank))))
@@ -108,7 +113,7 @@ impl Leases {
 
     /// Agents that hold a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
-        self.held().get(job).map(|h| h.places.clone()).unwrap_or_default()
+        self.by_job().get(job).map(|lease| lease.places.clone()).unwrap_or_default()
     }
 
     /// Whether a restarting job still waits for its backoff. The clock starts at the first call after its attempt failed.
@@ -127,9 +132,9 @@ impl Leases {
         now < start.1
     }
 
-    pub(crate) fn expired(&self) -> Vec<Held> {
+    pub(crate) fn expired(&self) -> Vec<Lease> {
         let now = Instant::now();
-        self.held().values().filter(|h| h.until <= now).cloned().collect()
+        self.by_job().values().filter(|lease| lease.until <= now).cloned().collect()
     }
 }
 

@@ -114,7 +114,7 @@ pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refuse
 }
 
 /// Why a job still waits; no event when it is what the job says already, or when the job says how its last attempt
-/// ended, which is worth more to whoever can only wait.
+/// ended, which is more useful to a user who can only wait.
 pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
     let job = &mut row.job;
     let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
@@ -131,8 +131,8 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     Ok(vec![state_event(row)])
 }
 
-/// A user cancels the job. With `reachable` false no agent can be told to stop its ranks: the job ends at once, and its agent
-/// is told when it is back.
+/// A user cancels the job. With `reachable` false no agent can be asked to stop its ranks: the job ends at once, and its agent
+/// gets the order when it is back.
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
@@ -150,8 +150,8 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
-/// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, they are told when it is
-/// back, or are lost with its lease.
+/// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, it gets the order when it is
+/// back, or the ranks end with its lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     match state {

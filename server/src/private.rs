@@ -1,5 +1,5 @@
-//! The server's files are its own: what lies in a data directory tells of everything that is trained, and weights are
-//! work. Folders are made 0700 and files 0600, and locks are never taken through a symbolic link.
+//! The server's files are private: a data directory shows everything that is trained, and weights are work. Folders are made
+//! 0700 and files 0600, and locks are never taken through a symbolic link.
 
 use rustix::fs::{Mode, OFlags};
 use std::{
@@ -12,8 +12,7 @@ use std::{
 const FOLDER: u32 = 0o700;
 const FILE: u32 = 0o600;
 
-/// Lets files and folders that this process and its children make be read by nobody else, whatever it was told to
-/// allow before.
+/// Makes files and folders that this process and its children create readable by nobody else, whatever the umask was.
 pub fn keep_files_private() {
     rustix::process::umask(Mode::from_raw_mode(0o077));
 }
@@ -36,7 +35,7 @@ pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
     data_dir.join("server.lock")
 }
 
-/// Makes a data directory with its `jobs`. One that others can look into is closed to them, if nothing but a server's
+/// Makes a data directory with its `jobs`. One that others can read is closed to them, if nothing but a server's
 /// files is in it: a folder with other things keeps its permissions.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! Opening what must be a regular file. What lies in a job's folder is not only what its ranks wrote: opening a named
-//! pipe waits for somebody who writes into it, for ever if need be, on a thread that cannot be told to stop.
+//! Opens regular files only. A job's folder may hold more than its ranks wrote: opening a named pipe blocks until somebody writes
+//! into it, for ever if need be, on a thread that cannot be interrupted.
 
 use rustix::fs::OFlags;
 use std::{

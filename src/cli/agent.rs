@@ -2,7 +2,10 @@
 
 use super::{init_tracing, wrong};
 use lockstep_protocol::JobId;
-use lockstep_worker::agent::{self, Options};
+use lockstep_worker::{
+    agent::{self, Options},
+    engine::MOST_CPU_SLOTS,
+};
 use std::path::PathBuf;
 
 /// Join a server: run the ranks it sends to this machine
@@ -21,7 +24,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
     /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
@@ -38,7 +41,7 @@ pub(crate) struct Args {
     follow_parent: bool,
 }
 
-/// Runs until it is told to end (SIGTERM, Ctrl-C).
+/// Runs until a signal ends it (SIGTERM, Ctrl-C).
 ///
 /// # Errors
 /// Exit status 2 when the folder or the address cannot be used, 1 when the server refuses.

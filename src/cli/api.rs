@@ -11,7 +11,7 @@ use std::{fmt::Write, time::Duration};
 use tokio::net::TcpStream;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
 
-/// Where `lockstep serve` listens unless told otherwise.
+/// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 /// Characters of an id that stand for it, at least: ids begin with the same few.
 const SHORTEST_START: usize = 4;
@@ -50,7 +50,7 @@ impl Api {
             )));
         }
         reqwest::Url::parse(&base)
-            .map_err(|e| wrong(format!("{server}: {e}; an address looks like {DEFAULT_SERVER}")))?;
+            .map_err(|e| wrong(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy().build()?;
         Ok(Self { base, client })
     }
@@ -139,7 +139,7 @@ impl Api {
         self.read(self.request(Method::POST, path, Some(body)).await?).await
     }
 
-    /// Sends a request whose answer is looked at by the caller; problems are errors already.
+    /// Sends a request whose response the caller handles; problems are errors already.
     ///
     /// # Errors
     /// As [`Api::get`].
@@ -212,7 +212,7 @@ impl Api {
 
 /// The elements under `key` of an answer, or the answer itself when it is a list.
 ///
-/// One that this version cannot read (the server may be newer) is told of, and no reason to show none.
+/// An element that this version cannot read (the server may be newer) is reported, and the others are shown.
 ///
 /// # Errors
 /// It is no list.
@@ -221,12 +221,12 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
     let read = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
-        let told = |error| {
+        let skipped = |error| {
             output::warn(format_args!(
                 "{name} of the server's {key} cannot be read by this version: {error}"
             ));
         };
-        serde_json::from_value(element.clone()).map_err(told).ok()
+        serde_json::from_value(element.clone()).map_err(skipped).ok()
     };
     Ok(elements.iter().filter_map(read).collect())
 }

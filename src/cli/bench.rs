@@ -1,4 +1,4 @@
-//! `lockstep bench`: training throughput of named cases, or how fast pictures are made ready.
+//! `lockstep bench`: training throughput of named cases, or how fast pictures are prepared.
 
 mod pictures;
 
@@ -170,7 +170,7 @@ fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
     Ok(serde_json::to_value(measured)?)
 }
 
-/// Of a rank.
+/// Threads of a rank.
 fn threads(args: &Args) -> u32 {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     args.threads.unwrap_or((cores / args.ranks).max(1))

@@ -11,7 +11,7 @@ use serde_json::Value;
 /// Which weights of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Those that training goes on from
+    /// Those that training continues from
     Model,
     /// Their running average, of a job with train.ema_decay
     Ema,

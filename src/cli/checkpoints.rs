@@ -1,4 +1,4 @@
-//! `lockstep checkpoints`: what a job has kept.
+//! `lockstep checkpoints`: the checkpoints of a job.
 
 use super::{
     api::{Api, ServerArgs},

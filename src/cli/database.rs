@@ -1,4 +1,4 @@
-//! `lockstep migrate`, `backup` and `restore`: what is done to a database from outside the server.
+//! `lockstep migrate`, `backup` and `restore`: operations on a database outside of the server.
 
 use super::{block_on, file, output, wrong};
 use lockstep_server::{
@@ -98,7 +98,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
             "{path} is the database {database} itself, or a file of it; name another file"
         )));
     }
-    let done = block_on(async { backup(&location, &args.output).await.map_err(told) })?;
+    let done = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
     report("backed up", &location, &args.output, &done, args.which.json)
 }
 
@@ -110,11 +110,11 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
     std::fs::create_dir_all(&args.which.data_dir)?;
-    let done = block_on(async { restore(&location, &args.file).await.map_err(told) })?;
+    let done = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path is an SQLite database's file or one of those that it has beside it, under whatever name.
+/// Whether a path is an SQLite database's file or one of those that SQLite keeps next to it, under whatever name.
 fn is_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();
@@ -133,7 +133,7 @@ fn is_of(database: &Path, path: &Path) -> bool {
     })
 }
 
-fn told(error: BackupError) -> anyhow::Error {
+fn with_exit_status(error: BackupError) -> anyhow::Error {
     match error {
         BackupError::Database(_) | BackupError::Io(_) => error.into(),
         other => wrong(other.to_string()),

@@ -1,4 +1,4 @@
-//! `lockstep dataset`: what jobs can train on.
+//! `lockstep dataset`: registers, lists and prepares datasets.
 
 mod prepare;
 
@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// How often the progress of a look on this machine is shown.
+/// How often the progress of an inspection on this machine is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 
 /// Register, prepare, list, inspect and remove datasets
@@ -41,7 +41,7 @@ enum Action {
         /// resized to a short side of so many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
-        /// The folder that the copy is written to; when absent, PATH-SIDE beside a folder PATH
+        /// The folder that the copy is written to; when absent, PATH-SIDE next to a folder PATH
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
         #[command(flatten)]
@@ -131,12 +131,12 @@ fn prepared(
             taken.path
         )));
     }
-    let to = to.or_else(|| prepare::beside(path, settings.short_side)).ok_or_else(|| {
-        wrong(format!("{}: is no folder to put a copy beside; say where with --to DIR", path.display()))
+    let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
+        wrong(format!("{}: is not a folder to put a copy next to; say where with --to DIR", path.display()))
     })?;
     let made = prepare::copy(path, &to, settings)?;
     if !quiet {
-        prepare::tell(&to, &made)?;
+        prepare::report(&to, &made)?;
     }
     Ok(lockstep_worker::data::canonical(&to)?)
 }
@@ -166,7 +166,7 @@ fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
 
 /// Polls until the inspection of the files is done, which takes minutes when there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
-    let bar = looking_bar();
+    let bar = inspection_bar();
     loop {
         let answer = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
         if answer.status() != StatusCode::ACCEPTED {
@@ -180,8 +180,8 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
 }
 
 /// Hidden where standard error is no terminal.
-fn looking_bar() -> ProgressBar {
-    let style = ProgressStyle::with_template("looking at {pos} of {len} [{bar:30}] {eta} left");
+fn inspection_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
@@ -196,7 +196,7 @@ fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
 fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is found by this name.
     let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
-    let bar = looking_bar();
+    let bar = inspection_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let (bar, path) = (&bar, &path);

@@ -2,7 +2,7 @@
 //!
 //! On a terminal it asks first, as nothing brings back a checkpoint. With `--json`, and where standard input or standard error is no
 //! terminal, it does not: scripts have deleted jobs in this way since there is the command, and what they name is one job or refused
-//! (`Api::find_job`). `cancel` and `dataset remove` ask nobody: a cancelled job goes on with `retry`, and a dataset's files
+//! (`Api::find_job`). `cancel` and `dataset remove` ask nobody: a cancelled job continues with `retry`, and a dataset's files
 //! stay.
 
 use super::{

@@ -5,7 +5,7 @@ use super::{
     init_tracing,
     local_agent::Slots,
     output,
-    serve::{LAST_FILES, Server, told_to_end},
+    serve::{LAST_FILES, Server, stop_signal},
     watch, wrong,
 };
 use anyhow::Context;
@@ -56,14 +56,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::line(format_args!("dashboard: {}", server.url()))?;
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
-            told = told_to_end() => told.and_then(|()| match args.exit_when_done {
+            ended = stop_signal() => ended.and_then(|()| match args.exit_when_done {
                 true => Err(anyhow::anyhow!("ended before the job was over")),
                 false => Ok(()),
             }),
         };
         tokio::select! {
             stopped = server.stop() => shown.and(stopped),
-            _ = told_to_end() => shown,
+            _ = stop_signal() => shown,
         }
     });
     runtime.shutdown_timeout(LAST_FILES);
@@ -92,7 +92,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.url()))?;
     tokio::select! {
-        told = told_to_end() => told.and(result),
+        ended = stop_signal() => ended.and(result),
         ended = &mut server.ended => {
             ended.context("the server failed")??;
             result
@@ -146,7 +146,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Registers the pictures, once the agent (which looks at them) has joined.
+/// Registers the pictures, once the agent (which inspects them) has joined.
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {

@@ -73,7 +73,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Writes the file beside its place first: a broken download leaves nothing under its name.
+/// Writes a temporary file next to its place first: a broken download leaves nothing under its name.
 async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");

@@ -74,12 +74,12 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     loop {
         let answer = api.request(Method::GET, path, None::<&()>).await?;
         let ready = answer.status() != StatusCode::ACCEPTED;
-        let told: Value = api.read(answer).await?;
+        let reply: Value = api.read(answer).await?;
         if ready {
             bar.finish_and_clear();
-            return Ok(told);
+            return Ok(reply);
         }
-        bar.set_message(told.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
+        bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
         bar.tick();
         tokio::time::sleep(PAUSE).await;
     }
@@ -101,7 +101,7 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         })
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
-    let name = |class: usize| found.classes.get(class).map_or("?", |c| c.name.as_str());
+    let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
     for (count, of, taken_for) in confused(found) {
         output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
     }

@@ -1,5 +1,5 @@
-//! Files that somebody names on the command line. Opening a named pipe waits for somebody who writes into it, and a device
-//! may never end: only regular files are read, and what the caller's shell has connected this process to.
+//! Files named on the command line. Opening a named pipe blocks until somebody writes into it, and a device may never end: only
+//! regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
 use lockstep_worker::files;
@@ -35,8 +35,8 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
     if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
 }
 
-/// Looks whether a file may be written as `path`: it is written beside it and renamed, which would put a file in the place of a
-/// device or a pipe.
+/// Checks that a file may be written as `path`: it is written next to it and renamed, which would replace a device or a pipe by a
+/// file.
 ///
 /// # Errors
 /// Exit status 2: what is there is no regular file.
@@ -57,9 +57,9 @@ mod tests {
 
     /// Reads up to four bytes, and fails where that waits.
     fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
-        let (tell, told) = mpsc::channel();
-        std::thread::spawn(move || tell.send(read(&path, 4, "is larger than 4 bytes")));
-        told.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
+        let (sender, receiver) = mpsc::channel();
+        std::thread::spawn(move || sender.send(read(&path, 4, "is larger than 4 bytes")));
+        receiver.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `lockstep pause`, `resume` and `retry`: what a person has a job do.
+//! `lockstep pause`, `resume` and `retry`.
 
 use super::{
     api::{Api, ServerArgs},

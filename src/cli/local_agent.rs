@@ -3,7 +3,7 @@
 //! It is a child that outlives its parent: when the server is killed, ranks train on, and the next
 //! server's agent takes them over.
 
-use super::wrong;
+use super::{sentence, wrong};
 use anyhow::Context;
 use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,18 +19,18 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// From TERM to KILL: an agent gives its ranks 20 s to keep a checkpoint and 5 s to end, and tells the server for
-/// up to 5 s more.
+/// From TERM to KILL: an agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the server for up to
+/// 5 s more.
 const GRACE: Duration = Duration::from_secs(35);
 /// First pause before a dead agent is started again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 /// An agent that lived this long was fine: the next pause is the first again.
 const FINE_AFTER: Duration = Duration::from_secs(30);
 
-/// A running local agent and its keeper.
+/// A running local agent and its task.
 pub(crate) struct LocalAgent {
     stop: oneshot::Sender<()>,
-    keeper: JoinHandle<()>,
+    task: JoinHandle<()>,
 }
 
 /// The places for ranks that the local agent offers.
@@ -64,15 +64,15 @@ impl LocalAgent {
         relieve(&settings.dir).await?;
         let child = spawn(&settings)?;
         let (stop, stopped) = oneshot::channel();
-        let keeper = tokio::spawn(keep(settings, child, stopped));
-        Ok(Self { stop, keeper })
+        let task = tokio::spawn(keep(settings, child, stopped));
+        Ok(Self { stop, task })
     }
 
     /// Ends it in order: its ranks end, the server hears of it.
     pub(crate) async fn stop(self) {
-        // A keeper that is gone has nothing to end.
+        // A task that is gone has nothing to end.
         let _ = self.stop.send(());
-        let _ = self.keeper.await;
+        let _ = self.task.await;
     }
 }
 
@@ -104,7 +104,7 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
                     born = Instant::now();
                     break;
                 }
-                Err(error) => tracing::error!(error = format!("{error:#}"), "the local agent does not start"),
+                Err(error) => tracing::error!(error = sentence(&error), "the local agent does not start"),
             }
         }
     }

@@ -15,11 +15,11 @@ pub(crate) mod download;
 pub(crate) mod evaluate;
 pub(crate) mod file;
 pub(crate) mod fork;
+pub(crate) mod inspect;
 pub(crate) mod job_actions;
 pub(crate) mod list;
 pub(crate) mod local_agent;
 pub(crate) mod logs;
-pub(crate) mod look;
 pub(crate) mod metrics;
 pub(crate) mod output;
 pub(crate) mod predict;
@@ -61,8 +61,25 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    output::warn(format_args!("error: {error:#}"));
+    output::warn(format_args!("error: {}", sentence(&error)));
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
+}
+
+/// An error and its causes, with colons between. A cause that the error before it already quotes is left out.
+pub(crate) fn sentence(error: &anyhow::Error) -> String {
+    let mut sentence = String::new();
+    let mut quoted_in = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        if sentence.is_empty() {
+            sentence.clone_from(&text);
+        } else if !quoted_in.contains(&text) {
+            sentence.push_str(": ");
+            sentence.push_str(&text);
+        }
+        quoted_in = text;
+    }
+    sentence
 }
 
 /// Runs a client command on one thread.
@@ -83,4 +100,22 @@ pub(crate) fn init_tracing(default: &str) {
         // It would print what it could not print, and panic: a log on a full disk must end nobody.
         .log_internal_errors(false)
         .try_init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sentence;
+    use lockstep_server::ServeError;
+    use std::io;
+
+    #[test]
+    fn a_cause_is_named_once() {
+        let missing = || io::Error::from_raw_os_error(2);
+        let quoting = ServeError::DataDir { path: "/data".into(), source: missing() };
+        let text = sentence(&anyhow::Error::new(quoting).context("serve"));
+        assert!(text.starts_with("serve: the data directory /data cannot be used: No such file"), "{text}");
+        assert_eq!(text.matches("os error 2").count(), 1, "{text}");
+        let text = sentence(&anyhow::Error::new(missing()).context("/data/agent.log"));
+        assert_eq!(text, "/data/agent.log: No such file or directory (os error 2)");
+    }
 }

@@ -1,7 +1,6 @@
-//! Standard output and error: lines for people, JSON for programs, and no panic when a pipe closes. What a server or a
-//! file says may hold characters that a terminal obeys (colours, titles, the clipboard): on a terminal they are shown
-//! as what they are, and so are those that nobody sees. A pipe gets what there is; errors and warnings are for people wherever
-//! they go.
+//! Standard output and error: lines for people, JSON for programs, and no panic when a pipe closes. Text of a server or a file
+//! may hold control characters (colours, titles, the clipboard). On a terminal these are shown escaped, and so are invisible
+//! characters. A pipe gets the text unchanged; errors and warnings are escaped everywhere.
 
 use lockstep_protocol::unseen;
 use serde::Serialize;
@@ -46,14 +45,19 @@ pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
+/// A name from a file or a server as part of a line: without line breaks and tabs, and with characters that a terminal obeys
+/// as JSON writes them.
+pub(crate) fn one_line(text: &str) -> String {
+    unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
+}
+
 /// A table with columns as wide as their content, headed by `header`.
 ///
 /// # Errors
 /// As [`line`].
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
     // A row is a line, whatever is in it.
-    let cell = |cell: &String| unseen::shown(&cell.replace(['\n', '\t'], " ")).into_owned();
-    let rows: Vec<[String; N]> = rows.iter().map(|row| row.each_ref().map(cell)).collect();
+    let rows: Vec<[String; N]> = rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
     let mut widths = header.map(|h| h.chars().count());
     for row in &rows {
         for (width, cell) in widths.iter_mut().zip(row) {

@@ -1,4 +1,4 @@
-//! `lockstep predict`: what a model says of pictures.
+//! `lockstep predict`: classifies pictures.
 
 use super::{
     api::{Api, ServerArgs},
@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// Of the pictures of a question, as the server takes them.
+/// Most bytes of the pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
@@ -65,7 +65,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         pictures.push((image.display().to_string(), bytes));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => (None, lockstep_worker::look::predict(model, pictures).map_err(wrong)?),
+        Some(model) => (None, lockstep_worker::inspect::predict(model, pictures).map_err(wrong)?),
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
             (Some(answering), predictions)
@@ -79,14 +79,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         None if args.server.json => output::json(&predictions)?,
         _ => {
-            // Whoever named no job reads which one was taken.
+            // A user who named no job sees which one was taken.
             if let Some(by) = answering.as_ref().filter(|_| args.job.is_none()) {
                 output::warn(format_args!("{}, checkpoint {}", by.job, by.checkpoint));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
-                let words = |c: &Probability| format!("{} {:.1} %", c.class, c.probability * 100.0);
-                let top: Vec<String> = prediction.classes.iter().map(words).collect();
-                output::line(format_args!("{}: {}", prediction.name, top.join(", ")))?;
+                output::line(line(prediction))?;
             }
         }
     }
@@ -95,7 +93,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
 }
 
-/// Whose model it was.
+/// A prediction as one line. Class names are whatever the model's file holds; no character of theirs moves the cursor or
+/// begins another line, whether a terminal or a program reads it.
+fn line(prediction: &Prediction) -> String {
+    let words = |c: &Probability| format!("{} {:.1} %", output::one_line(&c.class), c.probability * 100.0);
+    let top: Vec<String> = prediction.classes.iter().map(words).collect();
+    format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
+}
+
+/// The model that was used.
 #[derive(Serialize)]
 struct Answering {
     /// The job's name.
@@ -150,4 +156,21 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(A
     }
     let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
     Ok((Answering { job: job.name, checkpoint }, predictions))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_name_cannot_command_a_terminal() {
+        let class = "\u{1b}]0;title\u{7}cat\nfake.png: dog 99.0 %".to_owned();
+        let prediction = Prediction {
+            name: "a.png".into(),
+            classes: vec![Probability { class, probability: 0.5 }],
+            error: None,
+        };
+        let shown = line(&prediction);
+        assert_eq!(shown, "a.png: \\u001b]0;title\\u0007cat fake.png: dog 99.0 % 50.0 %");
+    }
 }

@@ -6,6 +6,7 @@ use super::{
     output, wrong,
 };
 use lockstep_server::{ServeConfig, ServeError};
+use lockstep_worker::engine::MOST_CPU_SLOTS;
 use std::{
     net::{SocketAddr, ToSocketAddrs},
     path::PathBuf,
@@ -38,7 +39,8 @@ pub(crate) struct Args {
     #[arg(long)]
     no_local_agent: bool,
     /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
-    #[arg(long, value_name = "N", conflicts_with = "no_local_agent")]
+    #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
@@ -69,18 +71,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if local_agent {
             server.start_agent(slots, false).await?;
         }
-        let told = tokio::select! {
-            told = told_to_end() => told,
+        let signal = tokio::select! {
+            signal = stop_signal() => signal,
             ended = &mut server.ended => return server_error(ended),
         };
-        told?;
+        signal?;
         tracing::info!("ending in order; once more to end at once");
         tokio::select! {
             stopped = server.stop() => stopped,
-            again = told_to_end() => again,
+            again = stop_signal() => again,
         }
     });
-    // A thread that waits for a file system which does not answer cannot be told to end.
+    // A thread that waits for a file system which does not respond cannot be stopped.
     runtime.shutdown_timeout(LAST_FILES);
     result
 }
@@ -89,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// The system does not let us listen to signals.
-pub(crate) async fn told_to_end() -> anyhow::Result<()> {
+pub(crate) async fn stop_signal() -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     tokio::select! {

@@ -17,7 +17,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Prints what the server knows of a job.
+/// Prints a job.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job.
@@ -29,20 +29,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         anyhow::Ok((job, answer))
     })?;
     if args.server.json {
-        // As the server tells them, also what a newer one tells of them.
+        // As the server sent them, so that fields of a newer server are included.
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&Shown { job, attempts });
     }
-    let attempts: Vec<Told> = list(&answer, "attempts")?;
+    let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
     for (key, value) in lines(&job).into_iter().chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
 }
 
-/// What is shown of an attempt, of which a newer server may tell a state that this version has no word for.
+/// The fields of an attempt that are shown; a newer server may send a state that this version does not know.
 #[derive(Deserialize)]
-struct Told {
+struct AttemptRow {
     attempt: u32,
     /// A word.
     state: String,
@@ -51,7 +51,7 @@ struct Told {
     step: Option<u64>,
 }
 
-/// A job as the server tells it, and its attempts.
+/// A job as the server sent it, and its attempts.
 #[derive(Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -60,17 +60,17 @@ struct Shown {
 }
 
 /// `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`
-fn line(attempt: &Told) -> (String, String) {
-    let mut told = attempt.state.clone();
+fn line(attempt: &AttemptRow) -> (String, String) {
+    let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
-        told += &format!(": {}", reason.words());
+        text += &format!(": {}", reason.words());
     } else if let Some(step) = attempt.step {
-        told += &format!(" at step {step}");
+        text += &format!(" at step {step}");
     }
     if let Some(checkpoint) = &attempt.checkpoint {
-        told += &format!("; it began from checkpoint {checkpoint}");
+        text += &format!("; it began from checkpoint {checkpoint}");
     }
-    (format!("attempt {}", attempt.attempt), told)
+    (format!("attempt {}", attempt.attempt), text)
 }
 
 fn lines(job: &Job) -> Vec<(String, String)> {
@@ -128,8 +128,8 @@ mod tests {
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
-        let attempts: Vec<Told> = list(&answer, "attempts").unwrap();
-        let lines: Vec<_> = attempts.iter().map(line).map(|(key, told)| format!("{key}: {told}")).collect();
+        let attempts: Vec<AttemptRow> = list(&answer, "attempts").unwrap();
+        let lines: Vec<_> = attempts.iter().map(line).map(|(key, text)| format!("{key}: {text}")).collect();
         assert_eq!(
             lines,
             [

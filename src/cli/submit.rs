@@ -1,4 +1,4 @@
-//! `lockstep submit`: a specification becomes a job.
+//! `lockstep submit`: submits a job.
 
 use super::{
     api::{Api, ServerArgs, mistake},

@@ -2,6 +2,7 @@
 
 mod launcher;
 mod local;
+mod out_lock;
 mod show;
 
 use super::{api::mistake, init_tracing, output, wrong};
@@ -27,6 +28,7 @@ use lockstep_worker::{
     rank::RankConfig,
     supervisor::configs,
 };
+use out_lock::OutLock;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -76,6 +78,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
     fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
+    // The ranks of a launcher share the folder: rank 0 locks it for all.
+    let _lock = match &place {
+        Some(place) if place.rank > 0 => None,
+        _ => Some(OutLock::take(&out)?),
+    };
     let resume = match &place {
         // Rank 0 reads the checkpoint and sends it; the others only need to know that there is one.
         Some(place) if place.rank > 0 => args.resume.clone(),
@@ -203,11 +210,11 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
             let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
             match name.and_then(checkpoint::parse_folder_name) {
                 Some((_, kept)) if kept >= *step => {
-                    anyhow::bail!("stopped after step {step}; --resume latest goes on from there")
+                    anyhow::bail!("stopped after step {step}; --resume latest continues from there")
                 }
                 Some((_, kept)) => anyhow::bail!(
                     "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
-                     goes on from step {kept}",
+                     continues from step {kept}",
                     kept + 1
                 ),
                 None if *step == 0 => anyhow::bail!("stopped before the first step"),
@@ -223,7 +230,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
 /// As a server does for jobs that do not say which split measures them.
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    // Of a folder of pictures this needs no look at all files; what is wrong with a dataset its ranks tell.
+    // A folder of pictures need not be read for this; ranks report what is wrong with a dataset.
     if usual == "none" || dataset.join(usual).is_dir() {
         return;
     }
@@ -275,9 +282,9 @@ fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<(JobSpec, bool)> {
 /// A dataset is a path from here, or from where the job's file is.
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
-    let beside = job.parent().map(|dir| dir.join(given));
+    let from_job_file = job.parent().map(|dir| dir.join(given));
     let there = |path: PathBuf| lockstep_worker::data::canonical(&path).ok();
-    [Some(given.to_path_buf()), beside].into_iter().flatten().find_map(there).ok_or_else(|| {
+    [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
         wrong(format!(
             "data.dataset: there is no {}; without a server a dataset is named by its path",
             given.display()
@@ -285,14 +292,14 @@ fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     })
 }
 
-/// The name of the checkpoint to go on from, under `out/checkpoints`.
+/// The name of the checkpoint to continue from, under `out/checkpoints`.
 fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
     let directory = out.join("checkpoints");
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
     match resume {
         None if checkpoint::list(&directory)?.is_empty() => Ok(None),
         None => Err(wrong(format!(
-            "{} holds a run already: give --resume latest to go on with it, or another --out",
+            "{} holds a run already: give --resume latest to continue it, or another --out",
             out.display()
         ))),
         Some("latest") => {

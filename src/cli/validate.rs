@@ -1,4 +1,4 @@
-//! `lockstep validate`: what a submission would say, without a job.
+//! `lockstep validate`: checks a specification as a submission would, without creating a job.
 
 use super::{
     api::{Api, DEFAULT_SERVER},

@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, output, wrong,
+    block_on, output, sentence, wrong,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::{
@@ -147,8 +147,8 @@ async fn follow(
         if !over {
             let away = *away_since.get_or_insert_with(Instant::now);
             if away.elapsed() > PATIENCE {
-                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| format!("{e:#}"));
-                anyhow::bail!("lost the server: {why}; `lockstep watch {}` goes on from here", job.id);
+                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
+                anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
             }
             // The job may be over, or gone, without a stream that says so.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {

@@ -42,7 +42,7 @@ export class Chart {
 
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
-   * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: told what is shown.
+   * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: called with what is shown.
    * `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `held`: nothing is drawn until `release()`.
    */
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false, limits, held = false }) {
@@ -126,7 +126,7 @@ export class Chart {
   /** Pixels that data is drawn across: as many buckets as the server is asked for. */
   get pixels() {
     const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
-    return Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1));
+    return Math.min(10000, Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1)));
   }
 
   /** Draws onto any context that has a canvas's methods. */
@@ -187,7 +187,7 @@ export class Chart {
     this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
     this.root.dataset.drawn = String(shown);
     if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
-    // The picture is on the screen with the next frame: what a zoom took is told to whoever asks.
+    // The picture is on the screen with the next frame: how long a zoom took is known now.
     this.paintedAt = performance.now();
   }
 

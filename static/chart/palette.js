@@ -1,5 +1,5 @@
 // Colours for canvases, read from the page's custom properties so that both themes have one home.
-// Rank colours are told apart by colour-blind eyes: they differ in lightness as well as in hue.
+// Rank colours can be distinguished by colour-blind readers: they differ in lightness as well as in hue.
 
 /** Ranks past these share the mean and its band. */
 export const RANK_COLOURS = 8;

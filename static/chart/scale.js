@@ -13,7 +13,7 @@ export function linearTicks(low, high, wanted) {
   return ticks;
 }
 
-/** Powers of ten, and their doubles and fives where there is room; within one decade, round numbers. */
+/** Powers of ten, and their doubles and fives where they fit; within one decade, round numbers. */
 export function logTicks(low, high, wanted) {
   const decades = Math.log10(high / low);
   if (decades < 1) return linearTicks(low, high, wanted).filter((v) => v > 0);

@@ -183,7 +183,7 @@ export class Series {
   }
 }
 
-/** The mean over ranks of one metric: a step counts once every rank has told its value. */
+/** The mean over ranks of one metric: a step counts once every rank has reported its value. */
 export class MeanSeries extends Series {
   #waiting = new Map();
 
@@ -205,7 +205,7 @@ export class MeanSeries extends Series {
       this.#waiting.delete(key);
       this.segment(attempt).push(steps[i], sum.min, sum.max, sum.total / sum.n);
     }
-    // Steps that a dead rank never told of.
+    // Steps that a dead rank never reported.
     if (this.#waiting.size > 20_000) this.#waiting.clear();
   }
 
@@ -232,7 +232,7 @@ export class MeanSeries extends Series {
       steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
       max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
     }, exact, width);
-    // What some ranks have told and others not yet waits for the stream.
+    // Steps that only some ranks have reported wait for the stream.
     if (!exact) return;
     for (const { steps, mean } of ranks) {
       const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < this.ranks);

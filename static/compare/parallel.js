@@ -21,7 +21,7 @@ export class Parallel {
   #axes(jobs) {
     const numeric = (name, values, words) => {
       const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
-      // Learning rates and their kin are told apart by their powers of ten.
+      // Learning rates and the like differ by powers of ten.
       const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v);
       const span = of(high) - of(low) || 1;
       return { name, at: values.map((v) => (high === low ? (Number.isFinite(v) ? 0.5 : NaN) : (of(v) - of(low)) / span)), ends: finite.length ? [words(low), words(high)] : ["", ""], words: values.map((v) => (Number.isFinite(v) ? words(v) : "–")) };

@@ -37,11 +37,11 @@ export class Actions {
   }
 
   #fault(error) {
-    const band = byId("verdict");
+    const band = byId("banner");
     band.hidden = false;
     band.dataset.tone = "bad";
-    text(byId("verdict-what"), "That was not done.");
-    text(byId("verdict-why"), sentence(error));
+    text(byId("banner-what"), "That was not done.");
+    text(byId("banner-why"), sentence(error));
   }
 
   #cancel() {
@@ -58,7 +58,7 @@ export class Actions {
       title: `Delete ${job.name}?`, yes: "Delete the job",
       detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
       act: async () => {
-        // Not to be told that the job is gone by what this very page does.
+        // The page should not announce that the job is gone when it deleted the job itself.
         this.page.quiet();
         try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.loud(); throw error; }
         location.href = "/jobs";

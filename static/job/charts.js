@@ -36,7 +36,7 @@ export class Charts {
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    // Nothing is drawn twice: they are held until their history is here.
+    // Nothing is drawn twice: drawing waits until their history is here.
     const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, held: true, ...options });
     const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
     this.all = {

@@ -31,7 +31,7 @@ export class Classify {
   async #send(files) {
     const status = byId("classify-status");
     if (!files.length) return;
-    text(status, `Looking at ${plural(files.length, "picture")} …`);
+    text(status, `Classifying ${plural(files.length, "picture")} …`);
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {

@@ -36,7 +36,7 @@ export class Evaluation {
   async load() {
     const mine = ++this.#asked, out = byId("evaluation-out"), status = byId("evaluation-status"), began = Date.now();
     out.hidden = true;
-    if (!this.choice.value) return text(status, "No checkpoint yet. The first one can be looked at here.");
+    if (!this.choice.value) return text(status, "No checkpoint yet. The first one can be evaluated here.");
     let doing = "Evaluating on the validation pictures";
     for (;;) {
       text(status, `${doing} … ${Math.round((Date.now() - began) / 1000)} s`);

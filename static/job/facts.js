@@ -1,4 +1,4 @@
-// The row of numbers, the title's line and the verdict: what one glance has to answer.
+// The row of numbers, the title's line and the banner: what one glance has to answer.
 
 import { byId, text } from "../page.js";
 import { clock, count, percent, plural, rate, timeOfDay, value } from "../numbers.js";
@@ -25,8 +25,8 @@ export class Facts {
     const newest = metrics.of("loss").last;
     // A new attempt goes back to its checkpoint: its steps are the job's. Points that came as buckets
     // are named by their first step, so the server's own count may be ahead.
-    const told = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
-    const step = newest?.exact ? told : Math.max(told, job.step);
+    const reported = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    const step = newest?.exact ? reported : Math.max(reported, job.step);
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
@@ -60,7 +60,7 @@ export class Facts {
 
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;
-    this.#verdict(now, step);
+    this.#banner(now, step);
   }
 
   #left(steps, speed, now) {
@@ -105,15 +105,15 @@ export class Facts {
     }
   }
 
-  #verdict(now, step) {
-    const found = this.#trouble(now, step), band = byId("verdict");
+  #banner(now, step) {
+    const found = this.#trouble(now, step), band = byId("banner");
     band.hidden = !found;
     if (!found) return;
     const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
-    text(byId("verdict-what"), what);
-    text(byId("verdict-why"), why ?? "");
-    const a = byId("verdict-link");
+    text(byId("banner-what"), what);
+    text(byId("banner-why"), why ?? "");
+    const a = byId("banner-link");
     a.setAttribute("href", link[0]);
     text(a, link[1]);
   }
@@ -127,7 +127,7 @@ export class Facts {
       case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
       case "queued": return reason ? { tone: "warn", what: "Waiting.", why: reason, link: ["/machines", "Machines"] } : null;
       case "running": break;
-      case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume goes on from there.", link: ["#cp-title", "Checkpoints"] };
+      case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;

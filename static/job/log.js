@@ -27,7 +27,7 @@ export class Log {
   #newer = false;
   #reading = false;
   #lastTop = 0;
-  /** While searching: what is older than this event is not looked at yet. */
+  /** While searching: events older than this one are not searched yet. */
   #from = null;
 
   constructor(job) {
@@ -42,9 +42,9 @@ export class Log {
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
     this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
-    for (const choice of [this.rank, this.attempt]) choice.addEventListener("change", () => this.#narrow());
+    for (const choice of [this.rank, this.attempt]) choice.addEventListener("change", () => this.#filterChanged());
     let typing = 0;
-    this.search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => this.#narrow(), 200); });
+    this.search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => this.#filterChanged(), 200); });
     this.box.addEventListener("click", (event) => {
       const time = event.target.closest("time");
       if (time && !getSelection().toString()) this.#mark(time.parentElement);
@@ -65,9 +65,9 @@ export class Log {
     return new URLSearchParams(Object.entries(given).filter(([, v]) => v !== "" && v !== null && v !== undefined));
   }
 
-  get #narrowed() { return this.search.value.trim() !== ""; }
+  get #searching() { return this.search.value.trim() !== ""; }
 
-  #narrow() {
+  #filterChanged() {
     write({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
     return this.load();
@@ -106,18 +106,18 @@ export class Log {
   }
 
   async toNewest() {
-    const answer = await this.#ask({ tail: this.#narrowed ? PART : KEEP });
+    const answer = await this.#ask({ tail: this.#searching ? PART : KEEP });
     if (!answer) return;
     this.#from = answer.next;
     this.#fresh(answer.lines, answer.next !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
-    if (this.#narrowed) await this.#searchOn();
+    if (this.#searching) await this.#searchOn();
   }
 
-  /** The server searches a second at a time: goes on until there is a screen full or the log's beginning is reached. */
+  /** The server searches a second at a time: continues until there is a screen full or the log's beginning is reached. */
   async #searchOn() {
-    while (this.#narrowed && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
+    while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
       if (await this.#before(true)) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
@@ -199,7 +199,7 @@ export class Log {
   /** Reads older lines. `held`: the reader has not moved, so the place stays at the end. */
   async #before(held = false) {
     if (this.#reading) return false;
-    const first = this.box.querySelector("p[data-at]"), seq = this.#narrowed ? this.#from : Number(first?.dataset.at.split(".")[0]);
+    const first = this.box.querySelector("p[data-at]"), seq = this.#searching ? this.#from : Number(first?.dataset.at.split(".")[0]);
     if (!seq) return false;
     const answer = await this.#ask({ tail: PART, before: seq }).catch(() => null);
     if (!answer) return false;
@@ -246,9 +246,9 @@ export class Log {
       this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
     }
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#narrowed ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
+    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#narrowed ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
+      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
       : this.#older ? `${count(this.box.childElementCount)} lines, older ones above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }

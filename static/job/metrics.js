@@ -57,7 +57,7 @@ export class Metrics {
 
   /**
    * Reads all history afresh. The first chart's comes first, with the mean over ranks if `meanFirst`, and then
-   * `first()` is awaited before anything else is asked for. Answers the sequence number from which the stream is to go on.
+   * `first()` is awaited before anything else is asked for. Answers the sequence number from which the stream continues.
    */
   async load(others, meanFirst, first) {
     const names = new Set([...NAMES, ...others, ...GPU]);
@@ -73,7 +73,7 @@ export class Metrics {
 
   /** A `metrics` event. */
   apply({ seq, attempt, rank, name, steps, values }) {
-    // One that nobody looks at is read when somebody does.
+    // A metric that is not shown is read when it is.
     if (!this.#asOf.has(name) || seq <= this.#asOf.get(name)) return;
     this.of(name, rank).append(attempt, steps, values);
     if (MEANS.has(name)) this.mean(name).appendRank(attempt, steps, values);

@@ -75,7 +75,7 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
-  /** What the job's speed depends on, in words, or "" while there are too few steps to tell. */
+  /** What the job's speed depends on, in words, or "" while there are too few steps to know. */
   #limit(splits) {
     const known = splits.filter((s, rank) => s.step > 0 && this.metrics.of("step_ms", rank).last?.lastStep >= WINDOW);
     if (!known.length) return "";
@@ -166,12 +166,12 @@ export class Ranks {
     }
   }
 
-  /** Utilisation, memory, temperature and power, where its device tells them. */
+  /** Utilisation, memory, temperature and power, where its device reports them. */
   #gpu(rank) {
     const newest = (name) => this.metrics.of(name, rank).recent(1);
-    const told = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
+    const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
       ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];
-    return told.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
+    return reported.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
   }
 
   #make(rank) {

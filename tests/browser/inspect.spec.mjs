@@ -1,4 +1,4 @@
-// Looking at models and at data: what the page says is what the files say.
+// Evaluations, predictions and pictures of datasets: the page shows what the files have.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";

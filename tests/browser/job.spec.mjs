@@ -56,7 +56,7 @@ describe("a job", () => {
     await until("its accuracy is told", async () => /^\d+\.\d %$/.test(await page.locator("#accuracy").textContent()));
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Took");
     // Drawn at the same time as the clock; while it trained, a rank may have been slow on a busy machine.
-    assert.equal(await page.locator("#verdict").isVisible(), false, "nothing is wrong, so nothing is said");
+    assert.equal(await page.locator("#banner").isVisible(), false, "nothing is wrong, so nothing is said");
 
     const link = page.locator("#checkpoints a").first();
     const model = await page.request.get(new URL(await link.getAttribute("href"), page.url()).href);
@@ -89,7 +89,7 @@ describe("a job", () => {
     assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
 
     await page.getByRole("button", { name: "Retry", exact: true }).click();
-    await until("it goes on with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
+    await until("it continues with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
     await until("the page shows that", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is cancelled again", async () => (await state(page)) === "cancelled");
@@ -106,9 +106,9 @@ describe("a job", () => {
     const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
     await until("it has succeeded", async () => (await server.job(id)).state === "succeeded");
     const page = await browser.page(server, `/jobs/${id}`);
-    const verdict = page.locator("#verdict"), live = async () => (await page.locator("#live").textContent()) === "live";
+    const banner = page.locator("#banner"), live = async () => (await page.locator("#live").textContent()) === "live";
     await until("it is live", live);
-    assert.ok(!await verdict.isVisible());
+    assert.ok(!await banner.isVisible());
     // As another version of the server would have stored it.
     execFileSync("python3", ["-c", `import sqlite3, sys
 db = sqlite3.connect(sys.argv[1], timeout=30)
@@ -116,9 +116,9 @@ db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of anoth
 db.commit()`, join(server.dir, "lockstep.db"), id]);
     await page.reload();
     await until("it is live again", live);
-    assert.match(await verdict.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
-    assert.equal(await verdict.getAttribute("data-tone"), "warn");
-    assert.ok(await verdict.isVisible());
+    assert.match(await banner.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
+    assert.equal(await banner.getAttribute("data-tone"), "warn");
+    assert.ok(await banner.isVisible());
     await page.end();
   });
 

@@ -155,16 +155,16 @@ describe("machines", () => {
 });
 
 describe("a run", () => {
-  test("is paused, goes on, and is forked from its checkpoint with another learning rate", async () => {
+  test("is paused, continues, and is forked from its checkpoint with another learning rate", async () => {
     const { id } = await server.submit({ name: "paused", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
     await until("it trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused", async () => (await state()) === "paused");
-    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#verdict").textContent()));
+    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#banner").textContent()));
     const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
-    await until("it goes on from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
+    await until("it continues from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
     await until("the page too", async () => (await state()) === "running");
     await page.locator("#log-attempt").selectOption("1");
     const whose = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
@@ -183,7 +183,7 @@ describe("a run", () => {
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
     await page.waitForURL((url) => url.pathname !== `/jobs/${id}`);
     const fork = new URL(page.url()).pathname.split("/").pop();
-    const made = await until("it goes on from the checkpoint", async () => { const job = await server.job(fork); return job.state === "running" && job.step > step && job; });
+    const made = await until("it continues from the checkpoint", async () => { const job = await server.job(fork); return job.state === "running" && job.step > step && job; });
     assert.deepEqual([made.spec.train.lr, made.name], [0.2, "its fork"]);
     for (const each of [id, fork]) await server.ask(`/jobs/${each}/cancel`, {});
     await page.end();

@@ -66,12 +66,12 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
-        let told = logged.ok().lines().any(|line| {
+        let response = logged.ok().lines().any(|line| {
             line.contains("could not be written")
                 && line.contains(point)
                 && line.contains("the one before it stands")
         });
-        assert!(told, "{point}: {}", logged.stdout);
+        assert!(response, "{point}: {}", logged.stdout);
     }
     row.passed("training went on, the log says so each time");
     server.stop().await;

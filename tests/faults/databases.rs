@@ -30,8 +30,8 @@ async fn postgres_away(secs: u64, steps: u64) {
     let meanwhile = spec("meanwhile", 5);
     let (answer, refused) =
         tokio::join!(server.request(reqwest::Method::GET, "/jobs", None), server.post("/jobs", &meanwhile));
-    let told = answer.problem(503)["detail"].to_string();
-    assert!(told.contains("database"), "{told}");
+    let response = answer.problem(503)["detail"].to_string();
+    assert!(response.contains("database"), "{response}");
     refused.problem(503);
     while began.elapsed() < Duration::from_secs(secs) {
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -73,8 +73,8 @@ async fn sqlite_is_busy_for_longer_than_a_request_waits() {
     sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
     let before = length();
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
-    let told = refused.problem(503)["detail"].to_string();
-    assert!(told.contains("database"), "{told}");
+    let response = refused.problem(503)["detail"].to_string();
+    assert!(response.contains("database"), "{response}");
     assert_eq!(server.job(&id).await["state"], "running", "what is stored can be read");
     assert!(length() > before, "the ranks trained on");
     sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is free");

@@ -47,7 +47,7 @@ pub(crate) async fn undisturbed(steps: u64) -> Vec<u8> {
     trained(&spec("disturbed", steps)).await
 }
 
-/// The weights of a job that nothing disturbs, with its specification beside them as `model.safetensors` has it:
+/// The weights of a job that nothing disturbs, with its specification as `model.safetensors` has it:
 /// trained once for all tests, as they depend on nothing else.
 pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
     static TRAINED: Mutex<BTreeMap<String, Vec<u8>>> = Mutex::const_new(BTreeMap::new());
@@ -103,7 +103,7 @@ fn all_of(path: &Path) -> Vec<AttemptEvent> {
     }
 }
 
-/// From the rank's own file; and of its checkpoints those that it was gone too soon to tell of, from its agent's.
+/// From the rank's own file; checkpoints that it had no time to report, from its agent's.
 fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
     let dir = server.job_dir(id).join("attempts").join(attempt.to_string());
     let mut record = Record::default();
@@ -134,7 +134,7 @@ fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
 }
 
 /// From the server's events, by attempt and rank; lines that the agent added are those above the rank's own.
-fn told(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
+fn response(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
     let mut records: BTreeMap<(u64, u32), Record> = BTreeMap::new();
     for event in events {
         let rank = event["rank"].as_u64().unwrap_or(0) as u32;
@@ -169,12 +169,12 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
     let job = server.succeeded(id).await;
     let events = stored(server, id).await;
     let attempts = number(&job["attempt"]);
-    let told = told(&events);
+    let response = response(&events);
     let empty = Record::default();
     for attempt in 1..=attempts {
         for rank in 0..2 {
             let own = recorded(server, id, attempt, rank);
-            let stored = told.get(&(attempt, rank)).unwrap_or(&empty);
+            let stored = response.get(&(attempt, rank)).unwrap_or(&empty);
             if fenced.contains(&attempt) {
                 assert!(
                     stored.is_part_of(&own),
@@ -191,7 +191,7 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         }
     }
     for rank in 0..2 {
-        let done: BTreeSet<_> = told
+        let done: BTreeSet<_> = response
             .iter()
             .filter(|((_, r), _)| *r == rank)
             .flat_map(|(_, record)| record.points.keys().filter(|(name, _)| name == "loss").map(|(_, s)| *s))

@@ -1,4 +1,4 @@
-//! What a machine does to a job: no memory, no room on the disk, a clock that jumps, a process that does not end.
+//! What a machine does to a job: no memory, a full disk, a clock that jumps, a process that does not end.
 //!
 //! Some of these can only be had as root: a disk that is really full is a small tmpfs, a process that the kernel
 //! does not let go is one in a frozen control group, and the kernel's OOM killer is called by a control
@@ -227,7 +227,7 @@ impl Disk {
         Self(at.into())
     }
 
-    /// Takes all the room there is; the file that has it.
+    /// Fills the disk; the file that does it.
     fn fill(&self) -> PathBuf {
         let path = self.0.join("filler");
         let mut file = fs::File::create(&path).expect("a file");
@@ -264,8 +264,8 @@ async fn root_the_disk_is_really_full_for_a_while() {
     let filler = disk.fill();
     // Whatever it is asked meanwhile, it answers.
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
-    let told = refused.problem(503)["detail"].to_string();
-    assert!(told.contains("No space left") || told.contains("database"), "{told}");
+    let response = refused.problem(503)["detail"].to_string();
+    assert!(response.contains("No space left") || response.contains("database"), "{response}");
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(server.ranks(&id).len(), 2, "its ranks are alive");
     fs::remove_file(filler).expect("room again");

@@ -104,7 +104,7 @@ async fn steps_of(server: &Server, every: Option<u64>) -> f64 {
     let id = server.submit(&spec).await;
     server.succeeded(&id).await;
     let events = stored(server, &id).await;
-    let told = |step: u64| {
+    let response = |step: u64| {
         let of = |e: &&serde_json::Value| {
             let steps = e["steps"].as_array();
             e["name"] == "loss" && steps.is_some_and(|s| s.iter().any(|s| number(s) == step))
@@ -112,7 +112,7 @@ async fn steps_of(server: &Server, every: Option<u64>) -> f64 {
         let at = events.iter().find(of).and_then(|e| e["at"].as_str()?.parse::<Timestamp>().ok());
         at.expect("the step's loss").as_millisecond()
     };
-    (told(LENGTH) - told(1)) as f64
+    (response(LENGTH) - response(1)) as f64
 }
 
 #[tokio::test]

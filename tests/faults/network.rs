@@ -142,6 +142,6 @@ async fn slow_the_spool_is_full() {
     let reason = events.iter().find_map(|e| (e["state"] == "restarting").then(|| e["reason"].to_string()));
     let reason = reason.expect("a restart");
     assert!(reason.contains("the spool of agent") && reason.contains("--spool-mib"), "{reason}");
-    row.passed("ranks kept a checkpoint and ended, the reason says so; goes on from it");
+    row.passed("ranks kept a checkpoint and ended, the reason says so; continues from it");
     server.stop().await;
 }

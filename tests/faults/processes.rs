@@ -140,7 +140,7 @@ async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
         let queued: Vec<_> = events.iter().filter(|e| e["state"] == "queued").collect();
         let reason = queued.iter().rev().find_map(|e| e["reason"].as_str()).expect("a reason");
         assert!(
-            reason.contains("was stopped") && reason.contains(&format!("goes on from step {at}")),
+            reason.contains("was stopped") && reason.contains(&format!("continues from step {at}")),
             "{reason}"
         );
         let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");

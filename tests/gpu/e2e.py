@@ -61,7 +61,7 @@ class Stage:
         return spec
 
     def long(self, name, **changes):
-        """A job that goes on for a while, its steps, and how many of them from checkpoint to checkpoint."""
+        """A job that continues for a while, its steps, and how many of them from checkpoint to checkpoint."""
         if self.device == "cuda":
             arch, side, steps, every = "resnet50", 64, 4000, 500
         else:
@@ -146,7 +146,7 @@ def attempt_of(job, number):
 
 
 def kill(stage):
-    """kill -9 of one rank: the others end within 5 s, and the job goes on from its newest checkpoint."""
+    """kill -9 of one rank: the others end within 5 s, and the job continues from its newest checkpoint."""
     server, baseline = stage.server(), gpu_memory()
     spec, steps, every = stage.long("kill")
     job = server.submit(spec)
@@ -228,7 +228,7 @@ def suspend(stage):
 
 
 def across(stage):
-    """A checkpoint of one device goes on on the other, and back."""
+    """A checkpoint of one device continues on the other, and back."""
     text = "\n".join(
         [
             'name = "across"',
@@ -270,7 +270,7 @@ def across(stage):
 
 
 def overflow(stage):
-    """What float16 cannot hold goes on in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
+    """What float16 cannot hold continues in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
     server = stage.server()
     # No gradient of 16 bits survives this.
     spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
@@ -279,7 +279,7 @@ def overflow(stage):
     os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)
     job.succeeds()
     whole(job, stage.ranks, steps)
-    said = [line for line in job.log().splitlines() if "training goes on in bfloat16" in line]
+    said = [line for line in job.log().splitlines() if "training continues in bfloat16" in line]
     devices = {e["device"] for e in job.events if e["type"] == "rank" and e["attempt"] == 2 and e["step"] > every}
     stage.note(f"said: {said}; attempt 2 on {devices}")
     if stage.device == "cuda":
@@ -317,21 +317,21 @@ def main():
         print(f"{name}: {SCENARIOS[name].__doc__}", flush=True)
         with tempfile.TemporaryDirectory(prefix="lockstep-e2e-") as folder:
             stage = Stage(arguments, pathlib.Path(folder) / "server")
-            began, verdict = time.monotonic(), "pass"
+            began, result = time.monotonic(), "pass"
             try:
                 SCENARIOS[name](stage)
             except Exception as error:
-                verdict = "FAIL"
+                result = "FAIL"
                 failed += 1
                 stage.note(str(error) if isinstance(error, Failure) else traceback.format_exc())
                 keep(stage, out, name)
             finally:
                 end_everything(folder)
             secs = time.monotonic() - began
-        line = [f"{name} ({arguments.device} x {arguments.ranks})", verdict, f"{secs:.1f} s", "; ".join(stage.notes)]
+        line = [f"{name} ({arguments.device} x {arguments.ranks})", result, f"{secs:.1f} s", "; ".join(stage.notes)]
         with open(out / "results.tsv", "a") as results:
             results.write("\t".join(part.replace("\t", " ").replace("\n", " | ") for part in line) + "\n")
-        print(f"  {verdict} in {secs:.1f} s", flush=True)
+        print(f"  {result} in {secs:.1f} s", flush=True)
     sys.exit(1 if failed else 0)
 
 

@@ -1,4 +1,4 @@
-//! A backup beside a running server, restored for another one that knows the same.
+//! A backup of a running server, restored into another one that is equal.
 
 use crate::{
     pictures,
@@ -22,8 +22,8 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     if let Some(url) = &server.database {
         which.extend(["--database", url]);
     }
-    let told = server.cli(&[&["backup", "-o", file], &which[..]].concat());
-    assert!(told.ok().contains("backed up 1 jobs"), "{}", told.stdout);
+    let response = server.cli(&[&["backup", "-o", file], &which[..]].concat());
+    assert!(response.ok().contains("backed up 1 jobs"), "{}", response.stdout);
     if server.database.is_none() {
         std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
             .expect("a link");
@@ -39,7 +39,7 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     server
         .cli(&[&["backup", "-o", "/dev/null"], &which[..]].concat())
         .wrong(&["/dev/null", "name another file"]);
-    // The server has the database: whoever would change it is refused.
+    // The server has the database: commands that would change it are refused.
     server.cli(&[&["migrate"], &which[..]].concat()).wrong(&["in use"]);
     server.cli(&[&["restore", file], &which[..]].concat()).wrong(&["in use"]);
 
@@ -47,8 +47,8 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     assert_eq!(other.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
-    let told: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
-    assert!(told["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{told}");
+    let response: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
+    assert!(response["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{response}");
     other.cli(&["restore", file, "--database", &url]).wrong(&["is not empty"]);
     other.cli(&["migrate", "--database", &url]).ok();
     other.cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"]).wrong(&["/nowhere/x.db"]);

@@ -23,7 +23,7 @@ async fn what_is_no_dataset_is_not_registered() {
         // The command says the same.
         let path = path.to_str().expect("UTF-8");
         server.cli(&["dataset", "add", "broken", path]).wrong(words);
-        // And so does looking at it without a server.
+        // And so does inspecting it without a server.
         server.cli(&["dataset", "inspect", path]).wrong(words);
     };
     fs::create_dir(folder.join("empty")).expect("a folder");

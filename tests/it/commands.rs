@@ -177,6 +177,11 @@ async fn what_needs_a_gpu_says_so_where_there_is_none() {
         Finished::of(lockstep().args(args).env("CUDA_VISIBLE_DEVICES", "").current_dir(folder.path()))
     };
     without(&["agent", "--gpus", "0"]).wrong(&["--gpus 0", "there is no GPU"]);
+    for command in ["agent", "serve"] {
+        for count in ["0", "1025"] {
+            without(&[command, "--cpu-slots", count]).wrong(&["--cpu-slots", "1..=1024"]);
+        }
+    }
     without(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
     without(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
     without(&["bench", "--device", "cpu", "--precision", "bf16"]).wrong(&["fp32"]);

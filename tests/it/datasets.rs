@@ -7,7 +7,7 @@ use crate::{
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// The Parquet files of a repository of the hub, in a folder of their own, as a copy is written beside it.
+/// The Parquet files of a repository of the hub, in a folder of their own, as a copy is written next to it.
 fn hub_in(folder: &Path) -> String {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub/data");
     let to = folder.join("hub");
@@ -38,7 +38,7 @@ async fn a_dataset_is_prepared_as_it_is_registered() {
     assert_eq!(server.cli(&add).json()["info"]["format"], "webdataset");
     assert_eq!(paths()[0], (json!("other"), json!(here("elsewhere"))));
 
-    // A name that is taken is told of before hours of work, not after.
+    // A name that is taken is reported before hours of work, not after.
     let taken = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
     taken.wrong(&["already called pets", "hub-16"]);
     assert!(!here("hub-17").exists());
@@ -95,7 +95,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     assert!(Path::new(&hub).join("data").is_dir());
     assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
 
-    // Its job still says what it trained on, and goes on when the name is there again.
+    // Its job still says what it trained on, and continues when the name is there again.
     assert!(server.cli(&["show", &id]).ok().contains("dataset = \"pets\""));
     server.cli(&["retry", &id]).wrong(&["\"pets\" is no longer registered"]);
     server.cli(&["dataset", "add", "pets", &hub]).ok();

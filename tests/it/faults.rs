@@ -1,4 +1,4 @@
-//! Processes that are killed: nothing is lost, nothing is told twice, nothing is left behind.
+//! Processes that are killed: nothing is lost, nothing is reported twice, nothing is left behind.
 
 use crate::{
     pictures,
@@ -51,7 +51,7 @@ fn states(events: &[Value]) -> Vec<String> {
     states
 }
 
-/// Every rank has told of every step, in one attempt or another, and of none twice in one attempt.
+/// Every rank has reported every step, in one attempt or another, and none twice in one attempt.
 async fn every_step_is_there(server: &Server, id: &str) {
     let points = server.points(id, "loss").await;
     let places: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
@@ -82,10 +82,10 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
     assert_eq!(number(&job["attempt"]), 2);
 
     let events = stored(&server, &id).await;
-    let told = states(&events);
-    let (first, rest) = told.split_at(4);
+    let response = states(&events);
+    let (first, rest) = response.split_at(4);
     assert_eq!(first, ["queued", "starting", "running", "restarting"]);
-    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{told:?}");
+    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{response:?}");
     let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
     let reason = restarting["reason"].as_str().expect("a reason");
     for words in ["rank 1 was killed by signal 9 at step", "attempt 2 starts from step"] {
@@ -166,14 +166,14 @@ async fn a_killed_server_comes_back_to_a_job_that_went_on() {
     assert_eq!(number(&job["attempt"]), 1, "the same attempt, taken over: {job:#}");
     assert!(ranks.len() == 2, "{ranks:?}");
 
-    // What was told before the end of the server is stored, word for word; what came after goes on
+    // What was sent before the end of the server is stored, word for word; what came after continues
     // from there.
     let all = stored(&server, &id).await;
     assert_unbroken(&all, 0);
-    let mut told = seen;
-    told.extend(socket.events());
+    let mut response = seen;
+    response.extend(socket.events());
     let end = all.iter().position(is_end).expect("an end") + 1;
-    assert_eq!(told, all[..end]);
+    assert_eq!(response, all[..end]);
     every_step_is_there(&server, &id).await;
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Fine-tuning as the README tells it: a folder of classes, weights in torchvision's form, and three commands. Pictures are
+//! Fine-tuning as in the README: a folder of classes, weights in torchvision's form, and three commands. Pictures are
 //! small and few of them, some files are broken; classes are many.
 
 use crate::server::{Server, turn};
@@ -82,7 +82,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     write_folder(&folder);
     let weights = server.folder().path().join("resnet18.safetensors");
     write_weights(&weights);
-    // As it is written, the job names a file beside it; this test runs elsewhere, and on two cores.
+    // As it is written, the job names a file next to it; this test runs elsewhere, and on two cores.
     let job = JOB.replace("resnet18.safetensors", weights.to_str().expect("UTF-8"));
     let job = server.folder().write("finetune.toml", job);
     let job = job.to_str().expect("UTF-8");
@@ -90,7 +90,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
 
     let added = server.cli(&["dataset", "add", "flowers", folder.to_str().expect("UTF-8")]);
     assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
-    // Weights of another network, of no file and of no weights at all are told of now, not when slots are free.
+    // Weights of another network, of no file and of no weights at all are refused now, not when slots are free.
     for (set, words) in [
         (
             "model.arch=\"resnet34\"",

@@ -71,7 +71,7 @@ async fn a_job_trains_and_leaves_all_that_the_contract_says() {
 
 fn states_are_legal(events: &[Value]) {
     let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
-    // Why it waits is told in further events of the same state.
+    // Further events of the same state say why it waits.
     states.dedup();
     use JobState::*;
     assert_eq!(states, [Queued, Starting, Running, Succeeded]);
@@ -196,7 +196,7 @@ async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f
     let all = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
     assert_eq!(all.count(), 2, "no temporary folder is left behind");
 
-    // Part of a file, as a download that goes on asks for it.
+    // Part of a file, as a download that continues asks for it.
     let last = checkpoints[1]["id"].as_str().expect("an id");
     let whole = server.bytes(&format!("/checkpoints/{last}/model.safetensors")).await;
     let part = server

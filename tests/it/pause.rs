@@ -1,4 +1,4 @@
-//! Pause, resume, fork: a job goes on as if nothing had been.
+//! Pause, resume, fork: a job continues as if nothing had been.
 
 use crate::{
     pictures,
@@ -43,8 +43,8 @@ async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
 
     let id = server.submit(&spec("paused")).await;
     runs_past(&server, &id, 30).await;
-    let told = server.cli(&["pause", &id]);
-    assert!(told.ok().contains("paused: paused on request; goes on from step"), "{}", told.stdout);
+    let response = server.cli(&["pause", &id]);
+    assert!(response.ok().contains("paused: paused on request; continues from step"), "{}", response.stdout);
     let job = server.job(&id).await;
     let at = number(&job["step"]);
     assert!((30..STEPS).contains(&at), "{job:#}");

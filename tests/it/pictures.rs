@@ -88,7 +88,7 @@ pub(crate) fn image_folder(folder: &Path, per_class: usize) -> PathBuf {
     root
 }
 
-/// Writes the binary CIFAR-10 layout with random-looking pictures, of which the second training file
+/// Writes the binary CIFAR-10 layout with pseudo-random pictures, of which the second training file
 /// ends in the middle of a record; its path.
 pub(crate) fn truncated_cifar10(folder: &Path) -> PathBuf {
     let root = folder.join("cifar-10-batches-bin");

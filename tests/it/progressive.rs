@@ -106,7 +106,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
     assert_eq!(again["spec"], done["spec"]);
 
-    // What training measured is what a look at the checkpoint finds.
+    // Evaluating the checkpoint gives what training measured.
     let checkpoint = &server.checkpoints(&id).await[0];
     let name = checkpoint["id"].as_str().expect("an id").to_owned();
     let path = format!("/jobs/{id}/evaluation?checkpoint={name}");
@@ -116,11 +116,11 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
         })
         .await;
     let looked: Value = server.get(&path).await;
-    let told = |value: &Value| value.as_f64().expect("a number");
-    assert_eq!(told(&looked["accuracy"]), told(&checkpoint["val_accuracy"]), "{looked:#}");
-    assert!((told(&looked["loss"]) - told(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
+    let response = |value: &Value| value.as_f64().expect("a number");
+    assert_eq!(response(&looked["accuracy"]), response(&checkpoint["val_accuracy"]), "{looked:#}");
+    assert!((response(&looked["loss"]) - response(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
 
-    // It goes on at one size.
+    // It continues at one size.
     let fork = json!({"set": {"data.image_size": 24, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
     assert_eq!(fork.status, 202, "{}", fork.text);

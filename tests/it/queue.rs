@@ -43,7 +43,7 @@ async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
     let last = server.submit(&specs::short("last", "fashion", 2, 5)).await;
     // The holder does twenty more steps meanwhile: time enough to start one wrongly.
     let step = number(&server.job(&holder).await["step"]);
-    server.job_when(&holder, "it goes on", |job| number(&job["step"]) > step + 20).await;
+    server.job_when(&holder, "it continues", |job| number(&job["step"]) > step + 20).await;
     for id in [&low, &high, &last] {
         let job = server.job(id).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");

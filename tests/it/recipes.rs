@@ -105,8 +105,11 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
     trained.ok();
     let model = std::fs::read(out.join("checkpoints/1-2/model.safetensors")).expect("a model");
     for model in [model, server.last_model(&id).await] {
-        let told = String::from_utf8_lossy(&model[..8192]).replace('\\', "");
-        assert!(told.contains("\"recipe\":\"cifar\"") && told.contains("\"milestones\":[82,123]"), "{told}");
+        let response = String::from_utf8_lossy(&model[..8192]).replace('\\', "");
+        assert!(
+            response.contains("\"recipe\":\"cifar\"") && response.contains("\"milestones\":[82,123]"),
+            "{response}"
+        );
     }
 
     for (recipe, words) in [("cifer", "did you mean \"cifar\""), ("best", "imagenet, imagenet-2021")] {
@@ -114,7 +117,7 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
         server.cli(&["submit", file, "--set", &set]).wrong(&["train.recipe", words]);
         Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["train.recipe", words]);
     }
-    // Names that keys had before: whoever sends them is told today's.
+    // An old name of a key is refused with today's.
     for (old, value, new) in [
         ("recipe", "cifar", "train.recipe"),
         ("data.resize", "36", "data.resize_size"),

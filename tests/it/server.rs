@@ -2,9 +2,9 @@
 //! the test ends; its logs are shown when the test fails.
 
 use lockstep_protocol::JobState;
-use reqwest::{Method, StatusCode};
+use reqwest::StatusCode;
 use rustix::process::Signal;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::{
     fs::File,
     net::TcpListener,
@@ -20,6 +20,8 @@ use tokio::sync::{Mutex, MutexGuard};
 mod answers;
 #[path = "server/processes.rs"]
 mod processes;
+#[path = "server/rest.rs"]
+mod rest;
 
 pub(crate) use answers::{Answer, Finished};
 pub(crate) use processes::{Folder, Process, processes_of, signal};
@@ -191,7 +193,7 @@ impl Server {
         }
     }
 
-    /// Starts an agent beside the server, with its own folder.
+    /// Starts an agent next to the server, with its own folder.
     pub(crate) async fn start_agent(&mut self, cpu_slots: u32) {
         let url = self.url.clone();
         self.start_agent_at(&url, cpu_slots, &[]);
@@ -233,124 +235,13 @@ impl Server {
             .sum()
     }
 
-    /// Waits for a condition, looking often.
+    /// Waits for a condition, polling often.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Server) -> bool) {
         let deadline = Instant::now() + SOON;
         while !condition(self).await {
             assert!(Instant::now() < deadline, "not within {SOON:?}: {what}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-    }
-
-    // REST
-
-    /// The whole address of a path under `/api/v1`.
-    pub(crate) fn api(&self, path: &str) -> String {
-        format!("{}/api/v1{path}", self.url)
-    }
-
-    pub(crate) async fn request(&self, method: Method, path: &str, body: Option<&Value>) -> Answer {
-        let mut request = self.http.request(method, self.api(path));
-        if let Some(body) = body {
-            request = request.json(body);
-        }
-        Answer::read(request.send().await.expect("an answer")).await
-    }
-
-    /// What a GET of a path that exists answers.
-    pub(crate) async fn get(&self, path: &str) -> Value {
-        let answer = self.request(Method::GET, path, None).await;
-        assert_eq!(answer.status, StatusCode::OK, "GET {path}: {}", answer.text);
-        answer.json()
-    }
-
-    /// The bytes of a file.
-    pub(crate) async fn bytes(&self, path: &str) -> Vec<u8> {
-        let answer = self.http.get(self.api(path)).send().await.expect("an answer");
-        assert_eq!(answer.status(), StatusCode::OK, "GET {path}");
-        answer.bytes().await.expect("a body").to_vec()
-    }
-
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
-        self.request(Method::POST, path, Some(body)).await
-    }
-
-    /// Registers a dataset under a name.
-    pub(crate) async fn register(&self, name: &str, path: &Path) {
-        let answer = self.post("/datasets", &json!({"name": name, "path": path})).await;
-        assert_eq!(answer.status, StatusCode::CREATED, "registering {name}: {}", answer.text);
-    }
-
-    /// Submits a job that must be accepted; its id.
-    pub(crate) async fn submit(&self, spec: &Value) -> String {
-        let answer = self.post("/jobs", spec).await;
-        assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
-        answer.json()["id"].as_str().expect("an id").to_owned()
-    }
-
-    pub(crate) async fn job(&self, id: &str) -> Value {
-        self.get(&format!("/jobs/{id}")).await
-    }
-
-    /// The job as soon as `condition` holds; panics when it ends without, or takes too long.
-    pub(crate) async fn job_when(&self, id: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + JOB_END;
-        loop {
-            let job = self.job(id).await;
-            if condition(&job) {
-                return job;
-            }
-            assert!(!state_of(&job).is_final(), "{id} ended and never: {what}; it is {job:#}");
-            assert!(Instant::now() < deadline, "not within {JOB_END:?}: {what}; the job is {job:#}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
-
-    /// The job once it is over.
-    pub(crate) async fn ended(&self, id: &str) -> Value {
-        self.job_when(id, "the job is over", |job| state_of(job).is_final()).await
-    }
-
-    /// The job, which must succeed.
-    pub(crate) async fn succeeded(&self, id: &str) -> Value {
-        let job = self.ended(id).await;
-        assert_eq!(job["state"], "succeeded", "{job:#}");
-        job
-    }
-
-    /// Checkpoints of a job as listed.
-    pub(crate) async fn checkpoints(&self, id: &str) -> Vec<Value> {
-        let answer = self.get(&format!("/jobs/{id}/checkpoints")).await;
-        answer["checkpoints"].as_array().expect("checkpoints").clone()
-    }
-
-    /// `model.safetensors` of the checkpoint of the last step.
-    pub(crate) async fn last_model(&self, id: &str) -> Vec<u8> {
-        let checkpoints = self.checkpoints(id).await;
-        let last = checkpoints.iter().max_by_key(|c| c["step"].as_u64()).expect("a checkpoint");
-        let checkpoint = last["id"].as_str().expect("an id");
-        self.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await
-    }
-
-    /// Every point of one metric: (attempt, rank, step, value), sorted.
-    pub(crate) async fn points(&self, id: &str, name: &str) -> Vec<(u64, u64, u64, f64)> {
-        let answer = self.get(&format!("/jobs/{id}/metrics?name={name}&points=10000")).await;
-        assert_eq!(answer["exact"], true, "{name} of {id} fits in 10000 points");
-        let mut points = Vec::new();
-        for series in answer["series"].as_array().expect("series") {
-            assert_eq!(series["name"], name);
-            let list =
-                |key: &str| series[key].as_array().unwrap_or_else(|| panic!("{key} of {series}")).clone();
-            let (attempt, rank) = (number(&series["attempt"]), number(&series["rank"]));
-            assert_eq!(list("min"), list("mean"));
-            assert_eq!(list("max"), list("mean"));
-            assert_eq!(list("steps").len(), list("mean").len());
-            for (step, value) in list("steps").iter().zip(list("mean")) {
-                points.push((attempt, rank, number(step), value.as_f64().expect("a finite value")));
-            }
-        }
-        points.sort_by_key(|p| (p.0, p.1, p.2));
-        points
     }
 
     // The command line
@@ -410,12 +301,12 @@ impl Server {
         ended(&mut serve).await
     }
 
-    /// The agent that was started beside the server.
+    /// The agent that was started next to the server.
     pub(crate) fn agent_beside(&self) -> Option<i32> {
         self.agent.as_ref().map(|child| child.id() as i32)
     }
 
-    /// As `kill -9` of the agent that was started beside the server.
+    /// As `kill -9` of the agent that was started next to the server.
     pub(crate) fn kill_agent(&mut self) {
         let mut agent = self.agent.take().expect("an agent");
         agent.kill().expect("SIGKILL");

@@ -1,4 +1,4 @@
-//! Streams: whoever connects when, and goes on from wherever, reads the stored events exactly.
+//! Streams: a reader that connects at any time, and continues from any place, reads the stored events exactly.
 
 use crate::{
     pictures,
@@ -29,7 +29,7 @@ async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
             others.push((since, Socket::of_job(&server, &id, since).await));
         }
     }
-    // One that leaves again and again without a word and comes back with its last number.
+    // One that leaves again and again without a word and reconnects with its last number.
     let mut pieces = Vec::new();
     let mut since = 0;
     for frames in [3, 40, 1, 17] {
@@ -60,7 +60,7 @@ async fn a_client_that_comes_at_any_moment_reads_every_event_once() {
         if !socket.frames.iter().any(is_end) {
             socket.read_to_end().await;
         }
-        // The job may end while it is still told what there was.
+        // The job may end while earlier events are still being sent.
         if !socket.frames.iter().any(|f| f["type"] == "live") {
             socket.until(|f| f["type"] == "live").await;
         }
@@ -126,11 +126,11 @@ async fn two_clients_stay_in_step_and_the_list_follows() {
     tokio::join!(a.read_to_end(), b.read_to_end());
     assert_eq!(a.events(), b.events());
 
-    // The list's stream tells of the new job, of its progress and of its end.
+    // The list's stream has the new job, its progress and its end.
     let of_job = |f: &Value| f["type"] == "job" && f["job"]["id"] == *id;
     list.until(|f| of_job(f) && f["job"]["state"] == "succeeded").await;
-    let told: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
-    assert!(told.iter().any(|f| f["job"]["state"] == "running"), "{} frames", told.len());
+    let response: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
+    assert!(response.iter().any(|f| f["job"]["state"] == "running"), "{} frames", response.len());
     let deleted = server.request(reqwest::Method::DELETE, &format!("/jobs/{id}"), None).await;
     assert!(deleted.status.is_success(), "{}", deleted.text);
     let gone = list.until(|f| f["type"] == "job_deleted").await;

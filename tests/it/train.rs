@@ -1,4 +1,4 @@
-//! `lockstep train`: training without a server. Here: the same bytes from the same job, whoever starts the ranks.
+//! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
 
 mod average;
 mod refusals;

@@ -1,5 +1,5 @@
 //! Writes every page, filled with invented data, as HTML files: `cargo run -p lockstep-web --example render DIR`.
-//! For looking at a template without a server.
+//! For viewing a template without a server.
 
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{

@@ -16,7 +16,7 @@ use serde::Serialize;
 /// A checkpoint with the id that its download link needs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
-    /// Of `/api/v1/checkpoints/{id}`.
+    /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
     /// That wrote it.
     pub attempt: u32,
@@ -111,14 +111,14 @@ impl JobTemplate<'_> {
 
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
-        // Every field of a specification has a TOML form; should one not, JSON tells as much.
+        // Every field of a specification has a TOML form; should one not, JSON shows as much.
         toml::to_string_pretty(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
     }
 
-    /// The verdict's first words and its sentence, when something is wrong.
-    fn verdict(&self) -> Option<(&'static str, String)> {
+    /// The banner's first words and its sentence, when something is wrong.
+    fn banner(&self) -> Option<(&'static str, String)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Before the state, which another version may have called something else.
         if let Some(flaw) = &self.job.unreadable {
@@ -133,7 +133,7 @@ impl JobTemplate<'_> {
         }
     }
 
-    /// `bad`, `warn`: how the verdict is coloured.
+    /// `bad`, `warn`: how the banner is coloured.
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
@@ -204,7 +204,7 @@ struct CheckpointRow {
     size_bytes: u64,
 }
 
-/// The row of numbers under the title: each value with the small words beside it.
+/// The row of numbers under the title: each value with the small words next to it.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,

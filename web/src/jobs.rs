@@ -8,7 +8,7 @@ use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::job::{Job, JobState};
 
-/// What the list is narrowed to; part of its address.
+/// The filter of the list; part of its address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
     /// `?state=running`; `None` for all.
@@ -190,12 +190,12 @@ mod tests {
         assert!(html.contains("lockstep submit"), "a command to copy");
         assert!(html.contains("/jobs/new"), "and the form");
 
-        let narrowed = JobsPage {
+        let filtered = JobsPage {
             any: true,
             filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into() },
             ..page
         };
-        let html = narrowed.render().expect("renders");
+        let html = filtered.render().expect("renders");
         assert!(html.contains("Show all jobs") && html.contains("lost"), "{html}");
         assert!(!html.contains("x\"<y"), "the search is escaped");
     }

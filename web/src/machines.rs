@@ -11,7 +11,7 @@ use lockstep_protocol::agent::{Machine, Slot};
 /// The job that holds a slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// Of its page.
+    /// The job's id, for the link to its page.
     pub job_id: String,
     /// As shown.
     pub job_name: String,

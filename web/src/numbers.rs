@@ -1,5 +1,5 @@
 //! Numbers written for people. `static/numbers.js` writes the same ones the same way, so that a value
-//! does not change its looks when the page goes live.
+//! does not change when the page goes live.
 
 use jiff::Timestamp;
 

@@ -25,7 +25,7 @@ pub use form::Form;
 pub struct SubmitPage {
     /// What stands in the fields.
     pub form: Form,
-    /// What is wrong with `form`, each beside its field.
+    /// What is wrong with `form`, each mistake next to its field.
     pub mistakes: Vec<SpecError>,
     /// To choose from.
     pub datasets: Vec<Dataset>,

@@ -60,7 +60,7 @@ __device__ __forceinline__ Value value_of_thread(u32 channels) {
     return v;
 }
 
-// Adds up what all blocks of a column (blockIdx.y) found. Only the last one to come goes on (returns true), with
+// Adds up what all blocks of a column (blockIdx.y) found. Only the last one to come continues (returns true), with
 // the total of value_of_thread() in `total`. `across` has room for 32 KB.
 __device__ __forceinline__ bool column_sums(float sum, const Value& value, float* across, float* partials,
                                             u32* counters, double& total) {

@@ -85,7 +85,7 @@ __device__ __forceinline__ u64 nanoseconds() {
     return v;
 }
 
-// 16 bytes from global to shared memory while the thread goes on; zeros if not `real`.
+// 16 bytes from global to shared memory while the thread continues; zeros if not `real`.
 __device__ __forceinline__ void copy_aside(void* to, const void* from, bool real) {
     u32 at = (u32)__cvta_generic_to_shared(to), bytes = real ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");

@@ -2,7 +2,7 @@
 //
 // A value and the number of its exchange travel as one 8-byte store, so that whoever finds the number has the
 // value too: no fence, no second message. Each value of a site counts its exchanges in `sequence`, in device
-// memory, so a replayed graph goes on counting and nothing is ever reset. Two slots take turns. That is enough:
+// memory, so a replayed graph continues counting and nothing is ever reset. Two slots take turns. That is enough:
 // a rank writes exchange n + 2 into the slot of n only after it has had every rank's n + 1, and a rank sends
 // n + 1 only after the kernel in which it read n.
 

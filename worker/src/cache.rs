@@ -1,4 +1,4 @@
-//! Where files lie that save work at the next start. Losing them costs time and nothing else.
+//! The cache directory. Losing its files costs time at the next start and nothing else.
 
 use std::path::PathBuf;
 

@@ -1,10 +1,9 @@
 //! Checkpoints: a folder `<epoch>-<step>` each, under the job's `checkpoints`, that appears complete
 //! or not at all.
 //!
-//! Everything is written into `.tmp-<epoch>-<step>` and made to last (fsync), `MANIFEST.json` with
-//! sizes and checksums last of all; then the folder gets its name by a rename, and the rename is made
-//! to last too. Equal jobs give equal `model.safetensors`, byte for byte: nothing in it comes from a
-//! clock, a name or an id.
+//! Everything is written into `.tmp-<epoch>-<step>` and synced (fsync), `MANIFEST.json` with sizes and checksums last of all; then
+//! the folder gets its name by a rename, and the rename is synced too. Equal jobs give equal `model.safetensors`, byte for byte:
+//! nothing in it comes from a clock, a name or an id.
 
 mod files;
 mod folders;
@@ -51,7 +50,7 @@ pub enum CheckpointError {
     /// Not what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },
-    /// Training had diverged: nothing can go on from it or be answered from it.
+    /// Training had diverged: the values cannot be used to continue or to predict.
     #[error("checkpoint {name} is of a training that has diverged: {detail}")]
     NotFinite { name: String, detail: String },
 }

@@ -1,4 +1,4 @@
-//! What this machine has for training, with what to do about it, and whether ranks reach each other.
+//! Checks a machine for training: what it has, what to do about what is missing, and whether ranks reach each other.
 
 pub(crate) mod gather;
 mod gpus;
@@ -40,7 +40,7 @@ pub enum Grade {
     Problem,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
     /// `CPU`, `memory`, ...
@@ -66,7 +66,7 @@ pub fn examine(dir: &Path) -> Vec<Finding> {
 }
 
 fn cpu() -> Finding {
-    let this = machine::look(Path::new("/"));
+    let this = machine::describe(Path::new("/"));
     let found = format!("{}, {} cores for this process", this.cpu, this.cores);
     if this.cores == 1 {
         let advice = "Ranks share one core: more ranks train the same, not faster.";
@@ -140,7 +140,7 @@ fn disk(dir: &Path) -> Finding {
     let free = free_space(dir).unwrap_or(0);
     let found = format!("{} free in {shown}", gib(free));
     if free < LITTLE_DISK {
-        return finding("disk", Grade::Note, found, "Make room, or lower checkpoint.keep.");
+        return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");
     }
     finding("disk", Grade::Ok, found, "")
 }

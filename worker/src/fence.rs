@@ -1,7 +1,7 @@
-//! Until when ranks may go on without their agent: one number in the agent's folder, the deadline of its lease in
-//! hundredths of a second since the machine was started (`/proc/uptime`, which no setting of the clock moves).
+//! The deadline of the agent's lease, until which ranks may continue: one number in the agent's folder, in hundredths of a
+//! second since the machine was started (`/proc/uptime`, which setting the clock does not change).
 //!
-//! The agent writes it anew while it has word from the server. An agent that is gone, stopped or cut off does not,
+//! The agent writes it anew while the server responds. An agent that is gone, stopped or cut off does not,
 //! and its ranks end themselves: by then the server has given the job to others.
 
 use std::{
@@ -45,7 +45,7 @@ impl Fence {
         &self.path
     }
 
-    /// Ranks may go on for `left` from now. In place and of one length: also on a full disk, and never torn.
+    /// Ranks may continue for `left` from now. Written in place with a fixed length, so it works on a full disk and is never torn.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -1,7 +1,7 @@
-//! Files that somebody brings, datasets and weights: which can be opened, and what is wrong with the others.
+//! Files of users, datasets and weights: which can be opened, and what is wrong with the others.
 //!
-//! One place decides it, for whoever looks: registering a dataset, a job's ranks, the check before they start. Only
-//! regular files are opened: a pipe or a device may keep its reader waiting for ever.
+//! One place decides it for registering a dataset, for the check before a start and for a job's ranks. Only regular files are
+//! opened: a pipe or a device may block its reader for ever.
 
 use rustix::{
     fd::OwnedFd,
@@ -29,15 +29,15 @@ pub(crate) enum Found {
 ///
 /// # Errors
 /// What is wrong with it, to stand after its name.
-pub(crate) fn look(path: &Path) -> Result<Found, String> {
-    look_with_time(path).map(|(found, _)| found)
+pub(crate) fn stat(path: &Path) -> Result<Found, String> {
+    stat_with_time(path).map(|(found, _)| found)
 }
 
-/// As [`look`], and when it was last changed (see [`modified_ns`]): one call of the system tells both.
+/// As [`stat`], with the time of the last change (see [`modified_ns`]), from one system call.
 ///
 /// # Errors
 /// What is wrong with it, to stand after its name.
-pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
+pub(crate) fn stat_with_time(path: &Path) -> Result<(Found, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
     let modified = modified_ns(&found);
     if found.is_dir() {
@@ -51,27 +51,27 @@ pub(crate) fn look_with_time(path: &Path) -> Result<(Found, i64), String> {
     Ok((Found::File { size_bytes: found.len() }, modified))
 }
 
-/// A folder whose files are looked at: a path need not be followed for each.
+/// An open folder: its files are examined relative to it, without resolving the whole path for each.
 #[derive(Debug)]
 pub(crate) struct Folder(Option<OwnedFd>);
 
 impl Folder {
-    /// What cannot be opened is looked at by paths.
+    /// A folder that cannot be opened has its files examined by their paths.
     pub(crate) fn open(path: &Path) -> Self {
         let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
         Self(rustix::fs::open(path, flags, Mode::empty()).ok())
     }
 
-    /// As [`look_with_time`], of a path that lies in this folder.
+    /// As [`stat_with_time`], of a path that lies in this folder.
     ///
     /// # Errors
     /// What is wrong with it, to stand after its name.
-    pub(crate) fn look_with_time(&self, path: &Path) -> Result<(Found, i64), String> {
+    pub(crate) fn stat_with_time(&self, path: &Path) -> Result<(Found, i64), String> {
         let found = self.0.as_ref().zip(path.file_name());
         let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
         let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
-        // Whatever else it is needs a longer look.
-        let Some(found) = plain else { return look_with_time(path) };
+        // Anything but a regular file takes the slow way.
+        let Some(found) = plain else { return stat_with_time(path) };
         let changed = newest(
             (found.st_mtime, found.st_mtime_nsec as i64),
             (found.st_ctime, found.st_ctime_nsec as i64),
@@ -92,12 +92,12 @@ fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
     ns(a).max(ns(b))
 }
 
-/// Opens a regular file and tells its size.
+/// Opens a regular file and returns it with its size.
 ///
 /// # Errors
 /// What is wrong with it, to stand after its name.
 pub fn open(path: &Path) -> Result<(File, u64), String> {
-    if look(path)? == Found::Folder {
+    if stat(path)? == Found::Folder {
         return Err("is a folder, not a file".into());
     }
     // What was a file a moment ago may be a pipe now: this neither waits for one nor reads it.
@@ -120,7 +120,7 @@ pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
     }
     let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
     file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
-    // It may have grown, or be one of those whose size the system does not tell.
+    // It may have grown, or be a file whose size the system does not report.
     if bytes.len() as u64 > most { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
 }
 
@@ -184,8 +184,8 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         fs::write(at("file"), "four").unwrap();
         symlink("file", at("link")).unwrap();
-        assert_eq!(look(&at("link")), Ok(Found::File { size_bytes: 4 }));
-        assert_eq!(look(dir.path()), Ok(Found::Folder));
+        assert_eq!(stat(&at("link")), Ok(Found::File { size_bytes: 4 }));
+        assert_eq!(stat(dir.path()), Ok(Found::Folder));
         assert_eq!(read(&at("link"), 4).unwrap(), b"four");
         assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; up to 3 are read");
 
@@ -217,7 +217,7 @@ mod tests {
         ] {
             let said = read(&at(name), 100).unwrap_err();
             assert!(said.starts_with(words), "{name}: {said}");
-            assert_eq!(look(&at(name)).is_ok(), name == "unreadable", "{name}");
+            assert_eq!(stat(&at(name)).is_ok(), name == "unreadable", "{name}");
         }
         assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");
     }

@@ -53,7 +53,8 @@ pub(crate) fn oom_kills() -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
 }
 
-/// Of the running kernel: the same in all containers of a machine, another one after each start. Empty where the system
+/// The boot id of the running kernel: the same in all containers of a machine, another one after each start. Empty where the
+/// system
 /// does not say.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()

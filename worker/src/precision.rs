@@ -1,5 +1,5 @@
-//! Steps that float16 could not hold. Each is skipped and the loss scale halved, as PyTorch's `GradScaler` does; when
-//! that goes on, the run needs another format.
+//! Steps that float16 could not hold. Each is skipped and the loss scale halved, as PyTorch's `GradScaler` does; when that
+//! persists, the run needs another format.
 
 use serde::{Deserialize, Serialize};
 

@@ -19,7 +19,7 @@ use crate::{
         shm::ShmProcessGroup,
         watchdog::Watchdog,
     },
-    data::Look,
+    data::ChangeDetection,
     engine::registry,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
@@ -41,21 +41,21 @@ use std::{
 pub const EXIT_FINISHED: i32 = 0;
 /// Exit status of a rank that failed; its last record is `RankFailed`.
 pub const EXIT_FAILED: i32 = 1;
-/// Exit status of a rank that was told to stop (SIGTERM or SIGINT), and of whose steps none is lost.
+/// Exit status of a rank that was asked to stop (SIGTERM or SIGINT) and has lost no step.
 pub const EXIT_STOPPED: i32 = 3;
 
 /// How long ranks wait for each other at the rendezvous.
 const MEET_WITHIN: Duration = Duration::from_secs(30);
-/// Added to the time after which a silent rank counts as dead: its agent, which sees more, names it first.
+/// Added to the time after which a silent rank counts as dead: its agent, which knows more, names it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
 /// From the end of waiting, for the step or the lease, to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
-/// For the system's own part of an orderly end: a GPU's memory is given back.
+/// Time for the system's part of an orderly end: freeing a GPU's memory.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
-/// The same of a rank that failed and has said so: CUDA's own end waits for a GPU that waits for ranks that are gone. The
-/// driver takes back what a killed process had.
+/// The same for a rank that has failed and reported it: CUDA's exit waits for a GPU that waits for ranks that are gone. The driver
+/// frees what a killed process had.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// A watchdog, which knows more, speaks up this long before the agent does, or a tenth of the time.
+/// A watchdog, which knows more, reports this long before the agent does, or a tenth of the time.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
 /// Runs the rank that the file at `config_path` describes, and exits with its status.
@@ -102,7 +102,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
-        // The others were told, too, and some had left already.
+        // The others were asked to stop as well, and some had ended already.
         Err(error) if told_to_stop && error.is_secondary() => match life.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
@@ -174,7 +174,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
             if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
         let store = Arc::new(store);
-        // The store ends with rank 0's process; others may still be asking.
+        // The store ends with rank 0's process, and others may still be asking.
         let _ = life.store.set(store.clone());
         met = Some(store);
         comm
@@ -194,7 +194,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let outcome = train(&Training {
         spec: &start.spec,
         dataset: Path::new(&start.dataset_path),
-        look: if config.lease.is_some() { Look::Folders } else { Look::Files },
+        changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
         device,
@@ -211,13 +211,13 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         kept: &life.kept,
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
-        // What it ended shows up as an aborted collective.
+        // What it ended is reported as an aborted collective.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
 }
 
-/// The way that gradients will go, tried before anything depends on it.
+/// Tests the connection that gradients will take, before anything depends on it.
 fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
     comm.all_reduce((&mut sum).into(), Reduction::Sum).map_err(TrainError::from)?;
@@ -244,20 +244,20 @@ fn watch(
         reporter.log(why);
         life.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // Still here: something waits for the GPU and cannot be told otherwise.
+        // Still running: a thread waits for the GPU and cannot be interrupted otherwise.
         last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
     })
 }
 
-/// Exits; for sure, also when a device's own end waits for one that does not answer.
+/// Exits, also when a device's own exit handler blocks.
 fn leave(status: i32, within: Duration) -> ! {
     end_by_force_within(within);
     registry::exit(status, within / 2)
 }
 
-/// Sees to it that this process ends in time, whatever its exit waits for.
+/// Makes sure that this process ends in time, whatever its exit waits for.
 pub fn end_by_force_within(within: Duration) {
     let kill = move || {
         std::thread::sleep(within);
@@ -266,16 +266,16 @@ pub fn end_by_force_within(within: Duration) {
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
-/// What signals and last words need to know.
+/// State for signals and the last record.
 #[derive(Default)]
 struct Life {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
-    /// The step of the newest checkpoint that it knows of.
+    /// The step of the newest checkpoint that this rank has seen.
     kept: AtomicU64,
-    /// Its last words are said.
+    /// The last record is written.
     spoken: AtomicBool,
-    /// It is done in order: finished, or stopped with all others.
+    /// It has ended in order: finished, or stopped with all others.
     ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,
@@ -290,10 +290,10 @@ impl Life {
         }
     }
 
-    /// What goes with this process when it ends now, if anything does.
+    /// What is lost if this process ends now, if anything is.
     fn lost(&self, rank: u32) -> Option<String> {
         let (step, kept) = (self.progress.load(Ordering::Relaxed), self.kept.load(Ordering::Relaxed));
-        // Only rank 0 hears of checkpoints while it trains.
+        // Only rank 0 learns of checkpoints while it trains.
         match (step > kept, rank, kept) {
             (false, ..) => None,
             (true, 0, 0) => Some(format!("There is no checkpoint yet: steps 1 to {step} are lost")),
@@ -301,14 +301,14 @@ impl Life {
                 "The newest checkpoint is of step {kept}: steps {} to {step} are lost",
                 kept + 1
             )),
-            (true, ..) => Some(format!("It knows of no checkpoint of step {step}")),
+            (true, ..) => Some(format!("This rank has seen no checkpoint of step {step}")),
         }
     }
 }
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Keeps the words of the last panic beside printing them.
+/// Stores the message of the last panic in addition to printing it.
 fn remember_panics() {
     static ONCE: OnceLock<()> = OnceLock::new();
     ONCE.get_or_init(|| {

@@ -1,8 +1,8 @@
-//! What a rank has to say, on its way to the agent: a file of records that one process appends and
-//! others read from any record on. The file is the spool: whoever dies, nothing is lost or told twice.
+//! A rank's reports to its agent: a file of records that one process appends and others read from any record on. The file is
+//! the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
-//! [`AttemptEvent`] as MessagePack with named fields. Beside it the same log lines lie as plain text.
+//! [`AttemptEvent`] as MessagePack with named fields. The same log lines are in a text file next to it.
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -31,7 +31,7 @@ const FLUSH_AFTER: Duration = Duration::from_millis(20);
 const FLUSH_AT: usize = 4096;
 /// Longest text of a log line, in bytes; `LogLine` promises it.
 const LONGEST_LINE: usize = 4096;
-/// A longer record is taken for damage.
+/// A longer record counts as damage.
 const LONGEST_RECORD: u32 = 64 << 20;
 const HEADER: usize = 8;
 
@@ -45,7 +45,7 @@ pub fn log_path(attempt_dir: &Path, rank: u32) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.log"))
 }
 
-/// A file of records under the hands of its one writer.
+/// A file of records, for its one writer.
 #[derive(Debug)]
 pub struct Records {
     file: File,
@@ -94,7 +94,7 @@ impl Records {
     /// Writes what the disk did not take before.
     ///
     /// # Errors
-    /// It still does not.
+    /// It still does not take it.
     pub fn retry(&mut self) -> io::Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -113,17 +113,17 @@ impl Records {
         }
     }
 
-    /// Makes what is written survive a power failure.
+    /// Syncs what is written, so that it survives a power failure.
     ///
     /// # Errors
-    /// The disk says no.
+    /// The disk does not take it.
     pub fn sync(&mut self) -> io::Result<()> {
         self.retry()?;
         self.file.sync_data()
     }
 }
 
-/// A rank's pen: metrics, log lines and events, in the order they were given.
+/// A rank's reporter: metrics, log lines and events, in the order in which they were given.
 ///
 /// Metrics and lines are gathered and written at most 20 ms late by a thread of its own. A disk that
 /// is full for a while delays them; [`Reporter::flush`] says so.
@@ -156,8 +156,8 @@ struct State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic of another thread in here leaves whole columns and whole lines: go on, the
-        // reason of that panic has to get out.
+        // A panic of another thread leaves whole columns and whole lines behind. Continue: the reason of that panic has to be
+        // reported.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
@@ -248,7 +248,7 @@ impl Reporter {
         self.shared.lock().flush()
     }
 
-    /// Writes all that waits and makes it survive a power failure.
+    /// Writes all that waits and syncs it, so that it survives a power failure.
     ///
     /// # Errors
     /// As [`Reporter::flush`].

@@ -1,8 +1,8 @@
-//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Who
-//! has ranks - the agent, `lockstep train`, what `doctor` and `bench` measure - gives what differs as a [`Policy`].
+//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Its callers
+//! (the agent, `lockstep train`, `doctor`, `bench`) provide a [`Policy`] with what differs.
 //!
 //! - [`RankProcess`]: one process, started or adopted, which is signalled with what it has started
-//! - [`Rank`]: that, and what it records in its attempt's folder
+//! - [`Rank`]: a process and its records in the attempt's folder
 //! - [`RankGroup`]: all of them; the ways of [`Stop`], one more urgent than the other
 //! - [`failure_cause`]: which rank's end explains the others'
 
@@ -14,7 +14,7 @@ mod process;
 mod rank;
 
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
-pub use group::{Orphans, RankGroup, Settle, Stop};
+pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
 pub use process::{Exit, RankProcess, UnixProcessGroup};
 pub use rank::{Notes, Rank};
@@ -23,14 +23,14 @@ use std::{future::Future, time::Duration};
 
 /// What a caller of [`supervise`] decides about its ranks.
 pub trait Policy {
-    /// What it keeps of each rank's records.
+    /// The notes that the caller keeps of each rank's records.
     type Notes: Notes;
-    /// What it may be told meanwhile: a signal, a message.
+    /// Orders that may arrive meanwhile: a signal, a message.
     type Order;
-    /// Why it gives up watching.
+    /// Why watching fails.
     type Error;
 
-    /// How often processes are looked at.
+    /// How often processes are polled.
     const POLL_EVERY: Duration;
 
     /// The next order; pending for ever where none can come. It may be dropped and asked for again.
@@ -39,23 +39,23 @@ pub trait Policy {
     /// Does what an order says.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Notes>);
 
-    /// Takes in what is new of the ranks; after each look at their processes, also the last.
+    /// Reads what is new from the ranks; called after each poll of their processes, also the last.
     ///
     /// # Errors
-    /// They cannot be watched any further. What becomes of them is [`Orphans`].
+    /// They cannot be watched any further; [`Orphans`] says what happens to them.
     fn observe(&mut self, ranks: &mut RankGroup<Self::Notes>) -> Result<(), Self::Error>;
 
-    /// Tells the ranks to end where there is a reason to; asked until they are told.
+    /// Decides whether the ranks have to end; called until they are ending.
     fn decide(&mut self, ranks: &mut RankGroup<Self::Notes>);
 
-    /// From SIGTERM to SIGKILL; asked again and again, as it may depend on what ranks still do.
+    /// From SIGTERM to SIGKILL; asked repeatedly, as it may depend on what ranks still do.
     fn grace(&self, ranks: &RankGroup<Self::Notes>) -> Duration;
 }
 
-/// Watches ranks until all have ended, or will not end whatever is done ([`RankGroup::is_unkillable`]).
+/// Watches ranks until all have ended, or one cannot be killed ([`RankGroup::is_unkillable`]).
 ///
 /// # Errors
-/// What [`Policy::observe`] says.
+/// That of [`Policy::observe`].
 pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Notes>) -> Result<(), P::Error> {
     loop {
         tokio::select! {

@@ -1,4 +1,4 @@
-//! Tensors on the host under their names: what engines, checkpoints and initialisation hand each other.
+//! Named tensors on the host, which engines, checkpoints and initialisation exchange.
 
 pub mod fit;
 

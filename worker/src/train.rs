@@ -23,7 +23,7 @@ use crate::{
     checkpoint::CheckpointWriter,
     comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog},
     data::{
-        Look,
+        ChangeDetection,
         loader::{DataSource, Shape},
     },
     engine::{DeviceChoice, Engine},
@@ -49,13 +49,13 @@ use std::{
 use step::InFlight;
 use votes::{NotFinite, Votes};
 
-/// What a rank trains, with which other ranks, and who is told of it.
+/// What a rank trains, with which other ranks, and where it reports to.
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
-    /// How thoroughly its files are inspected: an agent has inspected them before ranks start.
-    pub look: Look,
+    /// How changes of its files are detected: an agent has examined them before ranks start.
+    pub changes: ChangeDetection,
     /// Where checkpoints are written: the job's `checkpoints`.
     pub checkpoints: &'a Path,
     /// The checkpoint to continue from; only rank 0 reads it.
@@ -90,7 +90,7 @@ pub struct Training<'a> {
 pub enum Outcome {
     /// All steps are done.
     Finished { step: u64 },
-    /// The ranks were told to stop, and did so after this step with a checkpoint of it.
+    /// The ranks were asked to stop, and did so after this step with a checkpoint of it.
     Stopped { step: u64 },
 }
 
@@ -213,7 +213,7 @@ impl Run<'_> {
                 start_step: self.step,
             });
         }
-        // The run before was told to stop when an evaluation was due: it comes now.
+        // The previous run was asked to stop when an evaluation was due; it is done now.
         let left_over = self.unmeasured
             && self.data.shape.validation_samples > 0
             && self.plan.evaluation_after_epoch(self.step);
@@ -261,7 +261,7 @@ impl Run<'_> {
         self.finished()
     }
 
-    /// Has the engine train on pictures of the size that an epoch (from 0) has.
+    /// Makes the engine train on pictures of the size that an epoch (from 0) has.
     fn set_training_size(&mut self, epoch: u32) -> Result<(), TrainError> {
         Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }

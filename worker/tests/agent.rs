@@ -1,5 +1,5 @@
 //! The agent against a server that the test plays: what crosses the wire, in which order, and what
-//! is told again after a broken connection. Shell scripts stand in for ranks.
+//! is sent again after a broken connection. Shell scripts stand in for ranks.
 
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
@@ -163,7 +163,7 @@ async fn a_broken_connection_loses_nothing_and_the_end_comes_last() {
     }
     assert_eq!(of_rank, [removed(1), removed(2)]);
     end(agent).await.unwrap();
-    // Nothing is left to be told.
+    // Nothing is left to be reported.
     assert_eq!(fs::read_dir(dir.path().join("agent/attempts")).unwrap().count(), 0);
 }
 
@@ -218,8 +218,8 @@ async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refusals_and_questions() {
     let dir = tempfile::tempdir().unwrap();
-    // Questions are answered by the same program, told to `look`.
-    let script = r#"[ "$1" = look ] && { read question; echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
+    // Requests are handled by the same program, started as `inspect`.
+    let script = r#"[ "$1" = inspect ] && { read question; echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
     let (_, options) = job(dir.path(), script);
     let (listener, agent) = run(options).await;
     let mut line = Line::accept(&listener).await;

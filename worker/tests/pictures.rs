@@ -85,7 +85,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
     symlink("gone", train.join("fox")).expect("a link");
     symlink("..", train.join("round")).expect("a link");
     symlink("gone", dir.path().join("val")).expect("a link");
-    // None of these is a picture, is named like one, or is where a job looks.
+    // None of these is a picture, is named like one, or is where a job reads.
     fs::write(cat.join("Thumbs.db"), b"not a picture").expect("writes");
     fs::write(cat.join("notes"), b"BM is not all there is to a bitmap").expect("writes");
     fs::write(train.join("labels.csv"), "a,b").expect("writes");
@@ -124,7 +124,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
     assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
     let words = refused(dir.path());
     assert!(words.starts_with("17 broken files: "), "{words}");
-    // And the look before it starts neither refuses nor waits.
+    // And the check before it starts neither refuses nor waits.
     assert!(Fingerprint::of(dir.path(), &AtomicBool::new(false)).is_ok());
 }
 

@@ -157,7 +157,7 @@ struct Run {
     losses: Vec<f32>,
 }
 
-/// A run's own settings beside what all have.
+/// A run's own settings, in addition to those that all have.
 #[derive(Deserialize)]
 struct OptimizerRun {
     #[serde(flatten)]

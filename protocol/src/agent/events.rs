@@ -37,12 +37,12 @@ pub enum AttemptEvent {
         step: u64,
     },
     Evaluation(Evaluation),
-    /// float16 could not hold `what`: after `step` training goes on in bfloat16. From rank 0.
+    /// float16 could not hold `what`: after `step` training continues in bfloat16. From rank 0.
     PrecisionFallback {
         step: u64,
         what: String,
     },
-    /// The last words of a rank that cannot go on, before its process ends.
+    /// The last message of a rank that cannot continue, before its process ends.
     RankFailed {
         rank: u32,
         /// Optimizer steps it had done.
@@ -52,14 +52,14 @@ pub enum AttemptEvent {
         /// What kind of failure it was, where the rank knows.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         code: Option<ReasonCode>,
-        /// Whether another attempt may fare better.
+        /// Whether another attempt may succeed.
         retriable: bool,
         /// It only lost contact to another rank, whose own reason comes first.
         secondary: bool,
     },
     /// Every rank of this agent is gone. The last event of an attempt.
     Ended(Ending),
-    /// What a newer version tells: acknowledged, and passed over.
+    /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]
     Unknown,
 }
@@ -102,7 +102,7 @@ pub struct CheckpointInfo {
     pub val_loss: Option<f64>,
     /// Best by `keep_best` so far.
     pub best: bool,
-    /// Of all its files.
+    /// The size of all its files.
     pub size_bytes: u64,
 }
 
@@ -136,7 +136,7 @@ pub enum Ending {
     Stopped,
     Failed {
         reason: Reason,
-        /// Whether another attempt may fare better (a killed process may; a missing file will not).
+        /// Whether another attempt may succeed (after a killed process it may; with a missing file it will not).
         retriable: bool,
     },
 }

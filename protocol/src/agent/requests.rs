@@ -1,4 +1,4 @@
-//! What the server has agents do with models and datasets, and what they reply.
+//! Requests of the server to agents about models and datasets, and the replies.
 
 use crate::{
     dataset::{DatasetInfo, PicturesFingerprint},
@@ -24,7 +24,7 @@ pub enum AgentRequest {
     /// Which pictures the dataset at `path` holds. Only an agent sends this, to a process of its own.
     Fingerprint {
         path: String,
-        /// The job began with it: files in folders that are the same are not looked at one by one.
+        /// The job has started before: only folders are examined, and files only in folders that have changed.
         #[serde(default)]
         known: bool,
     },

@@ -1,4 +1,4 @@
-//! What kinds of reasons there are.
+//! The codes of reasons.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -57,7 +57,7 @@ codes! {
     Stalled = "stalled",
     /// Loss or weights are no numbers any more.
     Diverged = "diverged",
-    /// float16 did not hold the numbers of training, which goes on in bfloat16.
+    /// float16 did not hold the numbers of training, which continues in bfloat16.
     PrecisionFallback = "precision_fallback",
     /// float16 did not hold the numbers of training, and the job asks for float16.
     PrecisionTooNarrow = "precision_too_narrow",
@@ -65,7 +65,7 @@ codes! {
     OutOfMemory = "out_of_memory",
     /// The dataset's files cannot be read, or are not those that the job began with.
     DatasetUnusable = "dataset_unusable",
-    /// No room for checkpoints.
+    /// No disk space for checkpoints.
     DiskFull = "disk_full",
     /// Too little shared memory for NCCL.
     SharedMemoryTooSmall = "shared_memory_too_small",

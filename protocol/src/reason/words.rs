@@ -1,4 +1,4 @@
-//! The English of reasons: the one place where it is made.
+//! The English sentences of reasons; the only place where they are made.
 
 use super::{Facts, ReasonCode};
 
@@ -20,7 +20,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("rank {rank} ended with exit status {status} at step {step}{}", more(": "))
         }
         RankStopped => {
-            format!("rank {rank} was told to stop at step {step} by somebody other than its agent")
+            format!("rank {rank} was asked to stop at step {step} by somebody other than its agent")
         }
         RankVanished => format!("rank {rank} died at step {step} while no agent was watching it"),
         Stalled if facts.secs.is_some() => {
@@ -43,11 +43,11 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
         }
         PrecisionFallback => {
-            format!("float16 could not hold {detail}: goes on in bfloat16 after step {step}")
+            format!("float16 could not hold {detail}: continues in bfloat16 after step {step}")
         }
         Unexplained => "the ranks ended".into(),
         CancelledByUser => format!("cancelled on request{}", more("; ")),
-        Cancelling => "being cancelled: its ranks are told to stop".into(),
+        Cancelling => "being cancelled: its ranks are asked to stop".into(),
         PausedByUser => match &facts.detail {
             Some(why) => format!("paused on request ({why})"),
             None => "paused on request".into(),

@@ -116,8 +116,8 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Whether what is written can be read: what is stored by earlier versions is not asked for that until it is forked. Control characters were
-/// looked for with the key's kind.
+/// Refuses texts with characters that nobody sees. Stored specifications of earlier versions are not checked for that until they
+/// are forked. Control characters were checked with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut look = |pointer: String, value: &Value| {
         if let Some(unseen) = value.as_str().and_then(first_unseen) {
@@ -156,7 +156,7 @@ fn check_section(
             table.remove(*key);
         }
     }
-    let mut untold = 0;
+    let mut unlisted = 0;
     table.retain(|key, value| {
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
@@ -166,12 +166,12 @@ fn check_section(
                 .unwrap_or_else(|| unknown_key(key, section.name, names));
             errors.push(SpecError { pointer, detail });
         } else if !known {
-            untold += 1;
+            unlisted += 1;
         }
         known
     });
-    if untold > 0 {
-        errors.push(SpecError { pointer: pointer(""), detail: format!("and {untold} more unknown keys") });
+    if unlisted > 0 {
+        errors.push(SpecError { pointer: pointer(""), detail: format!("and {unlisted} more unknown keys") });
     }
 }
 
@@ -179,12 +179,15 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if let Some(near) = nearest(key, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
-    } else if let Some(home) =
+    } else if let Some(owner) =
         KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == key))
     {
-        let home =
-            if home.name.is_empty() { "the top of the document".into() } else { format!("[{}]", home.name) };
-        let _ = write!(detail, "; it belongs to {home}");
+        let owner = if owner.name.is_empty() {
+            "the top of the document".into()
+        } else {
+            format!("[{}]", owner.name)
+        };
+        let _ = write!(detail, "; it belongs to {owner}");
     } else {
         let _ = write!(detail, "; the keys are {}", names.join(", "));
     }
@@ -207,7 +210,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(
             "/model/pretrained",
-            "recipe \"finetune\" goes on from trained weights: give a safetensors file with torchvision's names, or a \
+            "recipe \"finetune\" continues from trained weights: give a safetensors file with torchvision's names, or a \
              checkpoint's id"
                 .into(),
         );

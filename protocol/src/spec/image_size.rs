@@ -1,4 +1,4 @@
-//! The size of the network's input: one for the whole run, or larger ones as it goes on (progressive resizing).
+//! The size of the network's input: one for the whole run, or larger ones as it proceeds (progressive resizing).
 
 use super::mistake::shown;
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
-//! The table of keys: what each may hold, and what is said of a value that does not fit.
+//! The table of keys: the values that each may have, and the error for a value that does not fit.
 
 use super::{
-    Arch, OptimizerKind, Recipe, image_size,
+    Arch, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
 };
 use crate::limits::KEY_BYTES;
@@ -88,7 +88,7 @@ pub const KEYS: &[Section] = &[
         name: "model",
         keys: &[
             ("arch", Kind::Word(&Arch::NAMES)),
-            ("stem", Kind::Word(&["auto", "imagenet", "cifar"])),
+            ("stem", Kind::Word(&Stem::NAMES)),
             ("zero_init_residual", Kind::Bool),
             ("pretrained", Kind::Text { min: 1, max: 4096 }),
         ],

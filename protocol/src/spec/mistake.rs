@@ -1,4 +1,4 @@
-//! A mistake in a specification, and what somebody wrote as it stands in the sentence about it.
+//! A mistake in a specification, and how user input is quoted in its message.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

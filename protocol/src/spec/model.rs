@@ -1,5 +1,6 @@
 //! `[model]`: the network.
 
+use super::named::named;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -59,42 +60,25 @@ pub enum Arch {
     ResNet110,
 }
 
+named!(Arch:
+    ResNet18 = "resnet18",
+    ResNet34 = "resnet34",
+    ResNet50 = "resnet50",
+    ResNet101 = "resnet101",
+    ResNet152 = "resnet152",
+    ResNeXt50_32x4d = "resnext50_32x4d",
+    ResNeXt101_32x8d = "resnext101_32x8d",
+    ResNeXt101_64x4d = "resnext101_64x4d",
+    WideResNet50_2 = "wide_resnet50_2",
+    WideResNet101_2 = "wide_resnet101_2",
+    ResNet20 = "resnet20",
+    ResNet32 = "resnet32",
+    ResNet44 = "resnet44",
+    ResNet56 = "resnet56",
+    ResNet110 = "resnet110",
+);
+
 impl Arch {
-    /// Every architecture with its name in a specification.
-    pub const ALL: [(Arch, &'static str); 15] = [
-        (Arch::ResNet18, "resnet18"),
-        (Arch::ResNet34, "resnet34"),
-        (Arch::ResNet50, "resnet50"),
-        (Arch::ResNet101, "resnet101"),
-        (Arch::ResNet152, "resnet152"),
-        (Arch::ResNeXt50_32x4d, "resnext50_32x4d"),
-        (Arch::ResNeXt101_32x8d, "resnext101_32x8d"),
-        (Arch::ResNeXt101_64x4d, "resnext101_64x4d"),
-        (Arch::WideResNet50_2, "wide_resnet50_2"),
-        (Arch::WideResNet101_2, "wide_resnet101_2"),
-        (Arch::ResNet20, "resnet20"),
-        (Arch::ResNet32, "resnet32"),
-        (Arch::ResNet44, "resnet44"),
-        (Arch::ResNet56, "resnet56"),
-        (Arch::ResNet110, "resnet110"),
-    ];
-
-    /// Their names alone.
-    pub const NAMES: [&'static str; Self::ALL.len()] = {
-        let mut names = [""; Self::ALL.len()];
-        let mut i = 0;
-        while i < names.len() {
-            names[i] = Self::ALL[i].1;
-            i += 1;
-        }
-        names
-    };
-
-    /// Its name in a specification, e.g. `resnet50`.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(a, _)| *a == self).map_or("resnet18", |(_, n)| n)
-    }
-
     /// Whether it is of the CIFAR family (three stages of 16, 32 and 64 channels).
     pub fn is_cifar_family(self) -> bool {
         matches!(self, Arch::ResNet20 | Arch::ResNet32 | Arch::ResNet44 | Arch::ResNet56 | Arch::ResNet110)
@@ -113,16 +97,7 @@ pub enum Stem {
     Cifar,
 }
 
-impl Stem {
-    /// As in a specification.
-    pub fn name(self) -> &'static str {
-        match self {
-            Stem::Auto => "auto",
-            Stem::Imagenet => "imagenet",
-            Stem::Cifar => "cifar",
-        }
-    }
-}
+named!(Stem: Auto = "auto", Imagenet = "imagenet", Cifar = "cifar");
 
 impl Default for ModelSpec {
     fn default() -> Self {

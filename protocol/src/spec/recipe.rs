@@ -3,6 +3,7 @@
 //! job that was submitted before.
 
 use super::JobSpec;
+use super::named::named;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
@@ -36,7 +37,7 @@ struct Settings {
     keys: Value,
 }
 
-/// Of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
+/// The mean of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
 const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 /// As [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
@@ -49,32 +50,15 @@ const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("checkpoint", "every_steps", &["every_epochs"]),
 ];
 
+named!(Recipe:
+    Imagenet = "imagenet",
+    Imagenet2021 = "imagenet-2021",
+    Fast = "fast",
+    Cifar = "cifar",
+    Finetune = "finetune",
+);
+
 impl Recipe {
-    /// Every recipe with its name in a specification.
-    pub const ALL: [(Recipe, &'static str); 5] = [
-        (Recipe::Imagenet, "imagenet"),
-        (Recipe::Imagenet2021, "imagenet-2021"),
-        (Recipe::Fast, "fast"),
-        (Recipe::Cifar, "cifar"),
-        (Recipe::Finetune, "finetune"),
-    ];
-
-    /// Their names alone.
-    pub const NAMES: [&'static str; Self::ALL.len()] = {
-        let mut names = [""; Self::ALL.len()];
-        let mut i = 0;
-        while i < names.len() {
-            names[i] = Self::ALL[i].1;
-            i += 1;
-        }
-        names
-    };
-
-    /// Its name in a specification, e.g. `imagenet-2021`.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(recipe, _)| *recipe == self).map_or("imagenet", |(_, name)| name)
-    }
-
     fn settings(self) -> Settings {
         match self {
             Recipe::Imagenet => Settings {
@@ -114,7 +98,7 @@ impl Recipe {
                     "data": {
                         "validation": "val",
                         "image_size": [[1, 160], [13, 192]],
-                        // Of the short side, 224 / 256 are seen.
+                        // 224 / 256 of the short side are seen.
                         "validation_size": 256, "resize_size": 292, "random_resized_crop": true, "horizontal_flip": true,
                         "mean": MEAN, "std": STD,
                     },

@@ -56,11 +56,17 @@ pub(super) fn accept(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// The path of a key today, also where `path` has its accepted old name: `train.pct_start` of `train.rise`.
+/// The path of a key today, also where `path` has its accepted old name: `train.pct_start` of `train.rise`, and
+/// `train.pct_start.a` of `train.rise.a`.
 pub fn name_today(path: &str) -> String {
-    let (section, key) = path.split_once('.').unwrap_or(("", path));
-    let found = ACCEPTED.iter().find(|(of, old, _)| (*of, *old) == (section, key));
-    found.map_or_else(|| path.to_owned(), |(section, _, new)| format!("{section}.{new}"))
+    let mut parts: Vec<_> = path.split('.').collect();
+    if let [section, key, ..] = &mut parts[..]
+        && let Some((.., new)) = ACCEPTED.iter().find(|(of, old, _)| (of, old) == (section, key))
+    {
+        *key = new;
+        return parts.join(".");
+    }
+    path.to_owned()
 }
 
 /// Gives a specification that was stored with old names today's. A key that has its new name, too, stays as it is.
@@ -73,7 +79,7 @@ pub fn upgrade(document: &mut Value) {
         };
         let value = table.and_then(Value::as_object_mut).filter(|_| !is_there).and_then(|t| t.remove(key));
         if let Some(value) = value {
-            // A section that is no table is told of by whoever reads it.
+            // A section that is not a table is reported by the check of the specification.
             let _ = set_key(document, new, value);
         }
     }

@@ -1,5 +1,6 @@
 //! `[train]`: optimizer, learning-rate schedule, batch size and arithmetic.
 
+use super::named::named;
 use super::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -8,7 +9,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSpec {
-    /// Whose settings stand in for the defaults of the keys that the job does not give, in all sections. A job that is
+    /// The recipe whose settings are the defaults of the keys that the job does not give, in all sections. A job that is
     /// stored or shown has them among its keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recipe: Option<Recipe>,
@@ -27,7 +28,7 @@ pub struct TrainSpec {
     pub global_batch_size: Option<u32>,
     pub optimizer: OptimizerKind,
     pub lr: f32,
-    /// Of `momentum`, `nesterov` and `lars`.
+    /// For `momentum`, `nesterov` and `lars`.
     pub momentum: f32,
     pub weight_decay: f32,
     /// False leaves batch norm's parameters and biases out of weight decay, and with `lamb` out of layer-wise
@@ -65,7 +66,7 @@ pub struct TrainSpec {
     /// lambda` before it is cut at the borders, is that of the picture before it. 0: off. With both on, each step takes one
     /// of them by a fair coin.
     pub cutmix: f32,
-    /// Keep an exponential moving average of the weights and running statistics beside them: `average = ema_decay average +
+    /// Keep an exponential moving average of the weights and running statistics in addition to them: `average = ema_decay average +
     /// (1 - ema_decay) weights` at each update, a copy of them up to the first one after the warm-up. This is the
     /// effective decay of an update: torchvision's `--model-ema-decay` before it is adjusted to the batch size is another
     /// number. The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.
@@ -100,32 +101,13 @@ pub enum OptimizerKind {
     Lamb,
 }
 
-impl OptimizerKind {
-    /// Every optimizer with its name in a specification.
-    pub const ALL: [(OptimizerKind, &'static str); 5] = [
-        (OptimizerKind::Momentum, "momentum"),
-        (OptimizerKind::Nesterov, "nesterov"),
-        (OptimizerKind::Lars, "lars"),
-        (OptimizerKind::AdamW, "adamw"),
-        (OptimizerKind::Lamb, "lamb"),
-    ];
-
-    /// Their names alone.
-    pub const NAMES: [&'static str; Self::ALL.len()] = {
-        let mut names = [""; Self::ALL.len()];
-        let mut i = 0;
-        while i < names.len() {
-            names[i] = Self::ALL[i].1;
-            i += 1;
-        }
-        names
-    };
-
-    /// Its name in a specification, e.g. `adamw`.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(kind, _)| *kind == self).map_or("momentum", |(_, name)| name)
-    }
-}
+named!(OptimizerKind:
+    Momentum = "momentum",
+    Nesterov = "nesterov",
+    Lars = "lars",
+    AdamW = "adamw",
+    Lamb = "lamb",
+);
 
 /// How the learning rate moves over a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -16,16 +16,16 @@ use lockstep_protocol::{
 use std::collections::HashSet;
 
 /// Slots of a kind on an agent, and those of them that are free.
-struct Room {
+struct AgentSlots {
     all: Vec<u32>,
     free: Vec<u32>,
 }
 
-fn room(app: &App, agent: &Online, device: Device) -> Room {
+fn slots_on(app: &App, agent: &Online, device: Device) -> AgentSlots {
     let in_use = app.leases.slots_in_use(&agent.row.id);
     let all = slots_for(&agent.row.slots, device);
     let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
-    Room { all, free }
+    AgentSlots { all, free }
 }
 
 /// The slots of a machine that ranks of such a job may run in.
@@ -62,7 +62,7 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
-        return tell_why_it_waits(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await;
+        return store_wait_reason(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await;
     }
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
@@ -77,15 +77,15 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
         .into_iter()
         .filter(serves)
         .map(|o| {
-            let room = room(app, &o, device);
-            (o, room)
+            let slots = slots_on(app, &o, device);
+            (o, slots)
         })
         .collect();
-    // The fullest that has room: large gaps stay for large jobs.
-    candidates.sort_by_key(|(_, room)| room.free.len());
+    // The fullest that has enough free slots: large gaps stay for large jobs.
+    candidates.sort_by_key(|(_, slots)| slots.free.len());
     let fits = candidates.iter().find(|(o, r)| r.free.len() >= ranks && !reserved.contains(&o.row.id));
-    if let Some((agent, room)) = fits {
-        return start(app, row, agent, &room.free[..ranks]).await;
+    if let Some((agent, slots)) = fits {
+        return start(app, row, agent, &slots.free[..ranks]).await;
     }
     let largest = candidates.iter().max_by_key(|(_, r)| (r.all.len(), r.free.len()));
     let mut facts = Facts {
@@ -97,10 +97,10 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
     let why = match largest {
         None if app.agents.online().is_empty() => ReasonCode::NoAgentOnline.into(),
         None => ReasonCode::NoAgentAccepts.into(),
-        Some((agent, room)) => {
+        Some((agent, slots)) => {
             facts.agent = Some(agent.row.name.clone());
-            (facts.slots_free, facts.slots_total) = (Some(number(&room.free)), Some(number(&room.all)));
-            let code = if room.all.len() < ranks {
+            (facts.slots_free, facts.slots_total) = (Some(number(&slots.free)), Some(number(&slots.all)));
+            let code = if slots.all.len() < ranks {
                 ReasonCode::TooFewSlots
             } else {
                 reserved.insert(agent.row.id.clone());
@@ -109,11 +109,11 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
             Reason::new(code, facts)
         }
     };
-    tell_why_it_waits(app, row, why).await
+    store_wait_reason(app, row, why).await
 }
 
 /// Sets the reason why a queued job waits.
-pub(super) async fn tell_why_it_waits(app: &App, row: &JobRow, why: Reason) -> Result<()> {
+pub(super) async fn store_wait_reason(app: &App, row: &JobRow, why: Reason) -> Result<()> {
     // Looked at before anything is written: the queue is gone through twice a second.
     let known = row.job.reason.as_deref() == Some(why.words());
     if known || lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {
@@ -171,7 +171,7 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
     }));
-    if app.agents.tell(&agent.row.id, message) {
+    if app.agents.send(&agent.row.id, message) {
         // Somebody may have cancelled or paused it between the claim and the start.
         let row = app.store.job(&attempt.job).await?;
         let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
@@ -185,7 +185,7 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
             _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
         };
         if let Some((reason, patient)) = wish {
-            app.agents.tell(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
+            app.agents.send(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
         }
         return Ok(());
     }

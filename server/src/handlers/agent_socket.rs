@@ -4,7 +4,7 @@ use crate::{
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    inbox::{ROOM_WITHIN, Work},
+    inbox::{RESERVE_TIMEOUT, Work},
     store::{AgentRow, Report},
 };
 use axum::{
@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest name of an agent, in bytes; its id alike.
 const NAME_BYTES: usize = 100;
 const SLOTS: usize = 1024;
-/// Attempts that an agent may hold: one a slot, and those that it has not told to their end.
+/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
 const ATTEMPTS: usize = 4 * SLOTS;
 const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
 /// What a machine says of itself, in bytes each.
@@ -77,13 +77,13 @@ async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), St
 }
 
 async fn close(to: &mut Sink, code: u16, reason: &str) {
-    // A close frame has room for 123 bytes.
+    // A close frame holds 123 bytes.
     let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
     let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
 }
 
-/// Why a connection ends: for the log, and as the close frame tells the agent.
+/// Why a connection ends: for the log, and for the agent in the close frame.
 struct End {
     why: String,
     code: u16,
@@ -232,7 +232,7 @@ async fn serve(app: App, socket: WebSocket) {
                         Ok(Some(message)) => {
                             let message = message.map_err(End::from);
                             match message.and_then(|message| read(&message, &mut unfinished)) {
-                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.hear(message, bytes).await { break end },
+                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
                                 Ok(None) => {}
                                 Err(end) => break end,
                             }
@@ -299,7 +299,7 @@ struct Connection<'a> {
     number: u64,
     cut: mpsc::Sender<()>,
     leaving: Option<String>,
-    /// How long reports have waited for room since the last heartbeat.
+    /// How long reports have waited for inbox space since the last heartbeat.
     waited: Duration,
 }
 
@@ -339,7 +339,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    async fn hear(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
+    async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
         match message {
             FromAgent::Heartbeat { attempts } => {
@@ -350,23 +350,23 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), None);
                 for attempt in app.leases.renew(&self.id, &attempts) {
                     let reason = "it is no longer this agent's to run".into();
-                    app.agents.tell(&self.id, ToAgent::Stop { attempt, reason, patient: false });
+                    app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
-                app.agents.tell(&self.id, ToAgent::HeartbeatAck);
+                app.agents.send(&self.id, ToAgent::HeartbeatAck);
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();
-                let room = app.inbox.room(bytes, ROOM_WITHIN.saturating_sub(self.waited)).await;
+                let reservation = app.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
                 self.waited += began.elapsed();
                 // Back again, the agent is welcomed, which renews its leases as a heartbeat does.
-                let Some(room) = room else {
-                    let why = "the database is behind; it is to come back".into();
+                let Some(reservation) = reservation else {
+                    let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
                 let report = Report { attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
-                app.inbox.put(Work::Report { agent, connection, report, room });
+                app.inbox.put(Work::Report { agent, connection, report, reservation });
             }
             FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
             FromAgent::Leaving { reason } => {

@@ -50,7 +50,7 @@ pub(crate) async fn list(State(app): State<App>) -> Result<Json<AgentList>> {
 
 /// Let a machine take no new work
 ///
-/// What runs there goes on.
+/// Running ranks continue.
 #[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn drain(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {

@@ -1,4 +1,4 @@
-//! What people write on jobs: notes, tags and priorities; and how much deleting one frees.
+//! Annotations of jobs by users: notes, tags and priorities; and how much disk space deleting a job frees.
 
 use super::{
     extract::{Body, Path, job_id},

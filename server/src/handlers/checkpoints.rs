@@ -33,7 +33,7 @@ const FILES: [&str; 5] =
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Weights {
-    /// Those that training goes on from.
+    /// Those that training continues from.
     #[default]
     Model,
     /// Their running average, of a job with `train.ema_decay`.
@@ -41,7 +41,7 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// Of a checkpoint in `folder` the path by which an agent opens them.
+    /// The path by which an agent opens these weights of the checkpoint in `folder`.
     ///
     /// # Errors
     /// The checkpoint is gone, is no folder of files, or has no average.
@@ -68,7 +68,7 @@ fn no_average() -> Error {
     Error::NotFound(detail.into())
 }
 
-/// Whoever has a file may keep it, and asks whether it is still the same.
+/// Clients may cache a file, and ask whether it is still the same.
 const CACHING: &str = "private, no-cache";
 
 /// A job's checkpoints.
@@ -155,7 +155,7 @@ pub(crate) async fn file(
         if !conditional::range_counts(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
         }
-        // Whoever sends a tag means that, and not the time.
+        // A client that sends a tag means that, and not the time.
         if request.headers().contains_key(header::IF_NONE_MATCH) {
             request.headers_mut().remove(header::IF_MODIFIED_SINCE);
         }
@@ -215,7 +215,7 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 
 pub(super) fn removed() -> Error {
     Error::NotFound(
-        "this checkpoint's files are gone: it was removed to keep the newest ones, or by hand".into(),
+        "this checkpoint's files are gone: it was removed to keep the newest ones, or by someone".into(),
     )
 }
 

@@ -47,11 +47,11 @@ pub(crate) struct NewDataset {
 
 /// Register a dataset
 ///
-/// An agent looks at the files; their format is found, not declared. The first look at many pictures takes minutes: 202
-/// then says how far it is; send the same request again until it is done.
+/// An agent inspects the files; their format is found, not declared. Inspecting many pictures for the first time takes minutes:
+/// 202 has the progress; send the same request again until it is done.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
-        (status = 503, body = Problem, description = "No agent is online to look at the files")))]
+        (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
     Query(wait): Query<WaitFor>,
@@ -94,7 +94,7 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
         mistake("/name", &name_mistake(&new.name));
     }
     if new.name == "inspect" {
-        mistake("/name", "is taken: /api/v1/datasets/inspect looks at a folder; choose another name");
+        mistake("/name", "is taken: /api/v1/datasets/inspect inspects a folder; choose another name");
     }
     if let Some(detail) = path_mistake(&new.path) {
         mistake("/path", detail);

@@ -1,5 +1,5 @@
-//! A checkpoint on its job's validation pictures. An agent computes it once; the answer lies beside the job's
-//! checkpoints and goes with the job.
+//! A checkpoint on its job's validation pictures. An agent computes it once; the result is stored next to the job's checkpoints
+//! and is deleted with the job.
 
 use super::{
     checkpoints::{self, Weights},
@@ -73,7 +73,6 @@ impl Running {
 /// Which checkpoint.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct Which {
     /// Its id, `best` or `latest`; the best when absent.
     checkpoint: Option<String>,
@@ -175,15 +174,15 @@ async fn start(
         dataset: dataset.path,
         spec: Box::new(spec),
     });
-    let (tell, outcome) = watch::channel(None);
+    let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
-    let told = Running { request: request.clone(), outcome };
+    let running_evaluation = Running { request: request.clone(), outcome };
     {
         let mut running = app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
-        running.insert(file.clone(), told.clone());
+        running.insert(file.clone(), running_evaluation.clone());
     }
     let app = app.clone();
     tokio::spawn(async move {
@@ -210,9 +209,9 @@ async fn start(
             () = app.stopping.cancelled() => Err(stopping()),
         };
         app.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
-        let _ = tell.send(Some(outcome));
+        let _ = sender.send(Some(outcome));
     });
-    Ok(told)
+    Ok(running_evaluation)
 }
 
 /// Another dataset than the job's has a split that measures.

@@ -5,17 +5,61 @@ mod json;
 use crate::error::{Error, Result};
 use axum::{
     extract::{FromRequest, FromRequestParts, Request},
-    http::{StatusCode, header},
+    http::{StatusCode, header, request::Parts},
 };
 use bytes::Bytes;
-use lockstep_protocol::{JobId, limits::SEARCH_CHARS, spec};
+use lockstep_protocol::{
+    JobId,
+    limits::SEARCH_CHARS,
+    spec::{self, nearest, shortened},
+};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use utoipa::{IntoParams, openapi::path::ParameterIn};
 
-/// Query parameters.
+/// Query parameters of the API. A parameter that `T` does not have is refused, with the nearest name that it has: ignored, a
+/// mistyped filter would return everything.
+#[derive(Debug)]
+pub(crate) struct Query<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned + IntoParams> FromRequestParts<S> for Query<T> {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self> {
+        type Pairs = axum::extract::Query<Vec<(String, String)>>;
+        let known: Vec<String> =
+            T::into_params(|| Some(ParameterIn::Query)).into_iter().map(|known| known.name).collect();
+        let pairs = Pairs::try_from_uri(&parts.uri)?.0;
+        if let Some((key, _)) = pairs.iter().find(|(key, _)| !known.contains(key)) {
+            let names = || known.iter().map(String::as_str);
+            let names = match nearest(key, names()) {
+                Some(near) => format!("did you mean {near:?}?"),
+                None => format!("the parameters are {}", known.join(", ")),
+            };
+            let detail = format!("there is no query parameter {:?} here; {names}", shortened(key));
+            return Err(Error::BadRequest(detail));
+        }
+        Ok(Self(axum::extract::Query::try_from_uri(&parts.uri)?.0))
+    }
+}
+
+/// Query parameters of a page. Its scripts keep what they show in the address, too, so unknown ones are ignored.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Query), rejection(Error))]
-pub(crate) struct Query<T>(pub T);
+pub(crate) struct PageQuery<T>(pub T);
+
+/// A count of things that a request asks for.
+///
+/// # Errors
+/// It is 0 or above `most`.
+pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, most: u32) -> Result<u32> {
+    match asked {
+        Some(asked) if !(1..=most).contains(&asked) => {
+            Err(Error::BadRequest(format!("{key} must be 1 to {most}, is {asked}")))
+        }
+        asked => Ok(asked.unwrap_or(default)),
+    }
+}
 
 /// Parts of the path.
 #[derive(Debug, FromRequestParts)]
@@ -31,7 +75,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
         let bytes = json_bytes(request, state).await?;
-        // Of a list its elements would be taken for the fields, in their order.
+        // The elements of a list would be taken for the fields, in their order.
         if bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(Error::BadRequest("the body must be a JSON object".into()));
         }

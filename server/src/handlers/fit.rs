@@ -1,5 +1,5 @@
-//! Whether a checkpoint fits what is to be trained from it, told when that is asked for. What it was trained on stands in
-//! the header of its file; what a dataset has is stored since it was registered. No dataset is opened here.
+//! Whether a checkpoint fits the job that is to start from it, checked when that is submitted. What it was trained on is in the
+//! header of its file; the dataset's classes are stored since it was registered. No dataset is opened here.
 
 use crate::{
     app::App,
@@ -50,7 +50,7 @@ impl Trained {
     }
 }
 
-/// Why a checkpoint cannot be evaluated on `dataset`: what it has learned to tell apart is not what the pictures show.
+/// Why a checkpoint cannot be evaluated on `dataset`: its classes are not those of the pictures.
 pub(super) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
@@ -124,7 +124,7 @@ pub(super) fn mistakes(
     mistakes
 }
 
-/// Refuses to go on without a dataset, or from the newest checkpoint with one that was registered anew under the same name.
+/// Refuses to continue without a dataset, or from the newest checkpoint with one that was registered anew under the same name.
 ///
 /// # Errors
 /// That it is not registered, or what of it does not fit.

@@ -1,4 +1,4 @@
-//! Fork: a new job that goes on from a checkpoint of another, with changed settings. The checkpoint's files are checked
+//! Fork: a new job that continues from a checkpoint of another, with changed settings. The checkpoint's files are checked
 //! against its manifest, so that a damaged one is refused here, and not by ranks that have waited for their slots.
 
 use super::{
@@ -53,7 +53,7 @@ pub(crate) struct ForkRequest {
 
 /// Fork a job
 ///
-/// Makes a new job that goes on from a checkpoint of this one. Weights, optimizer state and the place in the data carry
+/// Makes a new job that continues from a checkpoint of this one. Weights, optimizer state and the place in the data carry
 /// over, also to another number of ranks or another batch size. An optimizer that keeps something else than the
 /// checkpoint's did (`adamw` after `momentum`) begins with a state of its own; the job's log says so.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
@@ -160,20 +160,20 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
         return Ok(());
     }
     let detail =
-        "a fork goes on with its job's settings, all of which have a value: set the keys that should differ"
+        "a fork continues with its job's settings, all of which have a value: set the keys that should differ"
             .into();
     Err(Error::Invalid(vec![SpecError { pointer: "/train/recipe".into(), detail }]))
 }
 
-/// On another dataset the split that measures is chosen as for a new job, unless the parent's was given. What a job was given
-/// is not told from what it would have been without, so one that equals the choice was chosen.
+/// On another dataset the validation split is chosen as for a new job, unless the parent's was given. A stored specification does
+/// not show whether it was given, so one that equals the choice counts as chosen.
 async fn choose_validation_anew(app: &App, source: &Job, document: &mut Value) -> Result<()> {
     let mut before =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }
-    // Of a dataset that is gone nobody knows what there was to choose from.
+    // Without the old dataset, its splits are unknown.
     let Some(dataset) = app.store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
     forget_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
@@ -327,7 +327,7 @@ fn check_whole(folder: &FilePath) -> io::Result<()> {
     Ok(())
 }
 
-/// Of `MANIFEST.json`, what a copy is checked against.
+/// The part of `MANIFEST.json` that a copy is checked against.
 #[derive(Deserialize)]
 struct Manifest {
     #[serde(default)]

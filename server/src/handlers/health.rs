@@ -23,7 +23,7 @@ pub(crate) async fn healthz() -> &'static str {
 
 /// Jobs can be stored now
 ///
-/// Something is written to the database and to the data directory, so a disk that is full or read-only is told.
+/// Something is written to the database and to the data directory, so a disk that is full or read-only is reported.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
 pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
     // Whatever the database says of a row that is sound: nothing can be written.
@@ -43,7 +43,7 @@ fn probe(folder: &Path) -> Result<()> {
     let path: PathBuf = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
     let written = fs::File::create_new(&path).and_then(|mut file| {
         io::Write::write_all(&mut file, &[0; PROBE_BYTES])?;
-        // Some file systems say only now that they have no room.
+        // Some file systems report only now that the disk is full.
         file.sync_data()
     });
     let removed = fs::remove_file(&path);

@@ -100,7 +100,7 @@ fn begin(app: &App, path: &str) -> Inspection {
         return known.clone();
     }
     all.begun += 1;
-    let (tell, outcome) = watch::channel(None);
+    let (sender, outcome) = watch::channel(None);
     let agent = Arc::new(OnceLock::new());
     let inspection = Inspection { number: all.begun, agent: agent.clone(), outcome };
     all.inspections.insert(path.to_owned(), inspection.clone());
@@ -120,7 +120,7 @@ fn begin(app: &App, path: &str) -> Inspection {
             }
         };
         let whole = async {
-            let _ = tell.send(Some(work.await));
+            let _ = sender.send(Some(work.await));
             tokio::time::sleep(KEPT).await;
             app.inspections.forget(&path);
         };
@@ -134,7 +134,7 @@ fn begin(app: &App, path: &str) -> Inspection {
 
 async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
-        let detail = format!("a machine that has {path} is looked for; ask again");
+        let detail = format!("choosing a machine that has {path}; ask again");
         return InspectionProgress { detail, looked: None, total: None };
     };
     let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });

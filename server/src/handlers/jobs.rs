@@ -8,7 +8,7 @@ pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
 
 use super::{
-    extract::{Path, Query, job_id, search_text},
+    extract::{Path, Query, count, job_id, search_text},
     fit, to_the_end,
 };
 use crate::{
@@ -64,10 +64,7 @@ impl ListQuery {
             .map_err(Error::BadRequest)?;
         search_text("name", self.name.as_deref())?;
         let cursor = self.cursor.as_deref().map(str::parse).transpose();
-        let limit = self.limit.unwrap_or(DEFAULT_LIMIT);
-        if !(1..=MAX_LIMIT).contains(&limit) {
-            return Err(Error::BadRequest(format!("limit must be 1 to {MAX_LIMIT}, is {limit}")));
-        }
+        let limit = count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
         Ok(JobFilter {
             state,
             name: self.name.clone().filter(|n| !n.is_empty()),

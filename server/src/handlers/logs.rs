@@ -1,9 +1,9 @@
 //! Log lines of a job.
 
-use super::extract::{Path, Query, job_id, search_text};
+use super::extract::{Path, Query, count, job_id, search_text};
 use crate::{
     app::App,
-    error::{Problem, Result},
+    error::{Error, Problem, Result},
     handlers::jobs,
     store::{LogFilter, LogPage},
 };
@@ -18,6 +18,7 @@ use futures_util::stream;
 use lockstep_protocol::{
     agent::LogLine,
     job::Job,
+    spec::shortened,
     stream::{Event, EventBody},
 };
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,7 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_EVENTS: u32 = 1000;
 const MAX_EVENTS: u32 = 10_000;
-/// Events looked at in one question to the database while searching, and for how long to go on.
+/// Events that are read in one query to the database while searching, and for how long to continue.
 const SEARCHED: u64 = 50_000;
 const SEARCH: Duration = Duration::from_millis(300);
 
@@ -44,13 +45,15 @@ pub(crate) struct LogsQuery {
     after: u64,
     /// Only what came before this event.
     before: Option<u64>,
-    /// Events to read, each of one line or a few; 1000 when absent, 10000 at most.
+    /// Events to read, each of one line or a few: 1 to 10000; 1000 when absent.
+    #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
-    /// The newest so many lines, instead.
+    /// The newest so many lines, instead: 1 to 10000.
+    #[param(minimum = 1, maximum = 10000)]
     tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
-    /// Only lines that contain this, at most 200 characters, in capitals or not. A long log is searched for a third of a second at a time: `next` goes on.
+    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time: `next` continues.
     q: Option<String>,
 }
 
@@ -87,10 +90,16 @@ pub(crate) async fn query(
     search_text("q", query.q.as_deref())?;
     let job = jobs::find(&app, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
-    if accepts.starts_with("text/plain") || query.format.as_deref() == Some("text") {
+    if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
+        return Err(Error::BadRequest(format!("format is text or absent, is {:?}", shortened(format))));
+    }
+    if accepts.starts_with("text/plain") || query.format.is_some() {
         return Ok(plain(app, job.id, query));
     }
-    let limit = query.tail.or(query.limit).unwrap_or(DEFAULT_EVENTS).clamp(1, MAX_EVENTS);
+    let limit = match query.tail {
+        Some(_) => count("tail", query.tail, DEFAULT_EVENTS, MAX_EVENTS)?,
+        None => count("limit", query.limit, DEFAULT_EVENTS, MAX_EVENTS)?,
+    };
     let newest = query.tail.is_some();
     let filter = LogFilter {
         rank: query.rank,
@@ -107,7 +116,7 @@ pub(crate) async fn query(
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let mut lines = lines(events, query.q.as_deref());
-    // Whole events: whoever reads on before the first line's event has all of it.
+    // Whole events: reading on before the first line's event gives all of it.
     if newest && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0) {
         let first = lines[beyond].seq;
         next = Some(first);
@@ -121,8 +130,9 @@ async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let wanted = filter.limit as usize;
-    // What is not looked at yet: `low < seq < high`.
-    let (mut low, mut high) = (filter.after, filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
+    // What has not been searched yet: `low < seq < high`.
+    let (mut low, mut high) =
+        (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();
     loop {
         (filter.after, filter.before) = if filter.newest {

@@ -1,6 +1,6 @@
 //! Metrics: exact points when they fit, else buckets of minimum, maximum and mean.
 
-use super::extract::{Path, Query};
+use super::extract::{Path, Query, count};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
@@ -44,7 +44,8 @@ pub(crate) struct MetricsQuery {
     from: Option<u64>,
     /// Last step.
     to: Option<u64>,
-    /// At most so many buckets a series; 1000 when absent, 10000 at most.
+    /// At most so many buckets a series: 1 to 10000; 1000 when absent.
+    #[param(minimum = 1, maximum = 10000)]
     points: Option<u32>,
 }
 
@@ -81,7 +82,7 @@ impl MetricsQuery {
 /// Metrics of a job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Metrics {
-    /// Events after this one are not in the answer: go on from here on the stream.
+    /// Events after this one are not in the answer: continue from here on the stream.
     as_of_seq: u64,
     /// Every point is there, and `min`, `max` and `mean` are the same.
     exact: bool,
@@ -106,7 +107,7 @@ pub(crate) struct Series {
 /// Metrics for a chart
 ///
 /// Buckets are equal ranges of steps, the same for every series, so the answer is the same for the same
-/// points however they came. Those at the ends of a range are told whole.
+/// points however they came. Those at the ends of a range are returned whole.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn find(
@@ -116,7 +117,7 @@ pub(crate) async fn find(
 ) -> Result<Json<Metrics>> {
     let filter = query.filter()?;
     let job = jobs::find(&app, &id).await?;
-    let points = query.points.unwrap_or(DEFAULT_POINTS).clamp(1, MAX_POINTS) as usize;
+    let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let found = query::find(&app, &job, &filter, points).await?;
     Ok(Json(Metrics {
         as_of_seq: found.as_of,
@@ -178,7 +179,7 @@ struct Csv {
     /// Metric and rank, of whose points some are in chunks alone.
     series: VecDeque<(&'static str, u32)>,
     /// The last step of each series that chunks had: name, rank and attempt.
-    told: HashMap<(String, u32, u32), u64>,
+    last_steps: HashMap<(String, u32, u32), u64>,
     /// Events up to this number are done with.
     after: u64,
 }
@@ -191,7 +192,7 @@ impl Csv {
         let ranks: Vec<u32> = (0..job.ranks).filter(ranks).collect();
         let series = names.flat_map(|name| ranks.iter().map(move |rank| (name, *rank)));
         let series = if after > 0 { series.collect() } else { VecDeque::new() };
-        Ok(Self { app, job, series, filter, begun: false, told: HashMap::new(), after })
+        Ok(Self { app, job, series, filter, begun: false, last_steps: HashMap::new(), after })
     }
 
     async fn next(&mut self) -> store::Result<Option<String>> {
@@ -205,7 +206,7 @@ impl Csv {
             for chunk in chunks {
                 let points = compaction::readable_chunk(0, &chunk);
                 if let Some(last) = points.last() {
-                    self.told.insert((chunk.name, rank, chunk.attempt), last.step);
+                    self.last_steps.insert((chunk.name, rank, chunk.attempt), last.step);
                 }
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
@@ -230,8 +231,8 @@ impl Csv {
             }
             for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
                 let key = (name, rank, attempt);
-                let told = self.told.get(&key).copied().unwrap_or(0);
-                let points = steps.into_iter().zip(values).filter(|(step, _)| told == 0 || *step > told);
+                let last = self.last_steps.get(&key).copied().unwrap_or(0);
+                let points = steps.into_iter().zip(values).filter(|(step, _)| last == 0 || *step > last);
                 self.lines(&mut text, attempt, rank, &key.0, points);
             }
         }

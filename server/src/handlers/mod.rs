@@ -1,4 +1,4 @@
-//! One file a kind of thing; `crate::router` says which address leads where.
+//! One file per resource; `crate::router` maps addresses to handlers.
 
 pub(crate) mod agent_socket;
 pub(crate) mod agents;

@@ -1,9 +1,9 @@
-//! Pages for people: what is stored, put into the views of `lockstep_web`.
+//! HTML pages: stored data in the views of `lockstep_web`.
 
 use super::{
     agents,
     datasets::{self, NewDataset, Registered},
-    extract::{Path, Query, job_id},
+    extract::{PageQuery, Path, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
 };
@@ -45,8 +45,12 @@ pub(crate) async fn home() -> Redirect {
 }
 
 /// `GET /jobs`
-pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query): Query<ListQuery>) -> Page {
-    // A filter typed by hand that is none shows everything.
+pub(crate) async fn jobs(
+    State(app): State<App>,
+    headers: HeaderMap,
+    PageQuery(query): PageQuery<ListQuery>,
+) -> Page {
+    // An invalid filter in the address shows everything.
     let mut filter = query.filter().unwrap_or_default();
     if query.limit.is_none() {
         filter.limit = ROWS;
@@ -80,7 +84,7 @@ pub(crate) struct NewJobQuery {
 pub(crate) async fn new_job(
     State(app): State<App>,
     headers: HeaderMap,
-    Query(query): Query<NewJobQuery>,
+    PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
     let datasets = app.store.datasets().await?;
     let mut page = submit::SubmitPage::fresh(
@@ -223,7 +227,7 @@ pub(crate) async fn add_dataset(
     let status = match datasets::register(&app, new, LONGEST_WAIT).await {
         Ok(Registered::Done(_)) => return Ok(Redirect::to("/datasets").into_response()),
         Ok(Registered::UnderWay(under_way)) => {
-            form.path_error = Some(format!("{}: send this form again, it goes on", under_way.detail));
+            form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
             StatusCode::ACCEPTED
         }
         Err(Error::Invalid(mistakes)) => {

@@ -1,7 +1,7 @@
-//! Pictures of datasets, as they lie there and as jobs see them. An agent reads them.
+//! Pictures of datasets, as stored and as jobs see them. An agent reads them.
 
 use super::{
-    extract::{Path, Query},
+    extract::{Path, Query, count},
     jobs,
 };
 use crate::{
@@ -35,7 +35,8 @@ pub(crate) struct SamplesQuery {
     /// Pictures to leave out at the start.
     #[serde(default)]
     offset: u64,
-    /// 60 when absent, 200 at most.
+    /// 1 to 200; 60 when absent.
+    #[param(minimum = 1, maximum = 200)]
     limit: Option<u32>,
     /// A job's id: training pictures as that job's augmentation makes them in each of five epochs.
     augmented: Option<String>,
@@ -52,7 +53,7 @@ pub(crate) async fn of_dataset(
     let dataset = app.store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
     let split = query.split.unwrap_or_else(|| "train".into());
-    let limit = query.limit.unwrap_or(DEFAULT).clamp(1, MOST);
+    let limit = count("limit", query.limit, DEFAULT, MOST)?;
     let pick = match &query.augmented {
         None => Pick::Stored { split, class: query.class, offset: query.offset, limit },
         Some(id) => {
@@ -77,7 +78,7 @@ pub(crate) async fn of_dataset(
 pub(crate) struct PlacesQuery {
     /// Places in the split, with commas between: `index` of a mistake in an evaluation.
     places: String,
-    /// Of the training pictures instead of the validation ones.
+    /// Take the training pictures instead of the validation ones.
     #[serde(default)]
     train: bool,
 }

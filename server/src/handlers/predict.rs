@@ -1,4 +1,4 @@
-//! What a checkpoint says of pictures that somebody brings. An agent computes it.
+//! Predictions of a checkpoint for uploaded pictures. An agent computes them.
 
 use super::{
     checkpoints::{self, Weights},
@@ -28,12 +28,12 @@ use utoipa::{IntoParams, ToSchema};
 /// Pictures of one request, and their bytes together.
 const PICTURES: usize = 100;
 const BYTES: usize = 24 << 20;
-/// Of a body: what a form has around its pictures comes on top.
+/// Limit of a body: a form has some bytes around its pictures.
 pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
 /// Requests whose pictures are in memory at the same time; others wait.
-static ROOM: Semaphore = Semaphore::const_new(4);
+static CONCURRENT: Semaphore = Semaphore::const_new(4);
 const PATIENCE: Duration = Duration::from_secs(120);
-/// For all pictures to come: others wait for the room that they take. Half a megabyte a second.
+/// For all pictures of a request: others wait for the memory that they take. Half a megabyte a second.
 const READING: Duration = Duration::from_secs(60);
 
 /// What the model says, in the order of the pictures.
@@ -68,7 +68,7 @@ pub(crate) async fn predict(
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&app, &id).await?;
     let model = by.weights.path(&checkpoints::folder(&app, &row))?;
-    let _turn = ROOM.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
         let detail =
             format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());

@@ -32,11 +32,11 @@ const REPLAY: u32 = 500;
 /// What a browser may send: nothing but pongs and a close.
 const INCOMING_BYTES: usize = 4096;
 
-/// Where to go on.
+/// Where to continue.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Since {
-    /// Events up to this number are known; 0 for all. Above the job's last, those in between are not sent.
+    /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
     #[serde(default)]
     since: u64,
 }
@@ -58,8 +58,8 @@ fn accept(
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
-/// A reader whose `since` is above the hello's `last_seq` has events that this database does not (an older
-/// one was put back): it begins again from that number.
+/// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
+/// put back): the stream continues from `last_seq`, and the reader has to discard later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         Self { app, to, closed, sent: 0, given_up: false }
     }
 
-    /// Sends, or closes a reader that takes nothing: it can come back with the number it was sent last.
+    /// Sends, or closes a reader that takes nothing: it can reconnect with the number that it was sent last.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Gone> {
         let Self { app, to, sent, .. } = self;
         let sending = async {
@@ -154,14 +154,14 @@ impl<'a> Reader<'a> {
         self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
         let reason = self.sent.to_string();
         let frame = CloseFrame { code: CLOSE_TOO_SLOW, reason: reason.into() };
-        let told = async {
+        let closing = async {
             self.to.send(Message::Close(Some(frame))).await?;
             // The system throws away what is not read when a connection ends with something unread on our side.
             let _ = (&mut self.closed).await;
             Ok::<_, axum::Error>(())
         };
         tokio::select! {
-            _ = tokio::time::timeout(FAREWELL, told) => {}
+            _ = tokio::time::timeout(FAREWELL, closing) => {}
             () = self.app.stopping.cancelled() => {}
         }
     }
@@ -207,7 +207,7 @@ impl Drop for Reader<'_> {
 }
 
 async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Gone> {
-    reader.close(1013, "the database is not available; come back").await;
+    reader.close(1013, "the database is not available; reconnect later").await;
     Err(Gone)
 }
 
@@ -220,13 +220,13 @@ async fn follow(
 ) -> std::result::Result<(), Gone> {
     let id = row.job.id.clone();
     let last_seq = row.job.last_seq;
-    // A number from the future is waited for. Of a database that was put back the hello tells: its
-    // `last_seq` is below what the reader has seen, and the reader begins again.
     let Ok(first_seq) = app.store.first_seq(&id).await else {
         return away(&mut reader).await;
     };
     // Points of earlier events are in the metrics alone.
-    reader.sent = since.max(first_seq - 1);
+    // A number above the last event is of a database that an older one has replaced; the hello's `last_seq` says so. Waiting
+    // for that number would withhold every event until it is reached.
+    reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
     let mut live = false;
@@ -249,7 +249,7 @@ async fn follow(
                         return away(&mut reader).await;
                     };
                     if first_seq > reader.sent + 1 {
-                        // What it was to be told next is in the metrics alone since: another hello says where it goes on.
+                        // The next events are in the metrics alone by now: a new connection's hello says where the stream continues.
                         let reason = reader.sent.to_string();
                         reader.close(CLOSE_TOO_SLOW, &reason).await;
                         return Err(Gone);
@@ -292,7 +292,7 @@ async fn follow(
 
 /// All jobs, live
 ///
-/// A websocket of JSON text frames: `live` once changes are being told, then `job` with a job's newest state
+/// A websocket of JSON text frames: `live` once changes are being sent, then `job` with a job's newest state
 /// (at most four times a second each) and `job_deleted`. Read the list after `live`, and nothing is missed.
 #[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn list_stream(
@@ -319,7 +319,7 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
             frame = list.recv() => match frame {
                 Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into()), None).await?,
                 Err(RecvError::Closed) => return Ok(()),
-                // It fell behind: jobs are told as they are, so the newest list makes up for all it missed.
+                // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
                     let filter = JobFilter { limit: REPLAY, ..JobFilter::default() };

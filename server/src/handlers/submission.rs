@@ -1,5 +1,5 @@
-//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and what
-//! is worth a look before the job runs.
+//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
+//! matter before the job runs.
 
 use crate::{agent_requests, agents::RequestError, app::App, dispatch, error::Result};
 use lockstep_protocol::{
@@ -56,8 +56,8 @@ pub(super) enum Weights {
     /// There are none, or they fit.
     Fit,
     Mistake(SpecError),
-    /// Nobody could look; ranks find out. A warning.
-    NotLookedAt(String),
+    /// No agent could check it; ranks will. A warning.
+    NotChecked(String),
 }
 
 /// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.
@@ -102,11 +102,11 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
         Ok(_) => "an agent answered something else".to_owned(),
         Err(error) => error.in_words(),
     };
-    // What it holds would tell; nobody can look, and it is called like what is never read.
+    // Its content would decide, but nobody can read it, and its name is that of a file which is never read.
     if pickle::is_named_like_one(given) {
         return mistake(format!("{given}: {}", pickle::convert(given)));
     }
-    Ok(Weights::NotLookedAt(format!(
-        "model.pretrained {given:?} was not looked at ({why}): if it is missing or does not fit, the job fails when it starts"
+    Ok(Weights::NotChecked(format!(
+        "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
     )))
 }

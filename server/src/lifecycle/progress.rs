@@ -1,4 +1,4 @@
-//! What a job's newest values and its sparkline come from.
+//! Where a job's newest values and its sparkline come from.
 
 use lockstep_protocol::metric::MetricColumn;
 use serde::{Deserialize, Serialize};

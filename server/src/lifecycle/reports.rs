@@ -92,11 +92,11 @@ pub fn report(
             vec![EventBody::Checkpoint { attempt, id, checkpoint }]
         }
         AttemptEvent::CheckpointRemoved { epoch, step } => {
-            // The newest goes only when it was found damaged; which one is then the newest, the next start tells.
+            // The newest continuesly when it was found damaged; the next start decides which one is then the newest.
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // Of a network whose numbers are not: nothing was measured, and JSON could not hold it.
+        // A network whose numbers are not finite: nothing was measured, and JSON could not hold it.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
         {
@@ -114,7 +114,7 @@ pub fn report(
             vec![EventBody::Evaluation { attempt, evaluation }]
         }
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
-        // Its agent weighs the last words of all ranks and tells the outcome in `Ended`.
+        // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::PrecisionFallback { .. }
         | AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }
@@ -135,7 +135,7 @@ fn is_column(column: &MetricColumn) -> bool {
 /// report. Log lines and rank reports do not end a merge; other records do, because points may depend on them.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
-    // Whose points are gathered, to come at this place.
+    // The rank whose points are being merged, and the place of the merged event.
     let mut gathered: Option<(u32, usize)> = None;
     for event in events {
         let AttemptEvent::Metrics { rank, columns } = event else {

@@ -1,4 +1,4 @@
-//! What a change of a job reads and edits, and how it says no. The store keeps it and knows no more of the rules.
+//! The data that a change of a job reads and edits, and its refusals. The store keeps it and knows no more of the rules.
 
 use super::progress::Progress;
 use lockstep_protocol::{
@@ -8,7 +8,7 @@ use lockstep_protocol::{
     reason::Reason,
 };
 
-/// A job and what only the server knows of it.
+/// A job with the fields that only the server uses.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JobRow {
     /// As it is shown.

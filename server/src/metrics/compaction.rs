@@ -94,7 +94,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
                 }
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
                 let first_step = part.first().map_or(0, |b| b.step);
-                // Of one that could not be read the points are new.
+                // For a chunk that could not be read, the points are new.
                 let grown = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
@@ -117,7 +117,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
 pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
-        quarantine::tell(&format!(
+        quarantine::log_once(&format!(
             "a chunk of {name} of rank {rank}, attempt {attempt}, level {level}, from step {first_step}: {error}"
         ));
         Vec::new()

@@ -1,4 +1,4 @@
-//! From chunks and the newest events to what a chart asks for.
+//! Queries for charts, from chunks and the newest events.
 
 use super::{
     chunk::{self, Bucket, LEVELS, width},
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 /// Name, attempt and rank.
 pub(crate) type Key = (String, u32, u32);
 
-/// What a chart is told.
+/// The data of a chart.
 #[derive(Debug)]
 pub(crate) struct Found {
     /// Events after this one are not in it.
@@ -73,7 +73,7 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (watermark, extent) = app.store.metric_extent(job, filter).await?;
-    // From all steps: the buckets at the ends of the range are told whole, as those of chunks are.
+    // From all steps: the buckets at the ends of the range are returned whole, as those of chunks are.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = app.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
@@ -89,7 +89,7 @@ async fn attempt(
     let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
     let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
-        // A bucket that reaches beyond the range is told whole, wherever chunks end.
+        // A bucket that reaches beyond the range is returned whole, wherever chunks end.
         let w = width(level);
         // The first one begins with step 0, where there is one.
         let from = match from.saturating_sub(1) / w * w {

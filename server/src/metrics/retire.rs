@@ -1,5 +1,5 @@
-//! Points leave the events some time after their job is over: its charts and its CSV file come from chunks then, which
-//! hold every point, and its stream begins after them.
+//! Some time after their job is over, points leave the events: its charts and its CSV file then come from chunks, which hold
+//! every point, and its stream begins after them.
 
 use super::compaction;
 use crate::{
@@ -10,8 +10,8 @@ use crate::{
 use lockstep_protocol::job::JobId;
 use std::time::{Duration, Instant};
 
-/// Between two looks, at most; a quarter of the time that points are kept when that is shorter.
-const LOOK_EVERY: Duration = Duration::from_secs(60);
+/// Longest pause between two rounds; a quarter of the time that points are kept when that is shorter.
+const POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// The longest rest between two bits.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
@@ -19,13 +19,13 @@ const LONGEST_REST: Duration = Duration::from_millis(200);
 pub(crate) async fn run(app: App) {
     let keep = app.config.keep_points;
     loop {
-        tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), LOOK_EVERY)).await;
+        tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), POLL_INTERVAL)).await;
         let Some(before) =
             jiff::SignedDuration::try_from(keep).ok().and_then(|k| crate::now().checked_sub(k).ok())
         else {
             continue;
         };
-        // One whose points do not go is left for the next look.
+        // One whose points cannot be removed is left for the next round.
         let mut last: Option<JobId> = None;
         loop {
             let job = match app.store.oldest_with_points(before, last.as_ref()).await {

@@ -4,7 +4,7 @@
 //! and the SHA-256 of all lines before. An own format rather than `pg_dump` and SQLite's: one command does both
 //! databases, nothing has to be installed in a matching version, a torn file is known before anything is
 //! written, and moving from SQLite to Postgres is a backup and a restore. It is read in one transaction that
-//! sees one moment, beside a running server. Checkpoints are not in it: their folders under `jobs/` never change
+//! sees one moment, while the server runs. Checkpoints are not in it: their folders under `jobs/` never change
 //! once they are there, so any copying of files backs them up.
 
 pub use super::backup_file::{BackupError, Summary};
@@ -46,7 +46,7 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
     done
 }
 
-/// The newest migration that this build knows of a kind of database.
+/// The newest migration in this build for a kind of database.
 fn newest_known(location: &Location) -> i64 {
     let migrations = match location {
         Location::Sqlite(_) => &migrations::OF_SQLITE,
@@ -115,7 +115,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 sqlite::copy::insert(&mut db, &table, row).await?;
             }
-            sqlite::copy::settle(&mut db).await?;
+            sqlite::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;
         }
@@ -129,7 +129,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 postgres::copy::insert(&mut db, &table, row).await?;
             }
-            postgres::copy::settle(&mut db).await?;
+            postgres::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;
         }

@@ -23,7 +23,7 @@ pub enum BackupError {
     /// The file.
     #[error("{}: {source}", path.display())]
     File {
-        /// Of the backup.
+        /// The backup.
         path: PathBuf,
         /// What the system said.
         source: io::Error,
@@ -31,7 +31,7 @@ pub enum BackupError {
     /// Not a backup, or not a whole one.
     #[error("{} is not a whole backup: {detail}", path.display())]
     NotWhole {
-        /// Of the backup.
+        /// The backup.
         path: PathBuf,
         /// What is wrong with it.
         detail: String,
@@ -48,7 +48,7 @@ pub enum BackupError {
     #[error("the database: {0}")]
     Database(#[from] sqlx::Error),
     /// Writing the lines.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] io::Error),
 }
 
@@ -57,7 +57,7 @@ pub enum BackupError {
 pub struct Summary {
     /// Rows by table, in the file's order.
     pub tables: Vec<(String, u64)>,
-    /// Of the file.
+    /// The size of the file.
     pub size_bytes: u64,
 }
 

@@ -27,7 +27,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Of a column's type as either database calls it.
+    /// The kind of a column, by its type's name in either database.
     pub(super) fn of(declared: &str) -> Self {
         match declared.to_ascii_lowercase().as_str() {
             "integer" | "bigint" => Kind::Integer,

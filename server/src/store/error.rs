@@ -1,4 +1,4 @@
-//! What goes wrong in a store.
+//! Errors of a store.
 
 use crate::lifecycle::Refused;
 

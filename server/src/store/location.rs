@@ -1,4 +1,4 @@
-//! Which database: read from a URL, named without its password.
+//! The location of the database: parsed from a URL, displayed without its password.
 
 use crate::config::{ServeConfig, ServeError};
 use std::{fmt, path::PathBuf};

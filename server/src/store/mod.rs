@@ -1,4 +1,4 @@
-//! Everything that the server must not lose, behind one trait. SQLite and Postgres implement it and pass the same tests.
+//! The database, behind one trait. SQLite and Postgres implement it and pass the same tests.
 //!
 //! `crate::lifecycle` decides how a report or a request changes a [`JobRow`]. A store reads the row, applies that function,
 //! and writes row and events in one transaction.

@@ -1,5 +1,5 @@
 //! Backups of earlier versions (migrations 1 to 26, and the first form of migration 100): their rows, as today's tables take
-//! them. This is the only code that knows of those versions.
+//! them. This is the only code for those versions.
 
 use super::cells::{Cell, Column, Kind, Table};
 use super::points;

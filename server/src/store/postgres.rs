@@ -1,8 +1,8 @@
 //! The store on Postgres, by URL.
 //!
 //! As on SQLite one connection writes and others read. The writing session holds an advisory lock as long as it
-//! lives: whoever writes has the lock, also after the connection was lost and made again, so a second server
-//! on the same database can never write beside the first. `synchronous_commit` is on whatever the database's
+//! lives: the session that writes has the lock, also after the connection was lost and made again, so a second server on the same
+//! database can never write at the same time. `synchronous_commit` is on whatever the database's
 //! default is: a commit is on disk before it is acknowledged.
 
 use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};

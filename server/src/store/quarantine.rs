@@ -1,4 +1,4 @@
-//! Rows that this version cannot read, or only in part. Each is logged once, and reading goes on with the others.
+//! Rows that this version cannot read, or only in part. Each is logged once, and reading continues with the others.
 
 use super::error::Result;
 use lockstep_protocol::spec::{self, JobSpec};
@@ -13,20 +13,20 @@ const REMEMBERED: usize = 10_000;
 /// The longest account of what cannot be read, in bytes.
 const DETAIL_BYTES: usize = 500;
 
-static TOLD: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+static LOGGED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
 
 /// Logs what is wrong with a row, the first time that it is found.
-pub(crate) fn tell(what: &str) {
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    let told = told.get_or_insert_default();
-    if told.len() < REMEMBERED && told.insert(what.to_owned()) {
+pub(crate) fn log_once(what: &str) {
+    let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
+    let logged = logged.get_or_insert_default();
+    if logged.len() < REMEMBERED && logged.insert(what.to_owned()) {
         tracing::error!(what, "something stored cannot be read; it is left as it is, and passed over");
     }
 }
 
 /// Drops rows that cannot be read, after logging them.
 pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
-    rows.into_iter().filter_map(|row| row.map_err(|error| tell(&error.to_string())).ok()).collect()
+    rows.into_iter().filter_map(|row| row.map_err(|error| log_once(&error.to_string())).ok()).collect()
 }
 
 /// A stored specification as far as this version understands it, with defaults for the rest, and what that rest is: a

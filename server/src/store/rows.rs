@@ -24,7 +24,7 @@ use utoipa::ToSchema;
 pub struct CheckpointRow {
     /// Opaque.
     pub id: String,
-    /// Of this job.
+    /// The job.
     pub job: JobId,
     /// Written by this attempt.
     pub attempt: u32,

@@ -1,6 +1,6 @@
 //! The store on SQLite.
 //!
-//! The one writing connection never meets SQLITE_BUSY among our own; others read beside it (write-ahead log).
+//! The one writing connection never meets SQLITE_BUSY among our own; others read concurrently (write-ahead log).
 //! `synchronous = FULL`: a commit is on disk before it is acknowledged, also when the machine loses power;
 //! ingest puts many reports in one transaction, so the price is one sync a batch.
 
@@ -37,7 +37,7 @@ mod dialect {
     pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
         JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
-    /// The planner would rather look through all events of a range, points and all.
+    /// The planner would rather read all events of a range, points and all.
     pub(super) const BY_LOG: &str = "INDEXED BY events_log";
     pub(super) const BY_METRICS: &str = "INDEXED BY events_metrics";
     /// Whatever the case of ASCII letters.
@@ -100,18 +100,18 @@ pub(super) fn options(path: &Path) -> SqliteConnectOptions {
         .busy_timeout(Duration::from_secs(5))
 }
 
-/// The lock of a database file: a file beside it, locked; the system frees it when this process ends. Two data
+/// The lock of a database file: a file next to it, locked; the system frees it when this process ends. Two data
 /// directories may name one database with --database, so their own locks do not say enough.
 fn lock(path: &Path) -> Result<File, ServeError> {
     let name = path.display().to_string();
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(".lock");
-    let beside = PathBuf::from(beside);
+    let mut lock_path = path.as_os_str().to_owned();
+    lock_path.push(".lock");
+    let lock_path = PathBuf::from(lock_path);
     let failed = |e: io::Error| ServeError::Database {
         path: name.clone(),
-        detail: format!("its lock {}: {e}", beside.display()),
+        detail: format!("its lock {}: {e}", lock_path.display()),
     };
-    let mut file = private::lock_file(&beside).map_err(failed)?;
+    let mut file = private::lock_file(&lock_path).map_err(failed)?;
     match file.try_lock() {
         Ok(()) => {
             file.set_len(0).map_err(failed)?;

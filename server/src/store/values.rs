@@ -1,4 +1,4 @@
-//! Values as columns keep them, in whichever database.
+//! Conversions between values and columns, for both databases.
 
 use super::error::{Result, StoreError};
 use jiff::Timestamp;

@@ -185,7 +185,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     assert_eq!((status, &body["looked"]), (202, &Value::Null), "{body}");
     let (id, looked_at) = next_request(&mut agent, true).await;
     assert_eq!(looked_at, AgentRequest::InspectDataset { path: "/large".into() });
-    // Asked again, it is not looked at again: the agent only says how far it is.
+    // Asked again, it is not inspected again: the agent only reports the progress.
     let (status, body) = tokio::select! {
         answer = ask("0") => answer,
         () = only_progress(&mut agent, Some((300_000, 1_300_000))) => unreachable!(),
@@ -196,7 +196,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
         "{body}"
     );
     assert_eq!(body["detail"], "a is inspecting /large: 300000 of 1300000 so far; ask again");
-    // An agent looks at two at a time; the third waits.
+    // An agent inspects two at a time; the third waits.
     for path in ["/second", "/third"] {
         let new = json!({"name": &path[1..], "path": path});
         assert_eq!(server.post("/datasets?wait_secs=0", &new).await.0, 202);
@@ -223,7 +223,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     assert_eq!(ask("0").await.0, 409, "the name is taken");
     let (status, body) = server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
     assert!(status == 400 && body["detail"].as_str().unwrap().contains("it may be 0 to 120"), "{body}");
-    // What is wrong with the files is told to whoever asks next, and then they are looked at anew.
+    // An error of the files is the answer to the next request, and then they are inspected anew.
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {
         let asked = async {

@@ -38,12 +38,12 @@ async fn a_second_server_on_the_same_database_is_refused() {
         second.database = Some(url.clone());
         let error = refused(second).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
-        let told = error.to_string();
+        let response = error.to_string();
         assert!(
-            told.contains("in use by another lockstep server (") && told.contains("--database"),
-            "{told}"
+            response.contains("in use by another lockstep server (") && response.contains("--database"),
+            "{response}"
         );
-        // The first goes on, and lets go when it ends.
+        // The first continues, and lets go when it ends.
         assert_eq!(server.get("/jobs").await.0, 200);
         server.stop().await;
         TestServer::with(|c| c.database = Some(url)).await.stop().await;
@@ -56,8 +56,8 @@ async fn a_postgres_that_cannot_be_used_is_named_without_its_password() {
     let dir = tempfile::tempdir().unwrap();
     let mut nowhere = config(&dir);
     nowhere.database = Some(url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing"));
-    let told = refused(nowhere).await.to_string();
-    assert!(told.contains("does not exist") && !told.contains("secret"), "{told}");
+    let response = refused(nowhere).await.to_string();
+    assert!(response.contains("does not exist") && !response.contains("secret"), "{response}");
 
     let dir = TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
     let mut db = PgConnection::connect(&url).await.unwrap();
@@ -91,7 +91,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
         let attempt = agent.started().await.attempt;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
-        // 0.1 as a 64-bit number has no short decimal: what comes back must be the same bits.
+        // 0.1 as a 64-bit number has no short decimal: the bits have to stay the same.
         records.push(AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
             step: 50,
@@ -191,9 +191,9 @@ async fn from_before(old: String, new: String) {
         today.database = Some(old.clone());
         let error = refused(today).await;
         assert!(matches!(error, ServeError::DatabaseTooOld { .. }), "{error}");
-        let told = error.to_string();
+        let response = error.to_string();
         for words in ["the version that wrote it run `lockstep backup", "lockstep restore", "--database"] {
-            assert!(told.contains(words), "{told}");
+            assert!(response.contains(words), "{response}");
         }
     }
     // What the version that wrote it makes is what this one makes of its tables.
@@ -203,12 +203,12 @@ async fn from_before(old: String, new: String) {
     restore(&Location::parse(&new).unwrap(), &file).await.unwrap();
     let server = TestServer::with(|c| c.database = Some(new)).await;
     assert_eq!(server.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
-    let (_, told) = server.get(&format!("/jobs/{id}/metrics")).await;
-    let series = told["series"].as_array().unwrap();
+    let (_, response) = server.get(&format!("/jobs/{id}/metrics")).await;
+    let series = response["series"].as_array().unwrap();
     let seen: Vec<_> =
         series.iter().map(|s| (&s["name"], s["steps"].to_string(), s["mean"].to_string())).collect();
-    assert_eq!(seen[0], (&"accuracy".into(), "[1,2]".into(), "[0.25,null]".into()), "{told}");
-    assert_eq!((seen[1].0, &*seen[1].1), (&"loss".into(), "[1,2,3,4,5]"), "{told}");
+    assert_eq!(seen[0], (&"accuracy".into(), "[1,2]".into(), "[0.25,null]".into()), "{response}");
+    assert_eq!((seen[1].0, &*seen[1].1), (&"loss".into(), "[1,2,3,4,5]"), "{response}");
     let events = server.stored(&id).await;
     assert_eq!(events.len() as u64, seq + 2, "every event has the number that it had");
     assert_eq!(events.last().unwrap()["name"], "accuracy");
@@ -261,12 +261,12 @@ async fn while_postgres_is_away_requests_are_told_so_and_nothing_is_lost() {
             .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })
             .await;
         cluster.start();
-        // Stored by itself as soon as it can be, told to those who watch, acknowledged.
+        // Stored by itself as soon as it can be, published to readers, acknowledged.
         watching
             .until(|frame| frame["steps"].as_array().is_some_and(|s| s.contains(&(from + 9).into())))
             .await;
-        let told = agent.next().await;
-        assert!(matches!(&told, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{told:?}");
+        let response = agent.next().await;
+        assert!(matches!(&response, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{response:?}");
         assert_eq!(server.text("/readyz").await.0, 200);
     }
     let events = server.stored(&id).await;

@@ -81,12 +81,12 @@ async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refus
             }
             server.delete("/datasets/pictures").await
         };
-        let ((created, job), (deleted, told)) = tokio::join!(submit, remove);
+        let ((created, job), (deleted, response)) = tokio::join!(submit, remove);
         match (created, deleted) {
             (201, 409) => {
                 submitted += 1;
                 let id = job["id"].as_str().unwrap();
-                assert!(told["detail"].as_str().unwrap().contains(id), "{told}");
+                assert!(response["detail"].as_str().unwrap().contains(id), "{response}");
                 let started = agent.started().await.attempt;
                 agent.end(&started, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
             }
@@ -98,7 +98,7 @@ async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refus
                     tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
                 assert_eq!(status, 201, "{body}");
             }
-            other => panic!("round {round}: {other:?} {job} {told}"),
+            other => panic!("round {round}: {other:?} {job} {response}"),
         }
     }
     assert_eq!(submitted + removed, 40);
@@ -116,9 +116,10 @@ async fn a_name_that_is_none_is_told_what_names_are() {
         (".hidden".into(), "begins with a dot".into()),
         ("a".repeat(101), "this one has 101".into()),
     ] {
-        let (status, told) = server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
-        let detail = told["errors"][0]["detail"].as_str().unwrap();
-        assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/name")), "{told}");
+        let (status, response) =
+            server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
+        let detail = response["errors"][0]["detail"].as_str().unwrap();
+        assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/name")), "{response}");
         for words in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &said] {
             assert!(detail.contains(words), "{words:?} in {detail:?}");
         }

@@ -103,13 +103,13 @@ async fn postgres_ends_no_deletion_and_no_migration_for_being_long() {
     let limited = format!("{url}?options=-c%20statement_timeout=2s");
     let server = TestServer::with(|c| c.database = Some(limited)).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    // It does hold: a request that waits for a table is told so, and not after a minute.
+    // It does hold: a request that waits for a table is answered so, and not after a minute.
     let mut lock = db.begin().await.unwrap();
     sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
-    let (status, told) = server.get("/datasets").await;
+    let (status, response) = server.get("/datasets").await;
     assert!(
-        status == 503 && told["detail"].as_str().unwrap().contains("statement timeout"),
-        "{status} {told}"
+        status == 503 && response["detail"].as_str().unwrap().contains("statement timeout"),
+        "{status} {response}"
     );
     lock.rollback().await.unwrap();
     let id = server.submit(|_| {}).await.id.to_string();
@@ -177,8 +177,8 @@ async fn a_cursor_outlives_the_job_that_it_was_taken_from() {
     }
     let (status, page) = server.get(&format!("/jobs?limit=2&cursor={cursor}")).await;
     assert_eq!(status, 200);
-    let told: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
-    assert_eq!(told, [json!(ids[2]), json!(ids[3])]);
+    let response: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
+    assert_eq!(response, [json!(ids[2]), json!(ids[3])]);
     // The page of a browser without scripts, too.
     let (_, page) = server.text(&format!("/jobs?cursor={cursor}")).await;
     assert!(ids[2..].iter().all(|id| page.contains(id)), "{page}");

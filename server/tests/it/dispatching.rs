@@ -71,7 +71,7 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     let mut other = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     let second = other.started().await.attempt;
     assert_eq!(second.attempt, 2);
-    // The first one comes back: it is told to end its ranks, and what they write is refused.
+    // The first one returns: it is ordered to end its ranks, and what they write is refused.
     let mut back = Agent::greet(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
     assert_eq!(back.welcome.1, std::slice::from_ref(&first));
     let zombie = FromAgent::Report {
@@ -129,13 +129,14 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     for id in [&one, &two] {
         let mut stream = server.stream(id, 0).await;
         // Not its first wait, which has no reason or another one.
-        let put_back =
-            |e: &Value| e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("goes on"));
+        let put_back = |e: &Value| {
+            e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("continues"))
+        };
         let frames = stream.until(put_back).await;
         let back = frames.last().unwrap();
         assert_eq!(
             back["reason"],
-            "agent \"a\" was stopped in order (the agent was stopped); goes on from the start"
+            "agent \"a\" was stopped in order (the agent was stopped); continues from the start"
         );
     }
     // The next agent takes both up, and it is no restart.
@@ -161,7 +162,7 @@ async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() 
     let large = server.submit(ranks(2, 0)).await;
     let small = server.submit(ranks(1, 0)).await;
     let urgent = server.submit(ranks(1, 5)).await;
-    // The urgent one fits beside the first. The small one would, but the large one is before it.
+    // The urgent one fits next to the first. The small one would, but the large one is before it.
     let second = agent.started().await;
     assert_eq!((second.attempt.job.clone(), second.ranks), (urgent.id, vec![(0, 1)]));
     agent.end(&second.attempt, Ending::Succeeded { step: 1 }).await;

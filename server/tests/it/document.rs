@@ -22,7 +22,7 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Sends a request to a call of the document and looks for its answer there.
+    /// Sends a request to a call of the document and compares the answer with it.
     async fn ask(
         &mut self,
         method: &str,
@@ -318,7 +318,7 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }
 
-    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and a look at a dataset for two
+    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
     // minutes, forks with a key are jobs.
     let elsewhere = |call: &str, status: u16| {
         status == 101

@@ -1,4 +1,4 @@
-//! Whether a checkpoint fits what it is to be trained on: told when that is asked for, not by ranks that fail.
+//! Whether a checkpoint fits what it is to be trained on: checked when that is requested, not by ranks that fail.
 
 use crate::{
     agent::{Agent, info, running},

@@ -159,7 +159,7 @@ async fn cancel_ends_a_queued_job_at_once_and_a_running_one_when_its_ranks_are_g
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
-    // Retried, it goes on as its next attempt.
+    // Retried, it continues as its next attempt.
     let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let again = agent.started().await;
@@ -194,7 +194,7 @@ async fn pages_are_made_of_what_is_stored() {
     assert!(status == 200 && script.contains("WebSocket"));
     assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
 
-    // The form without scripts: mistakes come back beside the fields, with what was typed.
+    // The form without scripts: mistakes are shown next to the fields, with what was typed.
     let client = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().unwrap();
     let form = |lr: &str, dataset: &str| {
         let body =

@@ -50,19 +50,19 @@ fn check(answer: &Value, from: u64, to: u64, most: usize) {
         for (i, first) in steps.iter().enumerate() {
             let end = steps.get(i + 1).copied().unwrap_or_else(|| (first + wide).min(to + 1).min(STEPS + 1));
             let finite: Vec<f32> = (*first..end).map(|s| value(rank, s)).filter(|v| v.is_finite()).collect();
-            let told = |key: &str| series[key][i].as_f64().map(|v| v as f32);
+            let response = |key: &str| series[key][i].as_f64().map(|v| v as f32);
             if finite.is_empty() {
-                assert_eq!((told("min"), told("mean")), (None, None), "a hole at {first}");
+                assert_eq!((response("min"), response("mean")), (None, None), "a hole at {first}");
                 continue;
             }
-            // The bucket at the end is told whole, so it may know of later points.
+            // The bucket at the end is returned whole, so it may contain later points.
             if i + 1 == steps.len() && to < STEPS {
                 continue;
             }
-            assert_eq!(told("min"), finite.iter().copied().reduce(f32::min), "rank {rank}, step {first}");
-            assert_eq!(told("max"), finite.iter().copied().reduce(f32::max), "rank {rank}, step {first}");
+            assert_eq!(response("min"), finite.iter().copied().reduce(f32::min), "rank {rank}, step {first}");
+            assert_eq!(response("max"), finite.iter().copied().reduce(f32::max), "rank {rank}, step {first}");
             let mean = finite.iter().map(|v| f64::from(*v)).sum::<f64>() / finite.len() as f64;
-            assert!((f64::from(told("mean").unwrap()) - mean).abs() < 1e-4);
+            assert!((f64::from(response("mean").unwrap()) - mean).abs() < 1e-4);
         }
     }
 }
@@ -73,13 +73,13 @@ async fn a_long_run_is_told_truly_at_every_zoom() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let mut told = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
+    let mut response = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
     let mut other = 0;
     for first in (1..=STEPS).step_by(1000) {
         for rank in 0..2 {
             let batch: Vec<_> =
                 (first..first + 1000).step_by(4).map(|from| points(rank, from, from + 3)).collect();
-            let sent = if rank == 0 { &mut told } else { &mut other };
+            let sent = if rank == 0 { &mut response } else { &mut other };
             *sent = agent.report(&attempt, Source::Rank(rank), *sent, batch).await;
         }
     }
@@ -165,17 +165,17 @@ async fn points_leave_the_events(database: Option<String>) {
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
     assert_eq!(server.number(&rows).await, 2, "a row a report");
-    let told = async |server: &TestServer| {
-        let mut told = Vec::new();
+    let response = async |server: &TestServer| {
+        let mut response = Vec::new();
         for query in ["", "?name=loss&points=20", "?name=accuracy", "?ranks=1&from=10&to=50"] {
             let (status, mut answer) = server.get(&format!("/jobs/{id}/metrics{query}")).await;
             assert_eq!(status, 200);
             answer["as_of_seq"].take();
-            told.push(answer);
+            response.push(answer);
         }
-        told
+        response
     };
-    let (before, lines) = (told(&server).await, csv(&server, &id).await);
+    let (before, lines) = (response(&server).await, csv(&server, &id).await);
     assert_eq!(lines.len(), 1 + 2 * 300);
     let events = server.stored(&id).await;
     assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 2);
@@ -187,7 +187,7 @@ async fn points_leave_the_events(database: Option<String>) {
         assert!(start.elapsed() < DEADLINE, "points leave the events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(told(&server).await, before);
+    assert_eq!(response(&server).await, before);
     assert_eq!(csv(&server, &id).await, lines);
     // Its stream begins after them, wherever it is asked to, and its logs and the rest stay.
     for since in [0, 3, seq] {

@@ -100,8 +100,8 @@ impl Cluster {
                 }
                 assert!(Instant::now() < until, "postgres does not start: {}", self.log());
                 std::thread::sleep(Duration::from_millis(20));
-                // Processes of one that was killed may still hold its memory: then it refuses to start. What it tells
-                // clients that come too early, and what those processes say as they end, is another matter.
+                // Processes of one that was killed may still hold its memory: then it refuses to start. Its messages to clients that connect too
+                // early, and those of processes that are ending, do not matter here.
                 let to_a_client = |line: &str| {
                     ["database system is", "terminating connection"].iter().any(|words| line.contains(words))
                 };

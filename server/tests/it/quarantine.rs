@@ -1,4 +1,4 @@
-//! One stored row, or one record, that cannot be read or stored: everything else goes on.
+//! One stored row, or one record, that cannot be read or stored: everything else continues.
 
 use crate::{
     agent::{Agent, line, losses, running},
@@ -44,18 +44,18 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
         set(&server, "jobs", column, "{\"torn\": ", &of(&runs)).await;
     }
 
-    // The list tells all of them, with what can be read.
+    // The list has all of them, with what can be read.
     let (status, list) = server.get("/jobs").await;
     assert_eq!(status, 200, "{list}");
     assert_eq!(list["jobs"].as_array().unwrap().len(), 5);
-    let (_, told) = server.get(&format!("/jobs/{}", newer.id)).await;
-    let flaw = told["unreadable"].as_str().unwrap();
+    let (_, response) = server.get(&format!("/jobs/{}", newer.id)).await;
+    let flaw = response["unreadable"].as_str().unwrap();
     assert!(flaw.contains("/train/optimizer") && flaw.contains("moon"), "{flaw}");
-    assert_eq!(told["spec"]["train"]["lr"], 0.25);
-    let (_, told) = server.get(&format!("/jobs/{}", archived.id)).await;
-    assert!(told["unreadable"].as_str().unwrap().contains("archived"), "{told}");
-    let (status, told) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
-    assert!(status == 409 && told["detail"].as_str().unwrap().contains("archived"), "{told}");
+    assert_eq!(response["spec"]["train"]["lr"], 0.25);
+    let (_, response) = server.get(&format!("/jobs/{}", archived.id)).await;
+    assert!(response["unreadable"].as_str().unwrap().contains("archived"), "{response}");
+    let (status, response) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
+    assert!(status == 409 && response["detail"].as_str().unwrap().contains("archived"), "{response}");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
         assert_eq!(server.text(path).await.0, 200, "{path}");
     }
@@ -68,26 +68,26 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
         (&runs, "/train/optimizer"),
     ] {
         let (_, page) = server.text(&format!("/jobs/{id}")).await;
-        let (_, verdict) = page.split_once("id=\"verdict\"").unwrap();
-        let (verdict, _) = verdict.split_once("</section>").unwrap();
-        assert!(!verdict.split_once('>').unwrap().0.contains("hidden"), "{verdict}");
+        let (_, banner) = page.split_once("id=\"banner\"").unwrap();
+        let (banner, _) = banner.split_once("</section>").unwrap();
+        assert!(!banner.split_once('>').unwrap().0.contains("hidden"), "{banner}");
         for words in ["Not all of this job can be read.", what] {
-            assert!(verdict.contains(words), "{words:?} in {verdict}");
+            assert!(banner.contains(words), "{words:?} in {banner}");
         }
-        // One that runs is not told that it does not.
-        assert_eq!(verdict.contains("run the one that stored it"), id != runs, "{verdict}");
-        assert!(!verdict.contains("The job failed"), "{verdict}");
+        // A running one is not said to be stopped.
+        assert_eq!(banner.contains("run the one that stored it"), id != runs, "{banner}");
+        assert!(!banner.contains("The job failed"), "{banner}");
     }
 
     // What the running one reports is stored, and it ends.
     agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&runs).await.state, JobState::Succeeded);
-    // An attempt whose state has no word here is told of all the same.
+    // An attempt whose state this version does not know is listed all the same.
     set(&server, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
-    let (status, told) = server.get(&format!("/jobs/{runs}/attempts")).await;
-    assert_eq!((status, &told["attempts"][0]["state"]), (200, &json!("unknown")), "{told}");
-    assert_eq!(told["attempts"][0]["step"], 100, "{told}");
+    let (status, response) = server.get(&format!("/jobs/{runs}/attempts")).await;
+    assert_eq!((status, &response["attempts"][0]["state"]), (200, &json!("unknown")), "{response}");
+    assert_eq!(response["attempts"][0]["step"], 100, "{response}");
 
     // The slots go past those with more priority, to the one that can be read.
     let next = agent.started().await.attempt;
@@ -104,10 +104,10 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
     assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
     assert_eq!(server.number(kept).await, 1);
-    // Nothing is overwritten by being looked at.
+    // Reading overwrites nothing.
     assert_eq!(server.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
-    let (status, told) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
-    assert_eq!(status, 409, "{told}");
+    let (status, response) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
+    assert_eq!(status, 409, "{response}");
 
     // After a restart the same; the version that can read them starts them.
     agent.vanish();
@@ -136,9 +136,9 @@ async fn a_job_that_was_stored_with_old_names_of_keys_is_shown_with_new_ones_and
     spec["recipe"] = json!("cifar");
     spec["data"]["image_size"] = json!([{"epoch": 1, "size": 24}, {"epoch": 2, "size": 32}]);
     set(&server, "jobs", "spec", &spec.to_string(), &format!("id = '{}'", waits.id)).await;
-    let (_, told) = server.get(&format!("/jobs/{}", waits.id)).await;
-    assert_eq!(told.get("unreadable"), None, "{told}");
-    let shown = &told["spec"];
+    let (_, response) = server.get(&format!("/jobs/{}", waits.id)).await;
+    assert_eq!(response.get("unreadable"), None, "{response}");
+    let shown = &response["spec"];
     assert_eq!(
         (&shown["train"]["mixup"], &shown["train"]["recipe"], &shown["data"]["image_size"]),
         (&json!(0.5), &json!("cifar"), &json!([[1, 24], [2, 32]]))
@@ -147,8 +147,8 @@ async fn a_job_that_was_stored_with_old_names_of_keys_is_shown_with_new_ones_and
     let next = agent.started().await;
     assert_eq!((next.attempt.job.as_str(), next.spec.train.mixup), (waits.id.as_str(), 0.5));
     // But nobody submits it.
-    let (status, told) = server.post("/jobs", &spec).await;
-    assert_eq!((status, told["errors"].as_array().unwrap().len()), (422, 3), "{told}");
+    let (status, response) = server.post("/jobs", &spec).await;
+    assert_eq!((status, response["errors"].as_array().unwrap().len()), (422, 3), "{response}");
     server.stop().await;
 }
 
@@ -183,14 +183,14 @@ async fn what_else_cannot_be_read_is_passed_over() {
         assert_eq!(server.execute(&format!("UPDATE events SET {column} = {damage} WHERE {first}")).await, 1);
     }
     for path in ["/datasets", "/agents", "/annotations", "/jobs"] {
-        let (status, told) = server.get(path).await;
-        assert_eq!(status, 200, "{path}: {told}");
+        let (status, response) = server.get(path).await;
+        assert_eq!(status, 200, "{path}: {response}");
     }
     assert_eq!(server.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
-    let (status, told) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
-    assert_eq!((status, &told["series"][0]["steps"]), (200, &json!([4, 5, 6])), "{told}");
-    let (status, told) = server.get(&format!("/jobs/{id}/logs")).await;
-    assert_eq!((status, &told["lines"][0]["text"]), (200, &json!("two")), "{told}");
+    let (status, response) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!((status, &response["series"][0]["steps"]), (200, &json!([4, 5, 6])), "{response}");
+    let (status, response) = server.get(&format!("/jobs/{id}/logs")).await;
+    assert_eq!((status, &response["lines"][0]["text"]), (200, &json!("two")), "{response}");
     // Jobs are still submitted, and end.
     server.submit(|_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -207,7 +207,7 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
         server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
         attempts.push(agent.started().await.attempt);
     }
-    // Two checkpoints of steps that no database tells apart, as 64 bits with a sign do not hold them.
+    // Two checkpoints of steps that no database can distinguish, as 64 bits with a sign do not hold them.
     let checkpoint = |step| {
         AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
@@ -241,10 +241,10 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
     assert_eq!((acknowledged[0].2, acknowledged[1].2), (2, 5), "all of it is acknowledged");
     // What came before and after the one that was refused is there, and was numbered without a gap.
     let id = attempts[0].job.to_string();
-    let (_, told) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
-    assert_eq!(told["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
-    let (_, told) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    assert_eq!(told["checkpoints"].as_array().unwrap().len(), 1);
+    let (_, response) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
+    assert_eq!(response["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
+    let (_, response) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(response["checkpoints"].as_array().unwrap().len(), 1);
     let numbers: Vec<_> = server.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     for attempt in &attempts {

@@ -1,4 +1,4 @@
-//! Why jobs and attempts ended: told in codes and words, and kept for ever. And what a fork began from.
+//! Why jobs and attempts ended: as codes and words, and kept for ever. And what a fork began from.
 
 use crate::{
     agent::{Agent, hello, losses, running},
@@ -16,7 +16,7 @@ fn killed(rank: u32, step: u64) -> Ending {
     Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
 }
 
-/// The files of checkpoint 1-50, as far as a fork looks at them.
+/// The files of checkpoint 1-50, as far as a fork checks them.
 fn checkpoint_folder(server: &TestServer, id: &str) {
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
     std::fs::create_dir_all(&folder).unwrap();
@@ -44,9 +44,9 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     let first = agent.started().await.attempt;
     let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
     agent.report(&first, Source::Rank(0), 0, records).await;
-    let (_, told) = server.get(&attempts).await;
+    let (_, response) = server.get(&attempts).await;
     assert_eq!(
-        (&told["attempts"][0]["state"], &told["attempts"][0]["ended_at"]),
+        (&response["attempts"][0]["state"], &response["attempts"][0]["ended_at"]),
         (&json!("running"), &Value::Null)
     );
     agent.end(&first, killed(1, 41)).await;
@@ -77,7 +77,7 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
 
-    let (_, told) = server.get(&attempts).await;
+    let (_, response) = server.get(&attempts).await;
     let from = json!(format!("{id}-1-40"));
     let expected = [
         ("failed", json!("rank_killed"), Value::Null, json!(41)),
@@ -86,18 +86,18 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
         ("cancelled", json!("cancelled_by_user"), from.clone(), Value::Null),
         ("succeeded", Value::Null, from, json!(100)),
     ];
-    for ((number, (state, code, from, step)), told) in
-        (1..).zip(expected).zip(told["attempts"].as_array().unwrap())
+    for ((number, (state, code, from, step)), response) in
+        (1..).zip(expected).zip(response["attempts"].as_array().unwrap())
     {
-        assert_eq!((&told["attempt"], &told["state"]), (&json!(number), &json!(state)), "{told}");
+        assert_eq!((&response["attempt"], &response["state"]), (&json!(number), &json!(state)), "{response}");
         assert_eq!(
-            (&told["reason"]["code"], &told["checkpoint"], &told["step"]),
+            (&response["reason"]["code"], &response["checkpoint"], &response["step"]),
             (&code, &from, &step),
-            "{told}"
+            "{response}"
         );
-        assert!(told["ended_at"].is_string() && told["agents"] == json!(["a"]), "{told}");
+        assert!(response["ended_at"].is_string() && response["agents"] == json!(["a"]), "{response}");
     }
-    let why = &told["attempts"][0]["reason"];
+    let why = &response["attempts"][0]["reason"];
     assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
     assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
@@ -105,7 +105,7 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
 
     // Also after the server has started again.
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    assert_eq!(server.get(&attempts).await.1, told);
+    assert_eq!(server.get(&attempts).await.1, response);
     assert_eq!(server.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
     // Nobody is there to begin one.
     let waiting = server.submit(|_| {}).await.id;
@@ -122,11 +122,15 @@ async fn a_change_of_format_is_told_while_the_job_runs_on() {
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
-    let words = "float16 could not hold the gradients of 5 steps in a row: goes on in bfloat16 after step 41";
+    let words =
+        "float16 could not hold the gradients of 5 steps in a row: continues in bfloat16 after step 41";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
-    let told = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
-    assert_eq!((&told["state"], &told["cause"]["code"]), (&json!("running"), &json!("precision_fallback")));
+    let response = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
+    assert_eq!(
+        (&response["state"], &response["cause"]["code"]),
+        (&json!("running"), &json!("precision_fallback"))
+    );
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
     assert!(page.contains(words));
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -143,8 +147,8 @@ async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
         *protocol = OLDEST_PROTOCOL_VERSION - 1;
     }
-    let told = Agent::greet(&server, earlier).await.err().unwrap();
-    assert!(told.contains("run the same version of lockstep on both"), "{told}");
+    let response = Agent::greet(&server, earlier).await.err().unwrap();
+    assert!(response.contains("run the same version of lockstep on both"), "{response}");
     let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     for reason in [
         // Words alone.
@@ -164,17 +168,17 @@ async fn agents_of_other_versions_are_told_and_reasons_of_any_are_understood() {
         let words = reason.as_str().unwrap_or("too dark");
         let whole = format!("{words}; no restart is allowed (recovery.max_restarts = 0)");
         assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some(whole.as_str())));
-        let (_, told) = server.get(&format!("/jobs/{id}/attempts")).await;
+        let (_, response) = server.get(&format!("/jobs/{id}/attempts")).await;
         let code = reason["code"].as_str().unwrap_or("unspecified");
-        assert_eq!(told["attempts"][0]["reason"]["code"], code, "{told}");
-        assert_eq!(told["attempts"][0]["reason"]["words"], words, "{told}");
+        assert_eq!(response["attempts"][0]["reason"]["code"], code, "{response}");
+        assert_eq!(response["attempts"][0]["reason"]["words"], words, "{response}");
     }
     let mut later = hello("c", 1, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut later {
         *protocol += 1;
     }
-    let told = Agent::greet(&server, later).await.err().unwrap();
-    assert!(told.contains("run the same version of lockstep on both"), "{told}");
+    let response = Agent::greet(&server, later).await.err().unwrap();
+    assert!(response.contains("run the same version of lockstep on both"), "{response}");
     server.stop().await;
 }
 
@@ -196,8 +200,8 @@ async fn a_fork_tells_its_parent_also_when_that_is_gone() {
     agent.started().await;
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     assert_eq!(server.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
-    let (_, told) = server.get(&format!("/jobs/{forked}/attempts")).await;
-    assert_eq!(told["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
+    let (_, response) = server.get(&format!("/jobs/{forked}/attempts")).await;
+    assert_eq!(response["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
     let (_, page) = server.text(&format!("/jobs/{forked}")).await;
     assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to it");
     server.stop().await;
@@ -249,9 +253,9 @@ async fn a_list_holds_as_many_jobs_as_is_documented() {
     let (_, rest) = server.get(&format!("/jobs?limit=1000&cursor={}", page["next"].as_str().unwrap())).await;
     assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next"]), (1, &Value::Null));
     for limit in ["0", "1001"] {
-        let (status, told) = server.get(&format!("/jobs?limit={limit}")).await;
+        let (status, response) = server.get(&format!("/jobs?limit={limit}")).await;
         assert_eq!(status, 400);
-        assert!(told["detail"].as_str().unwrap().contains("1 to 1000"), "{told}");
+        assert!(response["detail"].as_str().unwrap().contains("1 to 1000"), "{response}");
     }
     let (_, document) = server.get("/openapi.json").await;
     let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
@@ -270,8 +274,8 @@ async fn a_body_that_is_too_large_is_that_in_every_format() {
             body += &" ".repeat(bytes - body.len());
             let request =
                 server.http.post(server.url("/api/v1/jobs")).header("content-type", kind).body(body);
-            let (status, told) = server.send(request).await;
-            assert_eq!(status, expected, "{kind} {bytes}: {told}");
+            let (status, response) = server.send(request).await;
+            assert_eq!(status, expected, "{kind} {bytes}: {response}");
         }
     }
     server.stop().await;

@@ -198,3 +198,60 @@ async fn what_no_dataset_can_be_is_not_stored_though_an_agent_says_it() {
     assert_eq!(server.get("/datasets/odd").await.0, 404);
     server.stop().await;
 }
+
+#[tokio::test]
+async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
+    for (path, words) in [
+        ("/jobs?bogus=1".to_owned(), "\"bogus\" here; the parameters are state, name, limit, cursor"),
+        ("/jobs?stat=queued".to_owned(), "did you mean \"state\"?"),
+        (of_job("logs?Limit=5"), "did you mean \"limit\"?"),
+        (of_job("metrics?names=loss"), "did you mean \"name\"?"),
+        (of_job("metrics.csv?names=loss"), "did you mean \"name\"?"),
+        (of_job("evaluation?checkpont=best"), "did you mean \"checkpoint\"?"),
+        (of_job("pictures?places=1&trian=true"), "did you mean \"train\"?"),
+        ("/datasets/pictures/samples?ofset=1".to_owned(), "did you mean \"offset\"?"),
+        (of_job("logs?format=csv"), "format is text or absent, is \"csv\""),
+    ] {
+        let (status, body) = server.get(&path).await;
+        assert_eq!(status, 400, "{path}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(words), "{path}: {body}");
+    }
+    let long = format!("/jobs?{}=1", "k".repeat(10_000));
+    let (status, body) = server.get(&long).await;
+    assert!(status == 400 && body.to_string().len() < 1000, "what was sent is not sent back: {body}");
+    // A page's scripts keep what they show in its address.
+    let (status, page) = server.text("/jobs?bogus=1").await;
+    assert_eq!(status, 200, "{page}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn counts_are_taken_up_to_their_limit_and_refused_beyond_it() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    for (path, most) in [
+        ("/jobs?limit=".to_owned(), 1000),
+        (format!("/jobs/{id}/logs?limit="), 10_000),
+        (format!("/jobs/{id}/logs?tail="), 10_000),
+        (format!("/jobs/{id}/metrics?points="), 10_000),
+    ] {
+        for count in [1, most] {
+            assert_eq!(server.get(&format!("{path}{count}")).await.0, 200, "{path}{count}");
+        }
+        for count in [0, most + 1] {
+            let (status, body) = server.get(&format!("{path}{count}")).await;
+            assert_eq!(status, 400, "{path}{count}: {body}");
+            let words = format!("must be 1 to {most}, is {count}");
+            assert!(body["detail"].as_str().unwrap().ends_with(&words), "{body}");
+        }
+    }
+    // A place beyond the end of the log is the end, also while searching.
+    let (status, body) = server.get(&format!("/jobs/{id}/logs?q=x&after={}", u64::MAX)).await;
+    assert_eq!((status, &body["next"]), (200, &Value::Null), "{body}");
+    server.stop().await;
+}

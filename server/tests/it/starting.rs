@@ -108,7 +108,7 @@ async fn a_database_has_one_server_whatever_its_name() {
         let error = refused(config).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
     }
-    // A hard link is the file itself under another name, and has another lock beside it.
+    // A hard link is the file itself under another name, and has another lock next to it.
     let hard = server.dir.path().join("hard.db");
     fs::hard_link(&file, &hard).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -117,7 +117,7 @@ async fn a_database_has_one_server_whatever_its_name() {
     let error = refused(second).await;
     assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
     server.stop().await;
-    // A link to nothing: the file is made where it points, with its lock beside it.
+    // A link to nothing: the file is made where it points, with its lock next to it.
     let target = other.path().join("real.db");
     symlink(&target, other.path().join("dangling.db")).unwrap();
     let url = format!("sqlite://{}", other.path().join("dangling.db").display());
@@ -183,7 +183,7 @@ async fn ready_is_who_can_write() {
     let jobs = server.dir.path().join("jobs");
     assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "what was written to see is gone");
 
-    // Whoever runs these tests may be root, whom no permission stops: a folder that is not there stops everybody.
+    // These tests may run as root, whom no permission stops: a folder that does not exist stops everybody.
     fs::rename(&jobs, server.dir.path().join("away")).unwrap();
     let (status, body) = server.text("/readyz").await;
     assert!(status == 503 && body.contains("jobs"), "{status} {body}");

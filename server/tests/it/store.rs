@@ -141,7 +141,7 @@ async fn scenario(store: &dyn Store) {
     assert_eq!(store.job(&id).await.unwrap().unwrap(), row);
     store.add_dataset(&dataset(at)).await.unwrap();
 
-    // The next attempt goes on from the newest checkpoint, with a higher token.
+    // The next attempt continues from the newest checkpoint, with a higher token.
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
     let again = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
     assert_eq!((again.resume.as_deref(), again.attempt.attempt), (Some("1-4"), 2));

@@ -1,4 +1,4 @@
-//! Streams: no gap, no double, whoever connects whenever with whatever number.
+//! Streams: no gap and nothing twice, whenever and with whatever number a reader connects.
 
 use crate::{
     agent::{Agent, line, losses, running},
@@ -9,7 +9,7 @@ use lockstep_protocol::{
     job::JobState,
     metric::MetricColumn,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 /// A step's loss and accuracy.
@@ -135,7 +135,7 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
         let lines = (0..200).map(|i| line(0, report * 200 + i + 1, &long)).collect();
         agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
     }
-    // Only the server's clock can tell that it has waited; the number of open streams shows that it did.
+    // Only the server's clock shows that it has waited; the number of open streams shows that it did.
     let deadline = tokio::time::Instant::now() + DEADLINE;
     while !server.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
         assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");
@@ -167,7 +167,7 @@ async fn a_reader_that_takes_nothing_is_closed_and_loses_nothing() {
 }
 
 #[tokio::test]
-async fn a_number_from_the_future_is_waited_for() {
+async fn a_number_above_the_last_event_counts_as_the_last() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -175,17 +175,28 @@ async fn a_number_from_the_future_is_waited_for() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let seen = server.job(&id).await.last_seq;
 
-    let mut ahead = server.stream(&id, seen + 3).await;
-    let frames = ahead.until(|f| f["type"] == "live").await;
-    assert_eq!(frames[0]["last_seq"], seen, "the hello tells that the reader is ahead");
-    assert_eq!(frames.len(), 2, "nothing that it did not ask for: {frames:?}");
-    // One row of five events, of which it has three.
+    let mut readers = Vec::new();
+    for since in [seen, seen + 3, u64::MAX] {
+        let mut ahead = server.stream(&id, since).await;
+        let frames = ahead.until(|f| f["type"] == "live").await;
+        assert_eq!(frames[0]["last_seq"], seen, "the hello says that the reader is ahead");
+        assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(seen)), "{frames:?}");
+        readers.push(ahead);
+    }
+    // One row of five events.
     let columns = ["loss", "accuracy", "lr", "step_ms", "data_ms"];
     let columns = columns.map(|name| MetricColumn { name: name.into(), steps: vec![1], values: vec![0.5] });
     let metrics = AttemptEvent::Metrics { rank: 0, columns: columns.into() };
     agent.report(&attempt, Source::Rank(0), 1, vec![metrics]).await;
-    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 4);
-    assert_eq!(ahead.next().await.unwrap()["seq"], seen + 5);
+    for mut reader in readers {
+        for seq in seen + 1..=seen + 5 {
+            assert_eq!(reader.next().await.unwrap()["seq"], seq);
+        }
+    }
+    // A reader that has three of the row's five events gets the other two.
+    let rest = server.stream(&id, seen + 3).await.until(|f| f["type"] == "live").await;
+    let seqs: Vec<_> = rest[1..3].iter().map(|f| f["seq"].as_u64().unwrap()).collect();
+    assert_eq!((rest.len(), seqs), (4, vec![seen + 4, seen + 5]), "{rest:?}");
     server.stop().await;
 }
 
@@ -225,7 +236,7 @@ async fn what_was_acknowledged_is_there_after_a_restart_and_a_running_job_is_tak
     let mut agent = Agent::greet(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
-    // It sends what it is not sure of once more, and goes on.
+    // It sends what it is not sure of once more, and continues.
     let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;

@@ -1,5 +1,5 @@
-//! What the answer to a submission says of a job: what follows from defaults and from its dataset, and what is worth a
-//! look before it runs.
+//! What the answer to a submission says of a job: what follows from defaults and from its dataset, and warnings that matter before
+//! it runs.
 
 use crate::{
     agent::{Agent, info},
@@ -91,9 +91,13 @@ async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
         let mut document = given(validation, None);
         document["data"]["dataset"] = json!(name);
-        let (status, told) = server.post("/jobs", &document).await;
-        assert_eq!((status, &told["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{told}");
-        assert!(told["detail"].as_str().unwrap().contains("no split \"test\""), "{told}");
+        let (status, response) = server.post("/jobs", &document).await;
+        assert_eq!(
+            (status, &response["errors"][0]["pointer"]),
+            (422, &json!("/data/validation")),
+            "{response}"
+        );
+        assert!(response["detail"].as_str().unwrap().contains("no split \"test\""), "{response}");
     }
     for validation in [json!("none"), json!(0.25)] {
         let mut document = given(Some(validation.clone()), None);
@@ -134,19 +138,19 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
         ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
     ] {
         for path in ["/jobs/validate", "/jobs"] {
-            let (status, told) = server.post(path, &on(name, "fail")).await;
-            assert!(status == 200 || status == 201, "{told}");
-            let warning = told["warnings"][0].as_str().unwrap();
+            let (status, response) = server.post(path, &on(name, "fail")).await;
+            assert!(status == 200 || status == 201, "{response}");
+            let warning = response["warnings"][0].as_str().unwrap();
             for words in said.iter().chain(&["data.broken_files = \"skip\""]) {
                 assert!(warning.contains(words), "{words} in {warning}");
             }
-            assert_eq!(told["warnings"].as_array().unwrap().len(), 1);
+            assert_eq!(response["warnings"].as_array().unwrap().len(), 1);
         }
     }
     // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.
     for (name, what) in [("five", "skip"), ("pictures", "fail")] {
-        let (status, told) = server.post("/jobs", &on(name, what)).await;
-        assert_eq!((status, told.get("warnings")), (201, None), "{told}");
+        let (status, response) = server.post("/jobs", &on(name, what)).await;
+        assert_eq!((status, response.get("warnings")), (201, None), "{response}");
     }
     let (_, jobs) = server.get("/jobs").await;
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
@@ -179,46 +183,46 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
         spec["data"]["image_size"] = json!(64);
         spec
     };
-    // Its agent has looked at the file, and its words stand at the key.
+    // Its agent has read the file, and the agent's message stands at the key.
     for path in ["/jobs", "/jobs/validate"] {
         let no = AgentReply::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
         let spec = with("/w.safetensors");
-        let ((status, told), asked) = tokio::join!(server.post(path, &spec), weigh(&mut agent, no));
+        let ((status, response), asked) = tokio::join!(server.post(path, &spec), weigh(&mut agent, no));
         let detail = "/w.safetensors does not hold a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
-        assert_eq!((status, &told["errors"]), (422, &errors), "{told}");
+        assert_eq!((status, &response["errors"]), (422, &errors), "{response}");
         assert_eq!(
             (&*asked.weights, asked.image_size, asked.channels, asked.classes),
             ("/w.safetensors", 64, 1, 2)
         );
         assert_eq!(asked.model.arch.name(), "resnet20");
     }
-    // What this server knows by itself it does not ask, and it is told with the other mistakes.
+    // What this server knows by itself it does not ask an agent, and it is listed with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
     for (pretrained, words) in
         [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download it")]
     {
         let mut spec = with(pretrained);
         spec["data"]["validation"] = json!("holdout");
-        let (status, told) = server.post("/jobs", &spec).await;
+        let (status, response) = server.post("/jobs", &spec).await;
         let at = |pointer: &str| {
-            let errors = told["errors"].as_array().unwrap();
+            let errors = response["errors"].as_array().unwrap();
             errors.iter().find(|e| e["pointer"] == pointer).map(|e| e["detail"].as_str().unwrap().to_owned())
         };
-        assert!(status == 422 && at("/model/pretrained").unwrap().contains(words), "{told}");
-        assert!(at("/data/validation").is_some(), "{told}");
+        assert!(status == 422 && at("/model/pretrained").unwrap().contains(words), "{response}");
+        assert!(at("/data/validation").is_some(), "{response}");
     }
-    // Weights that fit, and an agent that says something else: the job is taken, and its ranks look once more.
+    // Weights that fit, and an agent that replies something else: the job is taken, and its ranks check once more.
     let answers = [AgentReply::Weights { mistake: None }, AgentReply::Files { there: vec![true] }];
     for (number, answer) in answers.into_iter().enumerate() {
         let spec = with("/w.safetensors");
-        let ((status, told), _) = tokio::join!(server.post("/jobs", &spec), weigh(&mut agent, answer));
-        assert_eq!(status, 201, "{told}");
-        let warned = told["warnings"][0].as_str().unwrap_or_default();
+        let ((status, response), _) = tokio::join!(server.post("/jobs", &spec), weigh(&mut agent, answer));
+        assert_eq!(status, 201, "{response}");
+        let warned = response["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(
-            warned.contains("was not looked at (an agent answered something else)"),
+            warned.contains("was not checked (an agent answered something else)"),
             number > 0,
-            "{told}"
+            "{response}"
         );
         if server.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
             agent.started().await;
@@ -228,16 +232,16 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
     agent.vanish();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
-        let (status, told) = server.post(path, &with("/w.safetensors")).await;
-        assert_eq!(status, accepted, "{told}");
-        let warning = told["warnings"][0].as_str().unwrap();
-        for words in ["\"/w.safetensors\" was not looked at (no agent is online)", "fails when it starts"] {
+        let (status, response) = server.post(path, &with("/w.safetensors")).await;
+        assert_eq!(status, accepted, "{response}");
+        let warning = response["warnings"][0].as_str().unwrap();
+        for words in ["\"/w.safetensors\" was not checked (no agent is online)", "fails when it starts"] {
             assert!(warning.contains(words), "{words} in {warning}");
         }
     }
     // What is called like a pickle is not taken on trust.
-    let (status, told) = server.post("/jobs", &with("/w/resnet18.pth")).await;
-    assert!(status == 422 && told.to_string().contains("/w/resnet18.pth: is a pickle"), "{told}");
+    let (status, response) = server.post("/jobs", &with("/w/resnet18.pth")).await;
+    assert!(status == 422 && response.to_string().contains("/w/resnet18.pth: is a pickle"), "{response}");
     assert_eq!(server.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
     server.stop().await;
 }

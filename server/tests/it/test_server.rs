@@ -38,7 +38,7 @@ pub fn config(dir: &TempDir) -> ServeConfig {
 }
 
 /// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards. Nothing of it
-/// lies in the directory, which is looked at by tests.
+/// lies in the directory, whose content tests compare.
 fn database_of(dir: &TempDir) -> Option<String> {
     static MADE: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
@@ -217,7 +217,7 @@ impl Stream {
     /// The next frame; `Err` with code and reason when the server closes.
     pub async fn next(&mut self) -> Result<Value, (u16, String)> {
         loop {
-            match timeout(DEADLINE, self.0.next()).await.expect("the stream goes on") {
+            match timeout(DEADLINE, self.0.next()).await.expect("the stream continues") {
                 Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),
                 Some(Ok(Message::Close(Some(frame)))) => {
                     return Err((frame.code.into(), frame.reason.to_string()));

@@ -1,4 +1,4 @@
-//! `lockstep bench --pictures`: how fast a dataset's pictures are made ready for training.
+//! `lockstep bench --pictures`: how fast a dataset's pictures are prepared for training.
 
 use crate::cli::wrong;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};

@@ -8,7 +8,7 @@ use lockstep_protocol::spec::BrokenFiles;
 use lockstep_worker::data::{self, PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use std::path::{Path, PathBuf};
 
-/// Broken files that are named; all are in `prepared.json`, but those that were broken at the first look.
+/// Broken files that are named; all are in `prepared.json`, but those that were broken when they were first read.
 const NAMED: usize = 100;
 
 #[derive(clap::Args)]
@@ -64,12 +64,12 @@ enum Policy {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let path = data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
     let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
-    tell(&args.to, &made)
+    report(&args.to, &made)
 }
 
-/// Where `dataset add --prepare` writes the copy of a folder unless it is told: `/data/imagenet-256` beside `/data/imagenet`.
+/// Where `dataset add --prepare` writes the copy of a folder by default: `/data/imagenet-256` next to `/data/imagenet`.
 /// None of what is no folder, such as a pattern of shards.
-pub(super) fn beside(path: &Path, short_side: u32) -> Option<PathBuf> {
+pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
     let name = path.file_name().filter(|_| path.is_dir())?;
     let mut copy = name.to_owned();
     copy.push(format!("-{short_side}"));
@@ -94,7 +94,7 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
 }
 
 /// Prints what was made.
-pub(super) fn tell(to: &Path, made: &Prepared) -> anyhow::Result<()> {
+pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let splits: Vec<_> = made.splits.iter().map(|(name, pictures)| format!("{pictures} {name}")).collect();
     let kept = match made.kept_shards {
         0 => String::new(),

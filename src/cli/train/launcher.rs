@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// This process among those that a launcher has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
-    /// Who started it.
+    /// The program that started it.
     pub(super) by: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,
@@ -63,7 +63,10 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     }
     let local_ranks = local_ranks.unwrap_or(1).clamp(1, world_size);
     let addr = match variable("MASTER_ADDR") {
-        Some(addr) => addr,
+        Some(addr) if addr.trim().is_empty() => {
+            return Err("MASTER_ADDR is empty: set it to the name or address of rank 0's machine".into());
+        }
+        Some(addr) => addr.trim().to_owned(),
         None if local_ranks == world_size => "127.0.0.1".into(),
         None => {
             return Err(format!(
@@ -174,6 +177,17 @@ mod tests {
         assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
         // A batch script is no step.
         assert_eq!(with(&step[..3]).unwrap(), None);
+    }
+
+    #[test]
+    fn an_empty_master_addr_is_named_at_once() {
+        let torchrun =
+            [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "4000")];
+        for empty in ["", " "] {
+            let variables = [&torchrun[..], &[("MASTER_ADDR", empty)]].concat();
+            let error = with(&variables).unwrap_err();
+            assert!(error.starts_with("MASTER_ADDR is empty"), "{error}");
+        }
     }
 
     #[test]

@@ -10,22 +10,22 @@ use lockstep_worker::{
     host::own_program,
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, TailError, events_path},
-    supervisor::{Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, supervise},
+    supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// When one rank has failed the others notice by themselves; who does not within this is told. Those who stop in order,
-/// because one of them was told to, have the time that a rank gives itself for its checkpoint.
-const SETTLE: Settle = {
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// When one rank has failed the others notice by themselves; a rank that does not within this time is asked to end. Ranks that
+/// stop in order, because one of them was asked to, have the time that a rank gives itself for its checkpoint.
+const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
-    Settle { certain: within, provisional: within, stopping: Duration::from_secs(20) }
+    EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
 /// From TERM to KILL, of ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
-/// From TERM to KILL, of ranks that are to keep a checkpoint: longer than they give themselves. Whoever does not want to
-/// wait presses Ctrl-C again.
+/// From TERM to KILL, of ranks that should write a checkpoint: longer than they give themselves. A second Ctrl-C ends them at
+/// once.
 const STOP: Duration = Duration::from_secs(25);
 
 /// For the end of a process whose rank has failed in it.
@@ -43,7 +43,7 @@ pub(super) enum Ended {
     Failed(String),
 }
 
-/// Starts a process a rank and shows how they fare until all are gone.
+/// Starts a process per rank and shows their progress until all have ended.
 ///
 /// # Errors
 /// A process cannot be started, or what a rank records cannot be read.
@@ -106,7 +106,7 @@ impl Policy for Command {
     type Order = Interrupt;
     type Error = TailError;
 
-    const POLL_EVERY: Duration = LOOK_EVERY;
+    const POLL_EVERY: Duration = POLL_INTERVAL;
 
     async fn order(&mut self) -> Interrupt {
         tokio::select! {
@@ -116,7 +116,7 @@ impl Policy for Command {
         }
     }
 
-    /// The first has them keep a checkpoint; those who were told before are killed.
+    /// The first order makes them write a checkpoint; a second one kills them.
     fn obey(&mut self, _order: Interrupt, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
         self.interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
@@ -132,7 +132,7 @@ impl Policy for Command {
     }
 
     fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
-        if ranks.is_to_end(SETTLE) {
+        if ranks.is_to_end(END_DELAYS) {
             ranks.stop(Stop::Terminate);
         }
     }
@@ -171,7 +171,7 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
     })
 }
 
-/// Runs one rank in this process and shows how it fares when it is rank 0.
+/// Runs one rank in this process and shows its progress when it is rank 0.
 ///
 /// # Errors
 /// No thread can be had, or the rank's records cannot be read.
@@ -182,7 +182,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
     loop {
-        // Asked before the last look, so that nothing is missed.
+        // Checked before the last read, so that nothing is missed.
         let over = training.is_finished();
         loop {
             let events = tail.poll()?;
@@ -199,7 +199,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         if over {
             break;
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     show.finish();
     let status = training.join().unwrap_or(-1);

@@ -11,7 +11,7 @@ pub(super) struct Show {
     steps_per_epoch: u64,
     losses: BTreeMap<u32, f32>,
     images_per_second: f32,
-    /// Of the newest validation, 0 to 1.
+    /// The accuracy of the newest validation, 0 to 1.
     pub(super) accuracy: Option<f64>,
     /// Optimizer steps done, by the rank that is furthest.
     pub(super) step: u64,

@@ -15,5 +15,5 @@ fuzz_target!(|bytes: &[u8]| {
     }
     let _ = checkpoint::metadata(file.path());
     // A model that says which network it is, asked about a picture.
-    let _ = lockstep_worker::look::predict(file.path(), Vec::new());
+    let _ = lockstep_worker::inspect::predict(file.path(), Vec::new());
 });

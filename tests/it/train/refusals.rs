@@ -1,8 +1,18 @@
 //! What cannot be trained, and weights and checkpoints that do not fit: refused with what to change.
 
-use super::{Bench, succeeded};
+use super::{
+    Bench,
+    stops::{is_gone, pid_of, signal, until_step},
+    succeeded,
+};
 use crate::{pictures, server::turn};
-use std::{fs, path::Path, process::Command};
+use rustix::process::Signal;
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
 #[tokio::test]
 async fn what_cannot_be_trained_is_said_with_what_to_change() {
@@ -17,7 +27,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["train.global_batch_size=4096"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("400 training pictures are fewer than one step takes (4096"), "{said}");
-    // More than any machine has is told before it is taken.
+    // More memory than any machine has is refused before it is allocated.
     let (status, said) = fails(&["data.image_size=4096", "train.global_batch_size=400"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(
@@ -52,7 +62,39 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("lrr"), "{said}");
 }
 
-/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss goes on: batch norm and ReLU must
+#[tokio::test]
+async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_left() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let mut child = bench.train("out", &[]).stdout(Stdio::piped()).spawn().expect("it starts");
+    until_step(&mut child, 1);
+    let attempt = bench.out("out").join("attempts/1");
+    let ranks = [0, 1].map(|rank| pid_of(&attempt, rank));
+    // So that they are there for the whole test.
+    ranks.iter().for_each(|pid| signal(*pid, Signal::STOP));
+    let refused = || {
+        let output = bench.train("out", &["--resume", "latest"]).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        let lock = bench.out("out").canonicalize().expect("a folder").join("train.lock");
+        assert!(said.contains(lock.to_str().expect("UTF-8")) && said.contains("another --out"), "{said}");
+    };
+    refused();
+    child.kill().expect("it is there");
+    child.wait().expect("it ends");
+    refused();
+    ranks.iter().for_each(|pid| signal(*pid, Signal::KILL));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !ranks.iter().all(|pid| is_gone(*pid)) {
+        assert!(Instant::now() < deadline, "the ranks have not ended");
+        std::thread::yield_now();
+    }
+    // Nobody has it any more.
+    fs::remove_dir_all(bench.out("out").join("checkpoints")).ok();
+    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+}
+
+/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
 /// not turn what is not finite into zeros.
 #[tokio::test]
 async fn a_run_whose_numbers_leave_float32_fails_as_diverged_and_leaves_no_such_checkpoint() {

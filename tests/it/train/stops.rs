@@ -11,7 +11,7 @@ use std::{
 };
 
 /// Reads the ranks' loss lines until step `step` has one.
-fn until_step(child: &mut Child, step: u32) {
+pub(super) fn until_step(child: &mut Child, step: u32) {
     let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
     for line in lines {
         let line = line.expect("a line");
@@ -22,18 +22,18 @@ fn until_step(child: &mut Child, step: u32) {
     panic!("step {step} never came");
 }
 
-fn pid_of(attempt: &Path, rank: u32) -> i32 {
+pub(super) fn pid_of(attempt: &Path, rank: u32) -> i32 {
     let text = fs::read(attempt.join(format!("rank.{rank}.pid"))).expect("a pid file");
     let mark: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
     i32::try_from(mark["pid"].as_i64().expect("a pid")).expect("a pid")
 }
 
-fn signal(pid: i32, signal: rustix::process::Signal) {
+pub(super) fn signal(pid: i32, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
     rustix::process::kill_process(pid, signal).expect("it is there");
 }
 
-fn is_gone(pid: i32) -> bool {
+pub(super) fn is_gone(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.is_empty() || stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X']))
 }
@@ -59,12 +59,12 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
 
 /// Stops the run by Ctrl-C; its standard error, and how long it took to end.
 fn interrupted(mut child: Child) -> (String, Duration) {
-    let told = Instant::now();
+    let response = Instant::now();
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(1));
-    (String::from_utf8_lossy(&output.stderr).into_owned(), told.elapsed())
+    (String::from_utf8_lossy(&output.stderr).into_owned(), response.elapsed())
 }
 
 fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
@@ -76,7 +76,7 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
     let _turn = turn().await;
     let bench = Bench::new();
-    // An evaluation that takes a while beside an epoch of 12 steps.
+    // An evaluation that takes a while compared with an epoch of 12 steps.
     let place = bench.folder.path().join("long");
     fs::create_dir(&place).expect("a folder");
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&place, 8000, 100));
@@ -96,7 +96,7 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
             std::thread::sleep(Duration::from_millis(2));
         }
         let (said, took) = interrupted(child);
-        assert!(said.contains("stopped after step 12; --resume latest goes on from there"), "{said}");
+        assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");
         assert!(took < Duration::from_secs(10), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is broken off"), "{log}");
@@ -140,7 +140,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     let output = child.wait_with_output().expect("it ends");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+    assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
 }
 
 #[tokio::test]
@@ -154,7 +154,7 @@ async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
         bench.train("out", &sets).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     until_step(&mut child, 1);
     let (said, _) = interrupted(child);
-    assert!(said.contains("stopped after step ") && said.contains("goes on from there"), "{said}");
+    assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
     assert!(!said.contains("stopped after step 14;"), "{said}");
 }
 
@@ -173,19 +173,19 @@ async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
     // A suspended rank: the others wait for it for ever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
     let pid = child.id().cast_signed();
-    let told = Instant::now();
+    let response = Instant::now();
     signal(pid, rustix::process::Signal::INT);
     drop(child.stdout.take());
     let log = || fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
     while !log().contains("There is no checkpoint yet: steps 1 to ") {
-        assert!(told.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
+        assert!(response.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(told.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", told.elapsed());
+    assert!(response.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", response.elapsed());
     // Ctrl-C again: the one that hangs is not waited for.
     signal(pid, rustix::process::Signal::INT);
     let output = child.wait_with_output().expect("it ends");
-    assert!(told.elapsed() < Duration::from_secs(60), "{:?}", told.elapsed());
+    assert!(response.elapsed() < Duration::from_secs(60), "{:?}", response.elapsed());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("without a checkpoint: steps 1 to ") && said.contains("are lost"), "{said}");

@@ -16,7 +16,7 @@ pub(super) struct Preset {
 pub(super) const PRESETS: [Preset; 3] = [
     Preset {
         key: "fashion-mnist",
-        title: "Fashion-MNIST, quick look",
+        title: "Fashion-MNIST, quick start",
         about: "ResNet-20, 5 epochs, a minute or so on two CPU cores",
         ranks: 2,
         values: &[

@@ -1,6 +1,6 @@
-//! One attempt on this machine: its ranks started or taken over, watched, ended, and how it ended.
+//! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how it ended.
 
-use super::{lease::Lease, preflight::Refusal, state_dir::Held};
+use super::{lease::Lease, preflight::Refusal, state_dir::StoredAttempt};
 use crate::report::Tail;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},
@@ -20,14 +20,14 @@ use watch::Watch;
 mod conclusion;
 mod watch;
 
-/// What the agent tells an attempt to do.
+/// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
     /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
     Stop { patient: bool },
     /// This agent is about to end, in order: they are to keep a checkpoint first.
     Leave,
-    /// There is no room for what they say any more: they are to keep a checkpoint and end.
+    /// The spool is full: the ranks have to write a checkpoint and end.
     Full(Reason),
 }
 
@@ -41,29 +41,29 @@ impl Order {
     }
 }
 
-/// The agent's hold on an attempt, whose watching is a task of its own.
+/// The agent's handle of an attempt, which a task of its own watches.
 #[derive(Debug)]
 pub(super) struct Attempt {
-    held: Held,
+    stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
 }
 
 /// See [`Surroundings::check`].
-pub(super) type Check = fn(&Held, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
+pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
-/// What attempts share.
+/// What the attempts of an agent share.
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
-    /// Where ranks find until when they may go on without an agent.
+    /// The file with the deadline of the agent's lease, which ranks read.
     pub(super) fence: PathBuf,
-    /// What must be so before ranks of this program are started; it may give up when it is cancelled.
+    /// The check before ranks of this program are started; it may return early when it is cancelled.
     pub(super) check: Check,
-    /// Rung when an attempt is over.
-    pub(super) bell: Arc<Notify>,
-    /// The devices that ranks are given, by slot; ranks on CPU cores are given none.
+    /// Notified when an attempt is over.
+    pub(super) wake: Arc<Notify>,
+    /// The devices of ranks, by slot; none for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
 
@@ -76,84 +76,84 @@ impl Surroundings {
 }
 
 impl Attempt {
-    /// Starts its ranks; `refusal` says why they cannot be started.
-    pub(super) fn start(held: Held, refusal: Option<Refusal>, around: Surroundings) -> Self {
-        Self::watched(held, around, Beginning::Launch { refusal })
+    /// Starts its ranks; `refusal` is why they cannot be started.
+    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: Surroundings) -> Self {
+        Self::watched(stored, around, Beginning::Launch { refusal })
     }
 
-    /// Takes over what an earlier agent started, alive, dead or never begun.
-    pub(super) fn adopt(held: Held, around: Surroundings) -> Self {
-        Self::watched(held, around, Beginning::Adopt)
+    /// Adopts what an earlier agent started, alive, dead or never begun.
+    pub(super) fn adopt(stored: StoredAttempt, around: Surroundings) -> Self {
+        Self::watched(stored, around, Beginning::Adopt)
     }
 
-    fn watched(held: Held, around: Surroundings, beginning: Beginning) -> Self {
+    fn watched(stored: StoredAttempt, around: Surroundings, beginning: Beginning) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
-        if matches!(beginning, Beginning::Adopt) && ending(&held.attempt_dir()).is_some() {
+        if matches!(beginning, Beginning::Adopt) && ending(&stored.attempt_dir()).is_some() {
             over.store(true, Ordering::Release);
         } else {
             let over = over.clone();
-            let held = held.clone();
+            let stored = stored.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &held, &around, &mut received).await;
-                let (watch, ranks) = Watch::begin(held, &around, received, beginning);
+                let beginning = checked(beginning, &stored, &around, &mut received).await;
+                let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
                 watch.run(ranks).await;
                 over.store(true, Ordering::Release);
-                around.bell.notify_one();
+                around.wake.notify_one();
             });
         }
-        Self { held, orders, over }
+        Self { stored, orders, over }
     }
 
     pub(super) fn attempt(&self) -> &AttemptRef {
-        &self.held.start.attempt
+        &self.stored.start.attempt
     }
 
-    pub(super) fn held(&self) -> &Held {
-        &self.held
+    pub(super) fn stored(&self) -> &StoredAttempt {
+        &self.stored
     }
 
-    /// Every rank is gone and all that is to be said is on disk.
+    /// Every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
     /// Whether its end, which is on disk, is a failure.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(ending(&self.held.attempt_dir()), Some(Ending::Failed { .. }))
+        matches!(ending(&self.stored.attempt_dir()), Some(Ending::Failed { .. }))
     }
 
     pub(super) fn order(&self, order: Order) {
-        // Over already: there is nobody left to tell.
+        // The attempt is over already.
         let _ = self.orders.send(order);
     }
 }
 
-/// A beginning whose preflight is done: looking at a large dataset takes its time. An order ends the wait at once,
-/// also where a file system does not answer: nothing has been started yet.
+/// A beginning whose preflight is done. Examining a large dataset takes time; an order ends the wait at once, also where a
+/// file system does not respond. Nothing has been started yet.
 async fn checked(
     beginning: Beginning,
-    held: &Held,
+    stored: &StoredAttempt,
     around: &Surroundings,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
     let cancelled = Arc::new(AtomicBool::new(false));
-    let (tell, told) = oneshot::channel();
+    let (sender, reply) = oneshot::channel();
     let look = {
-        let (held, cancelled) = (held.clone(), cancelled.clone());
+        let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
-            (around.check, around.program.clone(), around.devices_of(&held.start));
-        // When nobody listens any more, nobody needs to know.
-        move || drop(tell.send(check(&held, &program, &devices, &cancelled)))
+            (around.check, around.program.clone(), around.devices_of(&stored.start));
+        // If nobody waits any more, the result does not matter.
+        move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };
-    // Not one of the runtime's threads, for which it would wait at its end.
+    // Not one of the runtime's threads, whose end the runtime would wait for.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
-    let failed = |why: String| Err(Refusal::other(format!("looking at what they need failed: {why}")));
+    let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     let found = match started {
         Err(error) => failed(error.to_string()),
         Ok(_) => tokio::select! {
-            found = told => found.unwrap_or_else(|e| failed(e.to_string())),
+            found = reply => found.unwrap_or_else(|e| failed(e.to_string())),
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
                 return Beginning::Over(order.ending());
@@ -168,7 +168,7 @@ pub(super) fn agent_events_path(attempt_dir: &Path) -> PathBuf {
     attempt_dir.join("agent.events")
 }
 
-/// How an attempt ended, when that is written.
+/// How an attempt ended, once that is on disk.
 fn ending(attempt_dir: &Path) -> Option<Ending> {
     let mut tail = Tail::open(&agent_events_path(attempt_dir), 0);
     while let Ok(events) = tail.poll() {

@@ -1,4 +1,4 @@
-//! How long ranks may go on without a word from the server.
+//! How long ranks may continue without contact to the server.
 
 use crate::fence::Fence;
 use std::{
@@ -6,18 +6,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Until the server has said how long a lease is.
+/// The duration of a lease until the server has sent it.
 const UNTIL_TOLD: Duration = Duration::from_secs(20);
 
-/// Ranks look at their lease seldom, and take a moment to end.
+/// Margin: ranks read their lease every so often, and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
 
-/// How often ranks are told that their agent is there.
+/// How often the lease's deadline is extended.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// Renewed by every `Welcome` and `HeartbeatAck`; once over, the server may have given the work to
-/// somebody else, so the ranks here must end. On the monotonic clock: setting the time of day does
-/// not fence anybody.
+/// Renewed by every `Welcome` and `HeartbeatAck`. Once it is over, the server may have given the work to another agent, so the
+/// ranks here must end. On the monotonic clock: setting the time of day fences nobody.
 #[derive(Debug)]
 pub(super) struct Lease(Mutex<(Instant, Duration)>);
 
@@ -26,12 +25,12 @@ impl Lease {
         Self(Mutex::new((Instant::now(), UNTIL_TOLD)))
     }
 
-    /// The server answered something that was sent at `sent`: it counted from then at the earliest.
+    /// The server answered a message that was sent at `sent`: its own clock began then at the earliest.
     pub(super) fn renew(&self, sent: Instant) {
         self.lock().0 = sent;
     }
 
-    /// The server has said how long it waits.
+    /// The server has sent how long it waits.
     pub(super) fn set_length(&self, length: Duration) {
         self.lock().1 = length;
     }
@@ -42,8 +41,8 @@ impl Lease {
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may go on if nothing more is heard. A little less than the server waits, so that they have
-    /// ended when it gives the work to others.
+    /// How long ranks may continue without further contact. A little less than the server's own limit, so that they have ended
+    /// when it gives the work to others.
     pub(super) fn left(&self) -> Option<Duration> {
         let (last, length) = *self.lock();
         let length = length.saturating_sub((length / 5).min(MARGIN));
@@ -51,12 +50,12 @@ impl Lease {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {
-        // Two plain values: whole, whoever panicked.
+        // Two plain values, which are valid even if the thread that held the lock panicked.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// Tells ranks again and again until when they may go on, while there is word from the server.
+/// Extends the lease's deadline periodically while the server is in contact.
 pub(super) async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
     let mut complained = false;
     loop {
@@ -64,7 +63,7 @@ pub(super) async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
             && let Err(error) = fence.set(left)
             && !std::mem::replace(&mut complained, true)
         {
-            tracing::error!(%error, path = %fence.path().display(), "ranks cannot be told that their agent is there");
+            tracing::error!(%error, path = %fence.path().display(), "cannot extend the lease that ranks read");
         }
         tokio::time::sleep(FENCE_EVERY).await;
     }

@@ -1,11 +1,11 @@
-//! What this machine is.
+//! The description of this machine.
 
 use crate::host::{cores, cpu_name, hostname};
 use lockstep_protocol::agent::Machine;
 use std::{fs, path::Path};
 
-/// Looks at this machine; `dir` is where its free disk is measured.
-pub fn look(dir: &Path) -> Machine {
+/// Describes this machine; `dir` is where its free disk space is measured.
+pub fn describe(dir: &Path) -> Machine {
     let disk_free_bytes = rustix::fs::statvfs(dir).map_or(0, |s| s.f_bavail * s.f_frsize);
     Machine {
         hostname: hostname(),
@@ -31,7 +31,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_what_every_machine_has() {
-        let machine = look(Path::new("/"));
+        let machine = describe(Path::new("/"));
         assert!(!machine.hostname.is_empty() && !machine.cpu.is_empty());
         assert!(machine.cores >= 1 && machine.memory_bytes > 1 << 20 && machine.disk_free_bytes > 0);
     }

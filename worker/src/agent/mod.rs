@@ -1,6 +1,5 @@
-//! The agent, one a machine: connects to a server, starts the ranks it is told to, watches them, and
-//! tells what they record. It may die at any moment and come back: ranks train on meanwhile, and the
-//! next agent on the same folder takes them over.
+//! The agent, one per machine: connects to a server, starts and watches ranks as the server orders, and reports what they
+//! record. It may die at any moment: ranks continue to train, and the next agent on the same folder adopts them.
 
 mod attempt;
 mod lease;
@@ -25,7 +24,7 @@ use preflight::Refusal;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::slots;
-use state_dir::{Held, StateDir, StateDirError};
+use state_dir::{StateDir, StateDirError, StoredAttempt};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -36,8 +35,7 @@ use tokio::sync::Notify;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
-/// An orderly stop tells the server what there is to tell for at most this long after the last rank
-/// is gone; the rest is on disk.
+/// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How often the spool is measured.
@@ -54,16 +52,15 @@ pub struct Options {
     pub name: Option<String>,
     /// The agent's own folder.
     pub dir: PathBuf,
-    /// Places for ranks on the CPU, whatever GPUs there are. When absent, a place a GPU; and where there
-    /// is none, as many as there are cores.
+    /// CPU slots, whatever GPUs there are. When absent, one slot per GPU; without GPUs, one per core.
     pub cpu_slots: Option<u32>,
-    /// Of the visible GPUs, those to use: numbers or UUIDs, separated by commas.
+    /// The GPUs to use, among the visible ones: numbers or UUIDs, separated by commas.
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
-    /// The program that ranks are, started with `rank FILE ...`; this very binary when absent.
+    /// The program that ranks run, started with `rank FILE ...`; this very binary when absent.
     pub program: Option<PathBuf>,
-    /// What ranks have said and no server has taken may use so much of the disk; then they keep a checkpoint and end.
+    /// Most disk space for records that no server has taken; when it is used up, ranks write a checkpoint and end.
     pub spool_bytes: u64,
     /// End when the process that started this one has ended and no rank is alive here.
     pub follow_parent: bool,
@@ -90,7 +87,7 @@ pub enum AgentError {
     #[error("the job failed on this agent")]
     JobFailed,
     /// The system.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] std::io::Error),
 }
 
@@ -101,10 +98,10 @@ impl AgentError {
     }
 }
 
-/// Runs an agent until it is told to end.
+/// Runs an agent until a signal ends it.
 ///
-/// SIGTERM or SIGINT end it in order: the server is told, ranks are ended, then it returns; a second
-/// one kills the ranks. SIGUSR1 lets go: it returns at once and leaves the ranks to the next agent.
+/// SIGTERM and SIGINT end it in order: it tells the server, ends its ranks and returns. A second one kills the ranks. SIGUSR1
+/// detaches: it returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
@@ -119,12 +116,12 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         lease: lease.clone(),
         fence: fence.path().to_owned(),
         check: preflight::check,
-        bell: Arc::new(Notify::new()),
+        wake: Arc::new(Notify::new()),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Before ranks are adopted that look at it; ends with this process.
+    // Started before ranks are adopted, which check it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(fence, lease));
-    let adopted: Vec<_> = state_dir.held();
+    let adopted: Vec<_> = state_dir.stored_attempts();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
@@ -139,16 +136,16 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         only_job_failed: false,
         only_job_over: None,
     };
-    for held in adopted {
-        tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, "found an earlier agent's attempt");
-        agent.take(Attempt::adopt(held, agent.around.clone()));
+    for stored in adopted {
+        tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
+        agent.take(Attempt::adopt(stored, agent.around.clone()));
     }
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
     result
 }
 
-/// What the agent is made of, whether connected or not.
+/// The state of the agent, connected or not.
 struct Agent {
     name: String,
     slots: Vec<Slot>,
@@ -172,11 +169,11 @@ struct Agent {
 type AttemptKey = (JobId, u32);
 
 struct Leaving {
-    told: bool,
+    announced: bool,
     ranks_gone: Option<Instant>,
 }
 
-/// What a signal or the state of things asks for.
+/// What a signal or the state asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     GoOn,
@@ -245,15 +242,15 @@ impl Agent {
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> Turn {
         let until = tokio::time::Instant::now() + pause;
         loop {
-            let bell = self.around.bell.clone();
+            let wake = self.around.wake.clone();
             tokio::select! {
                 let_go = signals.next() => {
                     if self.signalled(let_go) == Turn::End { return Turn::End }
                 }
-                () = bell.notified() => {}
-                () = tokio::time::sleep_until(until) => return self.look_around(false),
+                () = wake.notified() => {}
+                () = tokio::time::sleep_until(until) => return self.poll(false),
             }
-            if self.look_around(false) == Turn::End {
+            if self.poll(false) == Turn::End {
                 return Turn::End;
             }
         }
@@ -264,12 +261,12 @@ impl Agent {
         self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
-    /// Every attempt that the server has not heard the end of.
+    /// Every attempt whose end the server has not acknowledged.
     fn attempt_refs(&self) -> Vec<AttemptRef> {
         self.attempts.values().map(|a| a.attempt().clone()).collect()
     }
 
-    /// A signal has come.
+    /// Handles a signal.
     fn signalled(&mut self, let_go: bool) -> Turn {
         if let_go {
             tracing::info!("letting go: the ranks stay for the next agent");
@@ -278,30 +275,31 @@ impl Agent {
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                let held = attempt.held();
-                for (rank, _) in &held.start.ranks {
-                    RankProcess::adopt(&held.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
+                let stored = attempt.stored();
+                for (rank, _) in &stored.start.ranks {
+                    RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
             return Turn::End;
         }
         tracing::info!("ending in order");
-        self.leaving = Some(Leaving { told: false, ranks_gone: None });
+        self.leaving = Some(Leaving { announced: false, ranks_gone: None });
         for attempt in self.attempts.values() {
             attempt.order(Order::Leave);
         }
         Turn::GoOn
     }
 
-    /// While no server takes them, records stay on this machine's disk; there is an end to that.
+    /// While no server takes them, records stay on this machine's disk, up to a limit.
     fn measure_spool(&mut self) {
         if self.measured.elapsed() < MEASURE_EVERY {
             return;
         }
         self.measured = Instant::now();
         let size = |a: &Attempt| {
-            let dir = a.held().attempt_dir();
-            let ranks = a.held().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
+            let dir = a.stored().attempt_dir();
+            let ranks =
+                a.stored().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
             ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
@@ -316,7 +314,7 @@ impl Agent {
     }
 
     /// Whether it is time to end.
-    fn look_around(&mut self, connected: bool) -> Turn {
+    fn poll(&mut self, connected: bool) -> Turn {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {
             self.measure_spool();
@@ -326,8 +324,8 @@ impl Agent {
                 return Turn::GoOn;
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
-            let told = self.attempts.is_empty() && leaving.told;
-            if told || !connected || since.elapsed() > FAREWELL {
+            let is_done = self.attempts.is_empty() && leaving.announced;
+            if is_done || !connected || since.elapsed() > FAREWELL {
                 return Turn::End;
             }
             return Turn::GoOn;
@@ -344,7 +342,7 @@ impl Agent {
         }
     }
 
-    /// The server says to start ranks.
+    /// Handles the server's order to start ranks.
     fn start(&mut self, mut start: StartAttempt) {
         let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
         if self.attempts.contains_key(&key) || self.leaving.is_some() {
@@ -352,8 +350,7 @@ impl Agent {
         }
         let mut no_port = None;
         if start.master_port == 0 {
-            // Free now; should somebody take it before rank 0 does, the rank says so and the next
-            // attempt gets another one.
+            // Free now; if another program takes it before rank 0 does, the rank reports that and the next attempt gets another one.
             match std::net::TcpListener::bind((start.master_addr.as_str(), 0)).and_then(|l| l.local_addr()) {
                 Ok(address) => start.master_port = address.port(),
                 Err(error) => {
@@ -363,22 +360,23 @@ impl Agent {
         }
         let own_dir = self.state_dir.job_dir(&start.attempt);
         let job_dir = start.job_dir.as_ref().map_or_else(|| own_dir.clone(), PathBuf::from);
-        let mut held = Held { start, job_dir };
-        if let Err(error) = std::fs::create_dir_all(held.attempt_dir()) {
-            tracing::error!(%error, dir = %held.attempt_dir().display(), "using the agent's own folder instead");
-            held.job_dir = own_dir;
+        let mut stored = StoredAttempt { start, job_dir };
+        if let Err(error) = std::fs::create_dir_all(stored.attempt_dir()) {
+            tracing::error!(%error, dir = %stored.attempt_dir().display(), "using the agent's own folder instead");
+            stored.job_dir = own_dir;
         }
-        // Ranks without a note of them on disk would be lost with this process.
-        let noted = std::fs::create_dir_all(held.attempt_dir()).and_then(|()| self.state_dir.hold(&held));
+        // Ranks that are not noted on disk would be lost with this process.
+        let noted =
+            std::fs::create_dir_all(stored.attempt_dir()).and_then(|()| self.state_dir.store(&stored));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         let refusal = refusal.map(Refusal::other);
-        tracing::info!(job = %held.start.attempt.job, attempt = held.start.attempt.attempt, ranks = held.start.ranks.len(), "starting");
+        tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        self.take(Attempt::start(held, refusal, self.around.clone()));
+        self.take(Attempt::start(stored, refusal, self.around.clone()));
     }
 
-    /// The server knows all of an attempt that is over, or wants none of it.
+    /// The server has everything of an attempt that is over, or wants none of it.
     fn forget(&mut self, attempt: &AttemptRef) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {
@@ -391,7 +389,7 @@ impl Agent {
     }
 }
 
-/// Between half of `pause` and all of it, so that many agents do not come back at the same moment.
+/// Between half of `pause` and all of it, so that many agents do not reconnect at the same moment.
 fn jittered(pause: Duration) -> Duration {
     let random = uuid::Uuid::new_v4().as_u128() as u16;
     pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u16::MAX))

@@ -1,6 +1,6 @@
-//! What an attempt has to say, read from its files and sent from the number that the server has.
+//! An attempt's unsent reports, read from its files and sent from the number that the server has.
 
-use super::{attempt::agent_events_path, state_dir::Held};
+use super::{attempt::agent_events_path, state_dir::StoredAttempt};
 use crate::report::{Tail, TailError, events_path};
 use lockstep_protocol::agent::{Acknowledged, AttemptEvent, FromAgent, Source};
 use std::{
@@ -12,8 +12,8 @@ use std::{
 const UNDER_WAY: usize = 8;
 /// Bytes of records of an attempt that may be under way at once: what the server would have to hold of them.
 const UNDER_WAY_BYTES: u64 = 16 << 20;
-/// How long points gather when nobody watches the job: quick steps then make few reports of many points. Slower ones
-/// are told at once, as is all that somebody watches.
+/// How long points are collected while nobody watches the job, so that short steps give few reports of many points. Longer
+/// steps are reported at once, and so is everything of a job that somebody watches.
 const GATHER: Duration = Duration::from_millis(250);
 /// How long a file that cannot be read (a disk that comes and goes) holds up the end of its attempt.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ pub(super) struct Outbox {
 struct Stream {
     source: Source,
     tail: Tail,
-    /// Records below this are stored.
+    /// Records below this number are stored by the server.
     acknowledged: u64,
     /// The record after the last of each report that is sent and not acknowledged, and the report's bytes.
     under_way: VecDeque<(u64, u64)>,
@@ -40,12 +40,12 @@ struct Stream {
     sent: Option<Instant>,
     /// Since when the file cannot be read.
     failing: Option<Instant>,
-    /// Cannot be read on: what is sent of it is all there will be.
+    /// The file cannot be read any further: nothing is sent beyond what was.
     broken: bool,
 }
 
 impl Stream {
-    fn new(held: &Held, source: Source, stored: &[Acknowledged]) -> Self {
+    fn new(held: &StoredAttempt, source: Source, stored: &[Acknowledged]) -> Self {
         let dir = held.attempt_dir();
         let path = match source {
             Source::Rank(rank) => events_path(&dir, rank),
@@ -112,7 +112,7 @@ impl Stream {
 
 impl Outbox {
     /// Begins after what the server has stored of this attempt.
-    pub(super) fn new(held: &Held, stored: &[Acknowledged]) -> Self {
+    pub(super) fn new(held: &StoredAttempt, stored: &[Acknowledged]) -> Self {
         let rank = |(rank, _): &(u32, u32)| Stream::new(held, Source::Rank(*rank), stored);
         Self {
             ranks: held.start.ranks.iter().map(rank).collect(),
@@ -123,7 +123,13 @@ impl Outbox {
 
     /// Appends the reports that can be sent `now` to `reports`. The agent's own records, whose last one
     /// says that the attempt has ended, come when the attempt is over and all else is sent.
-    pub(super) fn fill(&mut self, held: &Held, over: bool, now: Instant, reports: &mut Vec<FromAgent>) {
+    pub(super) fn fill(
+        &mut self,
+        held: &StoredAttempt,
+        over: bool,
+        now: Instant,
+        reports: &mut Vec<FromAgent>,
+    ) {
         let attempt = &held.start.attempt;
         let mut report = |source, (first, events)| {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
@@ -162,7 +168,7 @@ impl Outbox {
         }
     }
 
-    /// Whether the server has all that an attempt which is over has said.
+    /// Whether the server has all records of an attempt that is over.
     pub(super) fn is_delivered(&self) -> bool {
         self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.under_way.is_empty())
     }
@@ -178,7 +184,7 @@ mod tests {
         spec::JobSpec,
     };
 
-    fn held(job_dir: &std::path::Path) -> Held {
+    fn held(job_dir: &std::path::Path) -> StoredAttempt {
         let start = StartAttempt {
             attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
             spec: JobSpec::default(),
@@ -191,7 +197,7 @@ mod tests {
             job_dir: None,
             resume: None,
         };
-        let held = Held { start, job_dir: job_dir.into() };
+        let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();
         held
     }
@@ -206,7 +212,7 @@ mod tests {
             .collect()
     }
 
-    fn stored(held: &Held, source: Source, records: u64) -> Acknowledged {
+    fn stored(held: &StoredAttempt, source: Source, records: u64) -> Acknowledged {
         Acknowledged { attempt: held.start.attempt.clone(), source, records, watched: false }
     }
 
@@ -299,23 +305,23 @@ mod tests {
         let begin = Instant::now();
         let mut step = 0;
         // What is sent so many milliseconds after the begin, when one more record has come.
-        let mut told = |outbox: &mut Outbox, after: u64| {
+        let mut sent = |outbox: &mut Outbox, after: u64| {
             step += 1;
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
             outbox.fill(&held, false, begin + Duration::from_millis(after), &mut reports);
             sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
         };
-        assert_eq!(told(&mut outbox, 0), [(0, 1)], "the first at once");
-        assert_eq!(told(&mut outbox, 20), []);
-        assert_eq!(told(&mut outbox, 249), []);
-        assert_eq!(told(&mut outbox, 250), [(1, 3)], "the others together");
-        assert_eq!(told(&mut outbox, 600), [(4, 1)], "slow steps at once");
+        assert_eq!(sent(&mut outbox, 0), [(0, 1)], "the first at once");
+        assert_eq!(sent(&mut outbox, 20), []);
+        assert_eq!(sent(&mut outbox, 249), []);
+        assert_eq!(sent(&mut outbox, 250), [(1, 3)], "the others together");
+        assert_eq!(sent(&mut outbox, 600), [(4, 1)], "slow steps at once");
         outbox.acknowledge(&Acknowledged { watched: true, ..stored(&held, Source::Rank(0), 5) });
-        assert_eq!(told(&mut outbox, 620), [(5, 1)]);
-        assert_eq!(told(&mut outbox, 640), [(6, 1)]);
+        assert_eq!(sent(&mut outbox, 620), [(5, 1)]);
+        assert_eq!(sent(&mut outbox, 640), [(6, 1)]);
         outbox.acknowledge(&stored(&held, Source::Rank(0), 7));
-        assert_eq!(told(&mut outbox, 660), []);
+        assert_eq!(sent(&mut outbox, 660), []);
     }
 
     #[test]

@@ -1,13 +1,12 @@
-//! What must be so before an attempt's ranks are started: a reason on the job is better than a job that hangs or
-//! fails an hour later.
+//! The check before an attempt's ranks are started: a reason on the job is better than a job that hangs or fails an hour later.
 
-use super::state_dir::Held;
+use super::state_dir::StoredAttempt;
 use crate::{
     data::fingerprint::{self, Fingerprint},
     engine::{SharedMemory, registry, slots},
     gpu::RankGpu,
     host::write_whole,
-    look, net,
+    inspect, net,
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
@@ -23,40 +22,40 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Room that everything but checkpoints needs: records and logs.
-const BESIDES: u64 = 16 << 20;
+/// Disk space for everything but checkpoints: records and logs.
+const OTHER_BYTES: u64 = 16 << 20;
 
 /// Why ranks are not started.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Refusal {
     pub(super) code: ReasonCode,
-    /// For a person: what is wrong, and what to change.
+    /// For people: what is wrong, and what to change.
     pub(super) detail: String,
 }
 
 impl Refusal {
-    /// For what has no code of its own.
+    /// A refusal without a code of its own.
     pub(super) fn other(detail: String) -> Self {
         Self { code: ReasonCode::NotStarted, detail }
     }
 }
 
-/// Looks at the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Files that cannot be read are left to the ranks, which know
-/// whether the job can do without (`data.broken_files`).
+/// Checks the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Files that cannot be
+/// read are left to the ranks, which know whether the job can do without them (`data.broken_files`).
 ///
 /// # Errors
 /// What is wrong, and what to change.
 pub(super) fn check(
-    held: &Held,
+    stored: &StoredAttempt,
     program: &Path,
     devices: &[String],
     cancelled: &AtomicBool,
 ) -> Result<(), Refusal> {
-    let start = &held.start;
+    let start = &stored.start;
     let refusal = |code: ReasonCode| move |detail: String| Refusal { code, detail };
-    dataset(held, program, Path::new(&start.dataset_path), cancelled)
+    dataset(stored, program, Path::new(&start.dataset_path), cancelled)
         .map_err(refusal(ReasonCode::DatasetUnusable))?;
-    disk(held, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
+    disk(stored, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
     let given = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
     let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
     let ranks = start.ranks.len();
@@ -71,13 +70,13 @@ pub(super) fn check(
     }
 }
 
-/// What a job's dataset was when it began (`dataset.json`), however that was told then.
+/// The dataset's fingerprint from the job's first start (`dataset.json`), in whichever form it was taken then.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Note {
-    /// Of all files, by reading them.
+    /// A fingerprint of all files, computed by reading them.
     Files(Fingerprint),
-    /// Of pictures, by their index.
+    /// A fingerprint of the pictures, from their index.
     Pictures(PicturesFingerprint),
 }
 
@@ -90,23 +89,28 @@ impl Note {
     }
 }
 
-/// The dataset can be read, and is the one that the job began with.
-fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> Result<(), String> {
+/// Checks that the dataset can be read and is the one that the job began with.
+fn dataset(
+    stored: &StoredAttempt,
+    program: &Path,
+    path: &Path,
+    cancelled: &AtomicBool,
+) -> Result<(), String> {
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
-    // A process that died says nothing of the dataset: what is noted now is compared for the job's whole life.
-    let not_looked =
-        |e: String| format!("the dataset {} was not looked at: {e}; retry the job", path.display());
-    // A job's first start looks at each file, so that ranks need not; later ones at folders.
+    // A process that died says nothing about the dataset, and the note is compared for the job's whole life.
+    let not_examined =
+        |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
+    // A job's first start examines each file, so that ranks need not; later ones examine folders.
     let by_pictures = |known: bool| {
-        let question = AgentRequest::Fingerprint { path: path.display().to_string(), known };
-        match look::ask_and_wait(program, &question, cancelled).map_err(not_looked)? {
+        let request = AgentRequest::Fingerprint { path: path.display().to_string(), known };
+        match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
             Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
-            Ok(_) => Err(not_looked("the process that looks at files answered something else".into())),
+            Ok(_) => Err(not_examined("the inspecting process gave another kind of reply".into())),
             Err(detail) => Ok(Err(detail)),
         }
     };
-    let note = held.job_dir.join("dataset.json");
+    let note = stored.job_dir.join("dataset.json");
     let before = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok());
     let found = match &before {
         Some(Note::Files(_)) => by_files()?,
@@ -114,7 +118,7 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
             Ok(found) => found.map_or_else(by_files, Ok)?,
             Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
         },
-        // What is no dataset is left to the ranks, who say why.
+        // A path that is no dataset is left to the ranks, which say why.
         None if fingerprint::has_pictures(path) => match by_pictures(false)? {
             Ok(Some(found)) => found,
             Ok(None) => by_files()?,
@@ -134,7 +138,7 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
             megabytes(before.files_and_bytes().1)
         )),
         Some(_) => Ok(()),
-        // Nobody waits for this look any more, and another may have begun.
+        // Nobody waits for this check any more, and another may have begun.
         None if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         None => {
             let text = serde_json::to_vec(&found).map_err(|e| e.to_string())?;
@@ -143,24 +147,24 @@ fn dataset(held: &Held, program: &Path, path: &Path, cancelled: &AtomicBool) -> 
     }
 }
 
-/// There is room for the checkpoints that will be kept.
-fn disk(held: &Held, spec: &JobSpec) -> Result<(), String> {
+/// Whether the disk has space for the checkpoints that will be kept.
+fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let side = spec.data.evaluation_size().unwrap_or(32) as usize;
-    // Rank 0 knows the dataset's classes and says what is wrong with the model, if anything is.
+    // Rank 0 knows the dataset's classes and reports what is wrong with the model, if anything is.
     let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights, what the optimizer keeps, and perhaps an average, float32.
+    // Weights, the optimizer's slots, and perhaps an average, float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let each = values as u64 * 4 * tensors as u64;
-    let kept = crate::checkpoint::list(&held.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
+    let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The kept ones, the best one, and the one that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
-    let needed = each * missing + BESIDES;
-    match free_bytes(&held.job_dir) {
+    let needed = each * missing + OTHER_BYTES;
+    match free_bytes(&stored.job_dir) {
         Some(free) if free < needed => Err(format!(
-            "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); make room or lower \
+            "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); free some space or lower \
              checkpoint.keep, and retry the job",
-            held.job_dir.display(),
+            stored.job_dir.display(),
             megabytes(free),
             megabytes(needed),
             megabytes(each)

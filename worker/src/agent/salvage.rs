@@ -1,21 +1,21 @@
 //! Checkpoints that are whole on disk and that no rank has reported.
 //!
-//! Rank 0 writes them beside training and tells of each when it is there. When it is killed in between, or ends because
-//! another rank died while one was still being written, nobody does; the next attempt would begin before it. So
-//! the agent, which sees the ranks go, looks once more when all of them are gone.
+//! Rank 0 writes them concurrently with training and reports each when it is complete. When rank 0 is killed in between, or
+//! ends because another rank died during the write, the report is lost, and the next attempt would begin before that
+//! checkpoint. So the agent checks once more when all ranks have ended.
 
 use crate::checkpoint;
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
 use std::{collections::BTreeSet, path::Path};
 
-/// What the ranks of an attempt have said of its checkpoints.
+/// What the ranks of an attempt have reported about its checkpoints.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Reported {
-    /// The step that the attempt began after; none until rank 0 has said that it runs.
+    /// The step that the attempt began after; none until rank 0 has reported that it runs.
     start_step: Option<u64>,
     /// Steps of checkpoints that were written, whether kept or not.
     steps: BTreeSet<u64>,
-    /// Of those, the ones that are gone: too old, or damaged.
+    /// Those that were removed: too old, or damaged.
     removed: BTreeSet<u64>,
 }
 
@@ -35,23 +35,23 @@ impl Reported {
         }
     }
 
-    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never reported. What every
-    /// rank did up to there is in its records, so that going on from it leaves no step out.
+    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never reported. Every rank's results up to
+    /// there are in its records, so continuing from such a checkpoint leaves no step out.
     pub(super) fn unreported(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
         let Some(start) = self.start_step else { return Vec::new() };
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
         on_disk
             .into_iter()
             .filter(|(_, step)| *step > start && *step <= recorded && !self.steps.contains(step))
-            // One that is damaged is none.
+            // A damaged checkpoint does not count.
             .filter_map(|(epoch, step)| {
                 checkpoint::info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
             })
             .collect()
     }
 
-    /// What is lost of an attempt that was stopped after step `step`, when `unreported` are the checkpoints that it did not
-    /// tell of.
+    /// What is lost of an attempt that was stopped after step `step`; `unreported` are checkpoints that it wrote without
+    /// reporting them.
     pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;

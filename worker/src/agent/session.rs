@@ -6,7 +6,7 @@ use super::{
     machine,
     outbox::Outbox,
 };
-use crate::look;
+use crate::inspect;
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
@@ -28,7 +28,7 @@ use tokio_tungstenite::{
     },
 };
 
-/// How often the ranks' files are looked at: a point is on its way this long after it was written.
+/// How often the ranks' files are read: a point is sent at most this long after it was written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// For the connection, the handshake and the `Welcome`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// Acknowledgements that crossed a `Stop` have come after this long.
+/// Acknowledgements that crossed a `Stop` have arrived after this long.
 const CROSSING: Duration = Duration::from_secs(5);
 
 type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
@@ -49,7 +49,7 @@ pub(super) struct Address(Request);
 /// The address of the agents' websocket on `server`.
 ///
 /// # Errors
-/// A sentence that says what a server's address looks like.
+/// How a server's address has to be written.
 pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, String> {
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
@@ -59,12 +59,12 @@ pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, Stri
                 "--server {server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
             ));
         }
-        Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
+        Some(_) => return Err(format!("--server {server}: write an address such as http://127.0.0.1:7070")),
         None => format!("ws://{base}"),
     };
     let mut request = format!("{base}/api/v1/agent/socket")
         .into_client_request()
-        .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
+        .map_err(|e| format!("--server {server}: {e}; write an address such as http://127.0.0.1:7070"))?;
     if let Some(token) = token {
         let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
             .map_err(|_| "the token has characters that no token has".to_owned())?;
@@ -117,7 +117,7 @@ impl Session {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),
             name: agent.name.clone(),
-            machine: machine::look(agent.state_dir.dir()),
+            machine: machine::describe(agent.state_dir.dir()),
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),
@@ -168,23 +168,23 @@ impl Session {
 struct Connected {
     socket: Socket,
     outboxes: HashMap<AttemptRef, Outbox>,
-    /// What `Welcome` said is stored.
+    /// The acknowledged records in `Welcome`.
     stored: Vec<Acknowledged>,
-    /// The server has given them to others: ended here and not spoken of again.
+    /// The server has given them to other agents: ended here and not mentioned again.
     unwanted: HashSet<AttemptRef>,
-    /// Told to stop when they were over already: either that crossed their last report, or the
-    /// server takes no more of them.
+    /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
+    /// takes no more of them.
     stopped_late: HashMap<AttemptRef, Instant>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
-    /// When the server last said anything.
+    /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
-    /// What has come of messages in parts.
+    /// Messages that arrive in parts.
     unfinished: Unfinished,
     /// How many messages went in parts.
     in_parts: u64,
-    /// Parts of long answers that are still to go, with heartbeats and reports between them.
+    /// Parts of long replies that are still to be sent, with heartbeats and reports between them.
     parts: VecDeque<Vec<u8>>,
 }
 
@@ -217,20 +217,20 @@ impl Connected {
                     }
                     Err(outcome) => Err(outcome),
                 },
-                // Sent below, as what is begun must not be dropped half way.
+                // Sent below, because a message that was begun must not be dropped half way.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
                 },
                 let_go = signals.next() => match agent.signalled(let_go) {
                     Turn::End => Err(Outcome::End),
-                    // The pump tells the server.
+                    // The next report carries it to the server.
                     Turn::GoOn => Ok(()),
                 },
             };
             if let Err(outcome) = outcome {
                 if matches!(outcome, Outcome::End) {
-                    // The server need not wait for the lease to learn that we are gone.
+                    // The server need not wait for the lease to learn that this agent is gone.
                     let _ = time::timeout(Duration::from_secs(1), self.socket.close(None)).await;
                 }
                 return outcome;
@@ -239,7 +239,7 @@ impl Connected {
     }
 
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.look_around(true) == Turn::End {
+        if agent.poll(true) == Turn::End {
             return Err(Outcome::End);
         }
         let limit = SILENCE.max(self.heartbeat * 3);
@@ -254,10 +254,10 @@ impl Connected {
         Ok(())
     }
 
-    /// Sends what the ranks have recorded since, and lets go of attempts that are told to the end.
+    /// Sends what the ranks have recorded since, and drops attempts whose end is reported.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
-            && !std::mem::replace(&mut leaving.told, true)
+            && !std::mem::replace(&mut leaving.announced, true)
         {
             self.send(&FromAgent::Leaving { reason: "the agent was stopped".into() }).await?;
         }
@@ -265,7 +265,7 @@ impl Connected {
         let mut done = Vec::new();
         for attempt in agent.attempts.values() {
             let name = attempt.attempt();
-            // Asked before the files are read: what is written before the end is read before it.
+            // Checked before the files are read: what is written before the end is read before it.
             let over = attempt.is_over();
             if self.unwanted.contains(name) {
                 if over {
@@ -276,8 +276,8 @@ impl Connected {
             let outbox = self
                 .outboxes
                 .entry(name.clone())
-                .or_insert_with(|| Outbox::new(attempt.held(), &self.stored));
-            outbox.fill(attempt.held(), over, Instant::now(), &mut reports);
+                .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
+            outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
             let refused = || self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
             if over && (outbox.is_delivered() || refused()) {
                 done.push(name.clone());
@@ -292,7 +292,7 @@ impl Connected {
             self.stopped_late.remove(&attempt);
             agent.forget(&attempt);
         }
-        if agent.look_around(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
+        if agent.poll(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
     }
 
     fn obey(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
@@ -309,13 +309,13 @@ impl Connected {
             }
             ToAgent::Start(start) => agent.start(*start),
             ToAgent::Stop { attempt, reason, patient } => {
-                tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "told to stop");
+                tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 self.end(agent, &attempt, patient);
                 if agent.attempts.values().any(|a| *a.attempt() == attempt && a.is_over()) {
                     self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                 }
             }
-            ToAgent::Request { id, request } => self.ask(agent, id, request),
+            ToAgent::Request { id, request } => self.request(agent, id, request),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
             // A part is no message before the last has come.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
@@ -329,11 +329,11 @@ impl Connected {
         }
     }
 
-    /// Questions are answered beside everything else, by a process each: looking takes its time and memory.
-    fn ask(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
+    /// Requests are handled concurrently, each by a process of its own, because they take time and memory.
+    fn request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
         let program = agent.around.program.clone();
         self.answers
-            .spawn(async move { FromAgent::Reply { id, reply: look::ask(&program, &request).await } });
+            .spawn(async move { FromAgent::Reply { id, reply: inspect::request(&program, &request).await } });
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {
@@ -365,7 +365,7 @@ async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
     socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
 }
 
-/// The next message; none when it is one that this version does not know, a part of one, or none at all (a ping).
+/// The next message; none for one that this version does not know, a part of one, or none at all (a ping).
 async fn receive(socket: &mut Socket, unfinished: &mut Unfinished) -> Result<Option<ToAgent>, String> {
     match socket.next().await {
         None => Err("the connection was closed".into()),

@@ -2,7 +2,7 @@
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The signals an agent listens to.
+/// The signals that an agent handles.
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -18,7 +18,7 @@ impl Signals {
         })
     }
 
-    /// The next signal; true when it says to let go.
+    /// The next signal; true when it asks to detach.
     pub(super) async fn next(&mut self) -> bool {
         tokio::select! {
             _ = self.terminate.recv() => false,

@@ -1,10 +1,10 @@
-//! The places for ranks that an agent offers.
+//! The slots that an agent offers.
 
 use super::Options;
 use crate::engine::{Devices, Selection, registry};
 use lockstep_protocol::agent::Slot;
 
-/// Where ranks can run here.
+/// The slots of this machine.
 pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     let list = options.gpus.as_deref();
     let of_list = |why: String| match list {

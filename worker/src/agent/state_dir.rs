@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <dir>/agent_id                     made once
-//! <dir>/agent.lock                   held, with the process id, while an agent runs on the folder
+//! <dir>/agent.lock                   locked while an agent runs on the folder
 //! <dir>/server                       the file that the server keeps locked, when that is on this machine
 //! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
 //! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
@@ -31,14 +31,14 @@ pub struct StateDir {
 
 /// An attempt as it is kept on disk, with everything the server left open filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Held {
+pub struct StoredAttempt {
     /// With a port and a job folder.
     pub start: StartAttempt,
     /// The job's folder.
     pub job_dir: PathBuf,
 }
 
-impl Held {
+impl StoredAttempt {
     /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
@@ -67,13 +67,13 @@ pub enum StateDirError {
     },
 }
 
-/// An attempt, also of a version that called some of a job's keys something else: its ranks train on meanwhile.
-fn read_held(text: &[u8]) -> serde_json::Result<Held> {
-    let mut held: Value = serde_json::from_slice(text)?;
-    if let Some(spec) = held.pointer_mut("/start/spec") {
+/// Reads an attempt, also of a version in which some keys had other names: its ranks continue to train.
+fn read_stored(text: &[u8]) -> serde_json::Result<StoredAttempt> {
+    let mut stored: Value = serde_json::from_slice(text)?;
+    if let Some(spec) = stored.pointer_mut("/start/spec") {
         upgrade(spec);
     }
-    serde_json::from_value(held)
+    serde_json::from_value(stored)
 }
 
 impl StateDir {
@@ -123,12 +123,12 @@ impl StateDir {
         &self.agent_id
     }
 
-    /// The folder, absolute.
+    /// The absolute path of the folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Where jobs go whose folder the server did not name.
+    /// The folder for jobs whose folder the server did not name.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
     }
@@ -136,14 +136,14 @@ impl StateDir {
     /// Remembers an attempt, before any of its ranks is started.
     ///
     /// # Errors
-    /// The disk says no.
-    pub fn hold(&self, held: &Held) -> io::Result<()> {
-        write_private(&self.held_path(&held.start.attempt), &serde_json::to_vec_pretty(held)?)
+    /// The disk does not take it.
+    pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
+        write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
-    /// Forgets an attempt: the server knows all of it, or wants none of it.
+    /// Forgets an attempt: the server has everything of it, or wants none of it.
     pub fn forget(&self, attempt: &AttemptRef) {
-        let path = self.held_path(attempt);
+        let path = self.attempt_path(attempt);
         if let Err(error) = fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -151,15 +151,15 @@ impl StateDir {
         }
     }
 
-    /// The attempts that an earlier agent held.
-    pub fn held(&self) -> Vec<Held> {
+    /// The attempts that an earlier agent stored.
+    pub fn stored_attempts(&self) -> Vec<StoredAttempt> {
         let Ok(entries) = fs::read_dir(self.dir.join("attempts")) else { return Vec::new() };
-        let mut all: Vec<Held> = entries
+        let mut all: Vec<StoredAttempt> = entries
             .flatten()
             .map(|entry| entry.path())
             .filter(|path| path.extension().is_some_and(|e| e == "json"))
-            .filter_map(|path| match fs::read(&path).map(|text| read_held(&text)) {
-                Ok(Ok(held)) => Some(held),
+            .filter_map(|path| match fs::read(&path).map(|text| read_stored(&text)) {
+                Ok(Ok(stored)) => Some(stored),
                 Ok(Err(error)) => {
                     tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
                     None
@@ -170,7 +170,7 @@ impl StateDir {
                 }
             })
             .collect();
-        all.sort_by_key(|held| held.start.attempt.fencing_token);
+        all.sort_by_key(|stored| stored.start.attempt.fencing_token);
         all
     }
 
@@ -194,14 +194,14 @@ impl StateDir {
         }
     }
 
-    /// Whether the server that was last heard of has surely ended: it ran on this machine and its lock is free.
-    /// A connection that is refused says less: it may have led through a tunnel.
+    /// Whether the server of the last connection has surely ended: it ran on this machine and its lock is free. A refused connection
+    /// proves less: it may have led through a tunnel.
     pub fn server_is_gone(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
     }
 
-    fn held_path(&self, attempt: &AttemptRef) -> PathBuf {
+    fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
     }
 }
@@ -258,9 +258,9 @@ mod tests {
             "job_dir": "/none",
         });
         fs::write(dir.path().join("attempts/one.json"), note.to_string()).unwrap();
-        let held = state_dir.held();
-        assert_eq!(held.len(), 1);
-        assert_eq!(held[0].start.spec, lockstep_protocol::JobSpec::default());
+        let stored = state_dir.stored_attempts();
+        assert_eq!(stored.len(), 1);
+        assert_eq!(stored[0].start.spec, lockstep_protocol::JobSpec::default());
     }
 
     #[test]

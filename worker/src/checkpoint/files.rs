@@ -19,7 +19,8 @@ use std::{
 /// one takes its place.
 ///
 /// # Errors
-/// The disk is full or not writable; nothing half done is left under the checkpoint's name.
+/// The disk is full or not writable, or a checkpoint of this name cannot be read; nothing incomplete is left under the
+/// checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
     let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
     let name = folder_name(epoch, step);
@@ -30,7 +31,9 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
                 return Ok(size_of(&place, &manifest));
             }
             Ok(_) => {}
-            Err(_) => fs::remove_dir_all(&place).map_err(at(&place))?,
+            Err(CheckpointError::Damaged { .. }) => fs::remove_dir_all(&place).map_err(at(&place))?,
+            // It could not be read, and may be whole: it stays, and the caller tries again.
+            Err(error) => return Err(error),
         }
     }
     let temporary = directory.join(format!("{TEMPORARY}{name}"));
@@ -48,7 +51,7 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         reached("checkpoint.written", &place)?;
         if stands { Ok(size) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
     });
-    // What could not be written, or was replaced: the room it takes may be what others lack. Should it stay, the next start
+    // An incomplete or replaced folder is removed: its space may be what others lack. If removing fails, the next start
     // removes it.
     let _ = fs::remove_dir_all(&temporary);
     written

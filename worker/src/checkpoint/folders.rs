@@ -1,4 +1,4 @@
-//! The folders of a job's checkpoints: their names, which there are, and how they go.
+//! The folders of a job's checkpoints: their names, listing and removing them.
 
 use super::{CheckpointError, TEMPORARY, at, manifest::validate};
 use lockstep_protocol::fault;
@@ -42,20 +42,22 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
 /// The newest checkpoint that is whole, and what is wrong with each newer one.
 ///
 /// # Errors
-/// The directory cannot be read.
+/// The directory cannot be read, or a file of a checkpoint.
 pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
     let mut torn = Vec::new();
     for (epoch, step) in list(directory)?.into_iter().rev() {
         let folder = directory.join(folder_name(epoch, step));
         match validate(&folder) {
             Ok(_) => return Ok((Some(folder), torn)),
+            // It may be whole, and an older one would be used in its place.
+            Err(error @ CheckpointError::Io { .. }) => return Err(error),
             Err(error) => torn.push(error),
         }
     }
     Ok((None, torn))
 }
 
-/// Takes a damaged checkpoint out of the way: it no longer counts as one, and can still be looked at.
+/// Renames a damaged checkpoint: it no longer counts as one, and its files can still be examined.
 ///
 /// # Errors
 /// It cannot be renamed.

@@ -1,6 +1,5 @@
-//! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes that say how long it is,
-//! then JSON with each tensor's type, shape and place. Whoever brings a file is told what of it is wrong by the name of the
-//! tensor, before anything of the tensors is read.
+//! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes with its length, then
+//! JSON with each tensor's type, shape and place. Errors name the tensor, and are found before any tensor's values are read.
 
 use safetensors::Dtype;
 use serde::Deserialize;

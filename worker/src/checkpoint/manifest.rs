@@ -1,4 +1,4 @@
-//! Sizes and checksums: what tells a whole checkpoint from a damaged one.
+//! Sizes and checksums, by which a damaged checkpoint is recognised.
 
 use super::{AVERAGE, CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, tensors};
 use serde::{Deserialize, Serialize};
@@ -36,7 +36,8 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// Checks every file of a checkpoint against its manifest.
 ///
 /// # Errors
-/// What is missing or differs.
+/// [`CheckpointError::Damaged`] names what is missing or differs. [`CheckpointError::Io`]: a file could not be read, which may
+/// pass; the checkpoint may be whole.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     for (file, wanted) in &manifest.files {
@@ -44,8 +45,7 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
             let detail = format!("{MANIFEST} names {file:?}, which is no plain file name");
             return Err(CheckpointError::Damaged { name, detail });
         }
-        same(folder, file, wanted)
-            .map_err(|detail| CheckpointError::Damaged { name: name.clone(), detail })?;
+        check(folder, &name, file, wanted)?;
     }
     Ok(manifest)
 }
@@ -54,7 +54,7 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 /// is checked against its manifest where there is one, or of somebody's own.
 ///
 /// # Errors
-/// It is damaged.
+/// As [`validate`].
 pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
     let (folder, file) = match path.parent() {
         _ if path.is_dir() => (path, MODEL),
@@ -64,7 +64,7 @@ pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
     if folder.join(MANIFEST).exists() {
         let (name, manifest) = manifest(folder)?;
         if let Some(wanted) = manifest.files.get(file) {
-            same(folder, file, wanted).map_err(|detail| CheckpointError::Damaged { name, detail })?;
+            check(folder, &name, file, wanted)?;
         }
     }
     Ok(folder.join(file))
@@ -74,7 +74,7 @@ pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let text = fs::read(folder.join(MANIFEST)).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    let text = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
     if manifest.version != 1 {
@@ -88,16 +88,28 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
     Ok((name, manifest))
 }
 
-/// How a file differs from what was written.
-fn same(folder: &Path, file: &str, wanted: &ManifestFile) -> Result<(), String> {
-    let found = checksum(&folder.join(file)).map_err(|e| format!("{file}: {e}"))?;
+/// Compares a file with its manifest entry.
+fn check(folder: &Path, name: &str, file: &str, wanted: &ManifestFile) -> Result<(), CheckpointError> {
+    let damaged = |detail: String| Err(CheckpointError::Damaged { name: name.into(), detail });
+    let found = checksum(&folder.join(file)).map_err(|e| unreadable(folder, name, file, e))?;
     if found.size_bytes != wanted.size_bytes {
-        return Err(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
+        return damaged(format!("{file} has {} bytes, {} were written", found.size_bytes, wanted.size_bytes));
     }
     if found.sha256 != wanted.sha256 {
-        return Err(format!("{file}: its checksum does not match"));
+        return damaged(format!("{file}: its checksum does not match"));
     }
     Ok(())
+}
+
+/// A file that is missing, or is not a file, is damage. Any other I/O error (a network file system that does not respond, too
+/// many open files) may pass and says nothing about what is stored, so the checkpoint has to stay as it is.
+fn unreadable(folder: &Path, name: &str, file: &str, error: io::Error) -> CheckpointError {
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => {
+            CheckpointError::Damaged { name: name.into(), detail: format!("{file}: {error}") }
+        }
+        _ => CheckpointError::Io { path: folder.join(file), error },
+    }
 }
 
 fn checksum(path: &Path) -> io::Result<ManifestFile> {

@@ -54,7 +54,7 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
     }
 }
 
-/// What there is to tell of a checkpoint, after checking it.
+/// What is reported of a checkpoint, after checking it.
 ///
 /// # Errors
 /// It is damaged.

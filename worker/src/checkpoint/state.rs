@@ -8,7 +8,7 @@ use lockstep_protocol::spec::{OptimizerKind, Precision};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What training needs besides tensors to go on as if it had never stopped.
+/// What training needs besides tensors to continue as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
     /// The epoch that the last step was in, from 1.
@@ -27,12 +27,12 @@ pub struct State {
     pub val_loss: Option<f64>,
     /// The best checkpoint so far, this one included.
     pub best: Option<Best>,
-    /// Of the programs that wrote it.
+    /// Versions of the programs that wrote it.
     pub versions: BTreeMap<String, String>,
     /// What convolutions were computed in.
     #[serde(default)]
     pub precision: Option<Precision>,
-    /// Of float16.
+    /// The loss scaling of float16.
     #[serde(default)]
     pub loss_scaling: Option<LossScaling>,
     #[serde(default)]
@@ -42,7 +42,7 @@ pub struct State {
     pub optimizer: Option<OptimizerNote>,
 }
 
-/// Of the optimizer that a checkpoint has the state of.
+/// The optimizer whose state a checkpoint has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OptimizerNote {
     pub kind: OptimizerKind,
@@ -92,7 +92,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// The first value in it that no model can go on from, in words.
+    /// The first value that no model can continue from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
         first_not_finite(&self.parameters)
             .or_else(|| {

@@ -1,6 +1,5 @@
-//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Reading is the
-//! crate's; writing is ours, because its header comes out in another order at every run and equal
-//! jobs must give equal bytes.
+//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Reading uses the crate. Writing is ours,
+//! because the crate's header has another order in every run, and equal jobs must give equal bytes.
 
 use super::header::{self, Entry, Header, NoHeader};
 use crate::{

@@ -111,7 +111,7 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     assert_eq!(load_average(&folder).unwrap(), Some(average));
     let (_, parameters, _) = load(&folder).unwrap();
     assert_eq!(parameters, saved.parameters);
-    // Whoever loads it finds what the weights' file has.
+    // It has the same metadata as the weights' file.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
     assert_eq!(model_file(&file).unwrap(), file);
@@ -157,6 +157,28 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
     assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
     remove_leftovers(dir.path()).unwrap();
     assert!(!dir.path().join(".tmp-1-200").exists());
+}
+
+/// A link that leads to itself cannot be opened (ELOOP), which is none of the errors that mean a missing file.
+#[test]
+fn a_checkpoint_that_cannot_be_read_for_now_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = snapshot(1, 9, None);
+    write(dir.path(), &saved, None).unwrap();
+    let folder = dir.path().join("1-9");
+    let (model, elsewhere) = (folder.join(MODEL), dir.path().join("elsewhere"));
+    fs::rename(&model, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&model, &model).unwrap();
+    for error in [
+        validate(&folder).unwrap_err(),
+        load(&folder).unwrap_err(),
+        write(dir.path(), &saved, None).unwrap_err(),
+        newest(dir.path()).unwrap_err(),
+    ] {
+        assert!(matches!(&error, CheckpointError::Io { path, .. } if *path == model), "{error}");
+    }
+    fs::rename(&elsewhere, &model).unwrap();
+    assert_eq!(load(&folder).unwrap().1, saved.parameters);
 }
 
 #[test]

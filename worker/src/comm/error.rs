@@ -11,7 +11,7 @@ pub enum CommError {
     /// A rank closed its connection or died.
     #[error("{operation}: lost the connection to rank {peer}: {detail}")]
     Disconnected { operation: &'static str, peer: u32, detail: String },
-    /// The group was told to stop.
+    /// The group was asked to stop.
     #[error("{operation}: aborted: {reason}")]
     Aborted { operation: &'static str, reason: String },
     /// The ranks disagree about what they are doing.
@@ -42,7 +42,7 @@ impl CommError {
     /// The error of a call that needed the rendezvous.
     pub(super) fn at_rendezvous(operation: &'static str, error: RendezvousError) -> Self {
         match error {
-            RendezvousError::Stopped => CommError::Aborted { operation, reason: "told to stop".into() },
+            RendezvousError::Stopped => CommError::Aborted { operation, reason: "asked to stop".into() },
             RendezvousError::Lost(detail) => {
                 CommError::Disconnected { operation, peer: 0, detail: detail.to_string() }
             }

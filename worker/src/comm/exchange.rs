@@ -1,19 +1,19 @@
-//! How members of a group tell each other addresses and handles before they have a faster way.
+//! How members of a group exchange addresses and handles before they have a faster connection.
 
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
 
-/// Where ranks that are about to connect tell each other what that takes. They are those of the store or of the group.
+/// Where ranks that are about to connect exchange what they need for it: the ranks of the store, or those of the group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// All ranks of an attempt, where they met. A rank that is told to stop gives up waiting there.
+    /// All ranks of an attempt, where they met. A rank that is asked to stop gives up waiting there.
     Store(&'a Store),
     /// The ranks of a group that is connected already.
     Group(&'a dyn ProcessGroup),
 }
 
 impl<'a> Exchange<'a> {
-    /// Of the ranks of `group`: at `store` where all that meet there are in it.
+    /// An exchange among the ranks of `group`: at `store` where all that meet there are in it.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
             Some(store) if store.meeting().world_size == group.size() => Self::Store(store),
@@ -43,7 +43,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Whether this rank is told to stop and should give up waiting for the others.
+    /// Whether this rank is asked to stop and should give up waiting for the others.
     pub fn gives_up(&self) -> bool {
         match self {
             Self::Store(store) => store.gives_up(),

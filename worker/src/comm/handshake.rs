@@ -14,7 +14,7 @@ use std::{
 const MAGIC: &[u8; 8] = b"lockstp1";
 const NONCE: usize = 32;
 const PROOF: usize = 32;
-/// A stranger who says nothing is dropped after this.
+/// An unknown peer that sends nothing is dropped after this.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the two ends must agree on.

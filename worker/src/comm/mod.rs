@@ -1,7 +1,7 @@
 //! Communication among the ranks of one attempt: groups of processes and their collectives.
 //!
-//! A rank is given groups and asks them for its rank and their size; which ranks of the job they are is decided by whoever
-//! made them ([`ProcessGroup::split`]). Implementations are a TCP ring ([`ring`]), shared memory on top of it where all ranks
+//! Code is given groups and asks them for its rank and their size. Which ranks of the job a group has is decided where it is
+//! made ([`ProcessGroup::split`]). Implementations are a TCP ring ([`ring`]), shared memory on top of it where all ranks
 //! are on one machine ([`shm`]), NCCL on GPUs ([`nccl`], which also has calls on device memory in the order of a CUDA stream)
 //! and a single rank.
 
@@ -107,8 +107,8 @@ pub trait ProcessGroup: Send + Sync {
     /// and in all that were split from either; not in the group that this one was split from. Other ranks see the connections
     /// of this group end. Not collective.
     fn abort(&self, reason: &str);
-    /// Whether the ranks that this one is connected to are there, as far as can be told without a word to them: for
-    /// those who wait for ranks in another way than by a call (`operation`). Not collective.
+    /// Checks that the ranks which this one is connected to are alive, as far as their connections show, without sending anything:
+    /// for callers that wait for ranks by other means than a call (`operation`). Not collective.
     ///
     /// # Errors
     /// One is gone, or the group was aborted.

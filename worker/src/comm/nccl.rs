@@ -1,6 +1,6 @@
 //! Collectives between GPUs: NCCL, ordered by CUDA streams.
 //!
-//! What goes through [`Nccl`] is device memory in the middle of a step; votes, checkpoints and the like go
+//! [`Nccl`] is for device memory in the middle of a step; votes, checkpoints and the like go
 //! over the TCP ring ([`super::ring`]), which GPU ranks have, too. The communicator is non-blocking:
 //! every call returns, and what is under way can be aborted from another thread at any time. Who owns a communicator while
 //! another thread aborts is [`owner`]. [`NcclProcessGroup`] is for values in the host's memory.
@@ -10,6 +10,7 @@ mod abort;
 mod collective;
 mod owner;
 mod process_group;
+mod staging;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -32,7 +33,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks at what is under way, when it takes longer than a moment.
+/// Between two polls of an operation that takes longer than a moment.
 const POLL: Duration = Duration::from_micros(50);
 /// For the end of a communicator: others may be gone.
 const GOODBYE: Duration = Duration::from_secs(2);
@@ -64,7 +65,7 @@ impl Nccl {
     /// calls it, with its own GPU's `ordinal` as CUDA numbers those that this process sees.
     ///
     /// # Errors
-    /// NCCL is not there, ranks do not come within `timeout`, or this rank is told to stop.
+    /// NCCL is not there, ranks do not come within `timeout`, or this rank is asked to stop.
     pub fn connect(
         place: Exchange<'_>,
         name: &str,
@@ -167,8 +168,8 @@ impl Nccl {
             }
             let waited = began.elapsed();
             if stopped() {
-                self.abort("told to stop");
-                return Err(CommError::Aborted { operation, reason: "told to stop".into() });
+                self.abort("asked to stop");
+                return Err(CommError::Aborted { operation, reason: "asked to stop".into() });
             }
             if waited > self.timeout {
                 let secs = waited.as_secs_f64();

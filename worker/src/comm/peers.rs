@@ -34,12 +34,12 @@ pub struct Peers {
     /// By rank: of `flag_bytes` each.
     pub flags: [u64; MOST],
     own: CUdeviceptr,
-    /// Of the others.
+    /// The memory of the others.
     opened: Vec<CUdeviceptr>,
     context: Arc<CudaContext>,
 }
 
-/// What a rank tells the others.
+/// What a rank sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct IpcDescriptor {
     /// Boot and name of its machine.

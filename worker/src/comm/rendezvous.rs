@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-/// A request waits this long at most on rank 0, so that a told-to-stop rank stops soon.
+/// A request waits at most this long on rank 0, so that a rank that is asked to stop stops soon.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Where and how an attempt meets.
@@ -34,7 +34,7 @@ pub struct Meeting {
     pub world_size: u32,
     /// Longest wait for others.
     pub timeout: Duration,
-    /// Set from any thread: whoever waits gives up, until [`Store::leave_stops_to_votes`].
+    /// Set from any thread: waiting calls return an error, until [`Store::leave_stops_to_votes`].
     pub stop: Arc<AtomicBool>,
 }
 

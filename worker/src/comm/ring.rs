@@ -5,8 +5,8 @@
 //! by everybody: half the hops. Either way a sum is formed in an order that depends only on the
 //! length and the number of ranks, so bits are equal on every rank and in every run.
 //!
-//! Every call opens with a header, checked by the neighbour: ranks that disagree about what they
-//! are doing find out instead of mixing up numbers. Messages between two ranks take connections of their own ([`mesh`]).
+//! Every call begins with a header that the neighbour checks: ranks that make different calls get an error instead of mixed-up
+//! numbers. Messages between two ranks use connections of their own ([`mesh`]).
 
 mod collective;
 mod connect;
@@ -37,7 +37,7 @@ use std::{
 /// sending 100 KiB. For n ranks that is n - 1 hops and as many times the vector to send; in parts it is twice the hops
 /// and less than twice the vector, so whole is faster up to about a hop's worth of bytes, at any number of ranks.
 const SHORT: usize = 32 << 10;
-/// What is received before it is added: fits the second-level cache beside its target.
+/// Bytes received before they are added: they fit the second-level cache together with their target.
 const BLOCK: usize = 128 << 10;
 
 /// One group of ranks in a ring. All-reduces run at about the speed of the slowest link.
@@ -124,9 +124,9 @@ impl Ring {
         let Ok(lane) = self.lane.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&lane.next, self.next_rank()), (&lane.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
-            let looked = poll(&mut ready, Some(&Timespec::default()));
+            let polled = poll(&mut ready, Some(&Timespec::default()));
             let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-            if looked.is_ok() && ready[0].revents().intersects(gone) {
+            if polled.is_ok() && ready[0].revents().intersects(gone) {
                 let detail = "it closed the connection".into();
                 return Err(CommError::Disconnected { operation, peer, detail });
             }

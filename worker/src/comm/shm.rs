@@ -44,7 +44,7 @@ impl SharedMemory {
         unsafe { self.mapping.view(offset, len) }
     }
 
-    /// Wakes ranks that wait, to look again; after every write that one of them may wait for. Not collective.
+    /// Wakes waiting ranks to check their condition again; called after every write that one may wait for. Not collective.
     pub fn notify_all(&self) {
         self.group.queue().notify_all();
     }

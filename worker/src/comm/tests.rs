@@ -27,20 +27,33 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
+    let connect = |store: &Store, ring: Arc<Ring>| -> Arc<dyn ProcessGroup> {
+        let group: Arc<dyn ProcessGroup> = match kind {
+            Kind::Ring => ring,
+            Kind::Shm => ShmProcessGroup::meet(store, ring).unwrap(),
+        };
+        store.barrier("met").unwrap();
+        group
+    };
+    on_connected_ranks(size, timeout, connect, body)
+}
+
+/// Runs `body` on what `connect` makes of each rank's ring, in a thread each, and gives what each returned.
+pub(super) fn on_connected_ranks<G, T: Send>(
+    size: u32,
+    timeout: Duration,
+    connect: impl Fn(&Store, Arc<Ring>) -> G + Sync,
+    body: impl Fn(G) -> T + Sync,
+) -> Vec<T> {
     let port = free_port("127.0.0.1").unwrap();
     std::thread::scope(|scope| {
-        let body = &body;
+        let (connect, body) = (&connect, &body);
         let rank = |rank| {
             scope.spawn(move || {
                 let store = Store::join(meeting(port, rank, size)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
                 store.barrier("connected").unwrap();
-                let group: Arc<dyn ProcessGroup> = match kind {
-                    Kind::Ring => ring,
-                    Kind::Shm => ShmProcessGroup::meet(&store, ring).unwrap(),
-                };
-                store.barrier("met").unwrap();
-                body(group)
+                body(connect(&store, ring))
             })
         };
         let ranks: Vec<_> = (0..size).map(rank).collect();
@@ -49,7 +62,7 @@ fn on_ranks<T: Send>(
 }
 
 /// `length` values of a rank that do not add up exactly, so that order shows.
-fn values(rank: u32, length: usize) -> Vec<f32> {
+pub(super) fn values(rank: u32, length: usize) -> Vec<f32> {
     let seed = |i: usize| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(rank * 40_503);
     (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
 }

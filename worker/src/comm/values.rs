@@ -120,17 +120,6 @@ impl ValuesMut<'_> {
         }
     }
 
-    /// The same values for a call, when they are needed after it.
-    pub fn reborrow(&mut self) -> ValuesMut<'_> {
-        match self {
-            Self::U8(values) => ValuesMut::U8(values),
-            Self::F16(values) => ValuesMut::F16(values),
-            Self::Bf16(values) => ValuesMut::Bf16(values),
-            Self::F32(values) => ValuesMut::F32(values),
-            Self::F64(values) => ValuesMut::F64(values),
-        }
-    }
-
     pub fn data_type(&self) -> DataType {
         self.as_values().data_type()
     }

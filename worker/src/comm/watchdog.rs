@@ -1,9 +1,8 @@
-//! Notices when steps stop being done, and says which ranks hold up the others.
+//! Notices when steps no longer complete, and says which ranks hold up the others.
 //!
-//! A collective of which one rank never arrives runs on the other GPUs for ever, and nothing in their
-//! processes fails. So every rank posts at the rendezvous, about once a second, the last step that it
-//! finished; whose steps stop for longer than the stall time-out looks there, says what it sees, and
-//! ends its attempt.
+//! A collective that one rank never joins runs on the other GPUs for ever, and nothing in their
+//! processes fails. So every rank posts the last step that it finished at the rendezvous, about once a second. A rank whose steps
+//! stop for longer than the stall time-out compares these numbers, reports which ranks are behind, and ends its attempt.
 
 use crate::comm::rendezvous::Store;
 use std::{
@@ -143,9 +142,9 @@ impl Shared {
     }
 
     fn watch(&self, limit: Duration, stalled: impl FnOnce(&str)) {
-        let look_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
         while !self.is_over() {
-            std::thread::sleep(look_every);
+            std::thread::sleep(poll_every);
             let done = self.done.load(Ordering::Acquire);
             let waits = self.submitted.load(Ordering::Acquire) > done;
             let moved = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
@@ -257,7 +256,7 @@ mod tests {
     #[test]
     fn the_rank_behind_is_named_by_those_that_wait_for_it() {
         let port = free_port("127.0.0.1").unwrap();
-        let (sender, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let store = |rank| Arc::new(Store::join(meeting(port, rank, 3)).unwrap());
         let stores: Vec<_> = std::thread::scope(|scope| {
             let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || store(rank))).collect();
@@ -285,7 +284,7 @@ mod tests {
             }
         }
         for _ in 0..2 {
-            let (rank, text) = told.recv_timeout(PATIENCE).unwrap();
+            let (rank, text) = receiver.recv_timeout(PATIENCE).unwrap();
             assert_ne!(rank, 1);
             assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
             assert_eq!(dogs[rank as usize].stall_reason(), Some(text.as_str()));
@@ -295,16 +294,16 @@ mod tests {
 
     #[test]
     fn a_rank_that_does_something_else_than_steps_is_left_alone() {
-        let (sender, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let stalled = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
         let dog = Watchdog::with(None, limit, limit, stalled).unwrap();
         dog.submitted(1);
         dog.done(1);
         // An evaluation, a checkpoint: longer than the limit, and nothing is waited for.
-        assert!(told.recv_timeout(Duration::from_millis(500)).is_err());
+        assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
         dog.submitted(2);
-        let text = told.recv_timeout(PATIENCE).unwrap();
+        let text = receiver.recv_timeout(PATIENCE).unwrap();
         assert!(text.contains("after step 1"), "{text}");
     }
 

@@ -1,4 +1,4 @@
-//! What the folder of a copy of a dataset says of it, for who reads it: `prepare` writes it.
+//! The record in the folder of a prepared copy, for readers of the dataset: `prepare` writes it.
 
 use crate::files;
 use serde::Deserialize;
@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, path::Path};
 pub(super) const UNFINISHED: &str = "unfinished.json";
 /// The record of one that is.
 pub(super) const PREPARED: &str = "prepared.json";
-/// Of a record: a hundred thousand shards' have 10 MB.
+/// Limit of a record: that of a hundred thousand shards has 10 MB.
 pub(super) const MAX_BYTES: u64 = 256 << 20;
 
 /// Whether a folder holds a copy that is not whole.
@@ -28,8 +28,8 @@ struct Shard {
     bytes: u64,
 }
 
-/// What of a copy that was whole is no longer as it was written; none where it is, or `dir` holds no copy. `size_of` tells the
-/// bytes of a shard that is read, and nothing of others; with `all`, every shard must be. Nothing is opened but the record.
+/// How a copy that was whole differs from its record; none where it does not, or `dir` holds no copy. `size_of` returns the size
+/// of a shard in bytes, or none for shards that are not read; with `all`, every shard must exist. Only the record is opened.
 pub(super) fn damage(dir: &Path, all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
     // What lies there may be somebody else's file of that name.
     let text = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;

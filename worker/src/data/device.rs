@@ -1,7 +1,7 @@
-//! Decoding and resizing on a device: what a GPU is asked for, and what becomes of pictures that it does not take.
+//! Decoding and resizing on a device: what a GPU takes, and who decodes the other pictures.
 //!
-//! A device gives back bytes that lie in the host's memory, as cores make them, so everything after the crop stays as
-//! it is, and each picture of a batch may come from either.
+//! A device's result is bytes in the host's memory, in the form in which cores make them. So everything after the crop is the
+//! same for both, and each picture of a batch may come from either.
 
 use std::{
     collections::BTreeMap,
@@ -95,7 +95,7 @@ impl fmt::Display for Decoded {
     }
 }
 
-/// Who decodes what a device takes.
+/// How device and cores share the decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
     /// The device, all of it.

@@ -1,10 +1,10 @@
 //! Whether a dataset is still the one that it was: its files' names, sizes and content.
 //!
-//! Of folders of pictures and of shards the index knows the content, so that only files are read whose size or time of
-//! change is another; a [`Look`] at folders does not ask for those of files in folders that are the same. A copy of a dataset
-//! is the same one, and so is one whose files were only touched.
+//! The index has the contents of pictures in folders and shards, so only files are read whose size or time of change differs;
+//! with [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a dataset has the same fingerprint, and
+//! so has one whose files were only touched.
 
-use super::{Catalog, DataError, Format, Look, Samples};
+use super::{Catalog, ChangeDetection, DataError, Format, Samples};
 use crate::files::{self, Found};
 use lockstep_protocol::dataset::PicturesFingerprint;
 use serde::{Deserialize, Serialize};
@@ -19,11 +19,11 @@ use std::{
 /// Up to this much is read whole; of more, the beginning and the end of every file.
 const WHOLE: u64 = 1 << 30;
 const EDGE: u64 = 64 << 10;
-/// Folders within folders. Links may make a few folders look like many.
+/// Limit of folders within folders: links may make a few folders look like many.
 const DEPTH: usize = 32;
 const FILES: usize = 100_000_000;
 
-/// Of a file, or of all files in a folder.
+/// The fingerprint of a file, or of all files in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     pub files: u64,
@@ -42,7 +42,7 @@ impl Fingerprint {
     /// Looks at every file below `path`, until `cancelled`.
     ///
     /// # Errors
-    /// There is no file at all, more than can be looked at, or `path` itself cannot be read; the sentence names it.
+    /// There is no file at all, more than the limit, or `path` itself cannot be read; the sentence names it.
     pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
         let mut entries = Vec::new();
         collect(path, 0, &mut entries, cancelled)?;
@@ -77,11 +77,11 @@ impl Fingerprint {
 ///
 /// # Errors
 /// It is no dataset any more.
-pub fn of_pictures(path: &Path, look: Look) -> Result<Option<PicturesFingerprint>, DataError> {
-    Catalog::open_with(path, &look.store()).map(|catalog| catalog.fingerprint(path))
+pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<PicturesFingerprint>, DataError> {
+    Catalog::open_with(path, &changes.store()).map(|catalog| catalog.fingerprint(path))
 }
 
-/// Whether [`of_pictures`] tells of what lies at `path`, as far as a first look says.
+/// Whether [`of_pictures`] has a fingerprint for `path`, as far as a few directory entries show.
 pub(crate) fn has_pictures(path: &Path) -> bool {
     super::pattern::fixed_part(path).is_some()
         || path.join("train").is_dir()
@@ -139,7 +139,7 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
     if depth > DEPTH {
         return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
     }
-    let listed = match files::look(path) {
+    let listed = match files::stat(path) {
         Ok(Found::Folder) => fs::read_dir(path)
             .and_then(Iterator::collect::<io::Result<Vec<_>>>)
             .map_err(files::cannot_be_read),
@@ -181,7 +181,7 @@ fn content(
                 0 => return Ok(()),
                 n => hash.update(&block[..n]),
             }
-            // The caller looks again.
+            // The caller lists it again.
             if cancelled.load(Ordering::Relaxed) {
                 return Ok(());
             }

@@ -40,7 +40,7 @@ fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Cata
     let mut splits: Vec<Split> = Vec::new();
     for (name, pictures, labels) in found {
         let Some(labels) = labels else {
-            return Err(DataError::Invalid(format!("{} has no labels file beside it", pictures.display())));
+            return Err(DataError::Invalid(format!("{} has no labels file next to it", pictures.display())));
         };
         let (shape, pixels) = parse(&pictures, PICTURES)?;
         let (_, label_bytes) = parse(&labels, LABELS)?;
@@ -99,7 +99,7 @@ fn parse(path: &Path, magic: u32) -> Result<(Vec<usize>, Vec<u8>), DataError> {
     let shape: Option<Vec<usize>> = (1..=dimensions).map(|i| word(i).map(|n| n as usize)).collect();
     let shape = shape.ok_or_else(|| broken("is cut off in its header".into()))?;
     let expected = shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
-    // One byte more tells a file that goes on, however far, from one that ends where it should.
+    // One byte more distinguishes a longer file from one that ends where it should.
     let mut bytes = Vec::with_capacity(expected.min(packed.len().saturating_mul(4)));
     reader.take((expected as u64).saturating_add(1)).read_to_end(&mut bytes).map_err(unpacking)?;
     if expected != bytes.len() || shape.contains(&0) {

@@ -1,9 +1,9 @@
 //! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`.
-//! Of any size; told by their first bytes, not by their names.
+//! Of any size; their format is read from their first bytes, not from their names.
 //!
-//! What cannot be read, or lies where no class is, is named: nothing that looks like a picture is left out in silence.
-//! Folders are listed, unless they are as the index has them (`index/folders.rs`); files are read of which the index says
-//! nothing.
+//! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
+//! Folders are listed unless the index shows that they have not changed (`index/folders.rs`); files that are not in the index are
+//! read.
 
 use super::{
     Catalog, DataError, Format, Samples, Split,
@@ -28,7 +28,7 @@ const SPLITS: [&str; 5] = ["train", "val", "valid", "validation", "test"];
 /// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = dir.join("train");
-    match files::look(&train) {
+    match files::stat(&train) {
         Ok(Found::Folder) => {
             let holds_folders = entries(&train).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
             holds_folders.then(|| read(dir, store))
@@ -79,7 +79,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     for path in entries(dir).map_err(|detail| at(dir, detail))? {
         let Some(split) = path.file_name().and_then(|n| n.to_str()) else { continue };
         let always = SPLITS.contains(&split);
-        match files::look(&path) {
+        match files::stat(&path) {
             Ok(Found::Folder) => {}
             Err(detail) if always => {
                 broken.push(named(&path, detail));
@@ -101,7 +101,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     }
     // `train` first, as everywhere.
     splits.sort_by_key(|s| s.name != "train");
-    let splits = look(dir, splits, recalled, store, began)?;
+    let splits = examine(dir, splits, recalled, store, began)?;
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
@@ -114,7 +114,7 @@ struct Listed {
 }
 
 /// Describes all pictures, by the index where it knows them.
-fn look(
+fn examine(
     dir: &Path,
     splits: Vec<Listed>,
     recalled: Recalled,
@@ -220,7 +220,7 @@ struct Classes {
 fn classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
     for path in entries(split).map_err(|detail| at(split, detail))? {
-        match files::look(&path) {
+        match files::stat(&path) {
             Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
                 Some(name) => drop(found.folders.insert(name.to_owned(), path)),
                 None => {
@@ -252,7 +252,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Err(detail) => return (Vec::new(), vec![named(folder, detail)]),
     };
     let opened = files::Folder::open(folder);
-    let look = |path: &PathBuf| match opened.look_with_time(path)? {
+    let look = |path: &PathBuf| match opened.stat_with_time(path)? {
         (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
@@ -266,9 +266,9 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
             )),
         },
     };
-    let looked: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
+    let examined: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
     let (mut files, mut broken) = (Vec::new(), Vec::new());
-    for (path, found) in all.iter().zip(looked) {
+    for (path, found) in all.iter().zip(examined) {
         match found {
             Ok(file) => files.extend(file),
             Err(detail) => broken.push(named(path, detail)),

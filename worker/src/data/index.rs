@@ -1,18 +1,20 @@
-//! What is known of a dataset's pictures without reading them: each is looked at once, and again when its file's size or
-//! time of change is another.
+//! What is known of a dataset's pictures without reading them: each is read once, and again when its file's size or time of
+//! change differs.
 
 mod file;
 mod folders;
+mod store;
 #[cfg(test)]
 mod tests;
 
-pub use file::Progress;
-pub(crate) use file::{Entry, IndexStore, Stamp, content_hash};
+pub(crate) use file::{Entry, Stamp, content_hash};
 pub(super) use folders::{FolderStamp, Recalled, Remembered, recall};
+pub(crate) use store::IndexStore;
+pub use store::Progress;
 
 use super::picture;
 use crate::files;
-use file::{Block, BlockRef, Facts, Making};
+use file::{Block, BlockRef, Facts};
 use rayon::prelude::*;
 use std::{
     collections::HashMap,
@@ -21,8 +23,9 @@ use std::{
     path::{Path, PathBuf},
     time::SystemTime,
 };
+use store::Making;
 
-/// Pictures that are looked at between two writes of what was found: about a second's work.
+/// Pictures that are read between two writes of the results: about a second's work.
 const PART: usize = 2048;
 /// Shards count as so many pictures, by their size, before they are read.
 const PICTURE_BYTES: u64 = 64 << 10;
@@ -32,7 +35,7 @@ const PICTURE_BYTES: u64 = 64 << 10;
 pub(super) struct Folder {
     /// Relative to the dataset.
     pub(super) path: PathBuf,
-    /// From before it was listed; `None` when it is to be listed at every look.
+    /// From before it was listed; `None` when it has to be listed each time.
     pub(super) stamp: Option<FolderStamp>,
     /// By name; none where it was not listed, being [`Recalled`].
     pub(super) files: Vec<FoundFile>,
@@ -46,7 +49,7 @@ pub(super) struct FoundFile {
     pub(super) name: OsString,
     pub(super) size: u64,
     pub(super) modified_ns: i64,
-    /// Its name does not tell that it is a picture: it is one if its first bytes say so.
+    /// Its name does not say that it is a picture: it is one if its first bytes say so.
     pub(super) unsure: bool,
 }
 
@@ -56,7 +59,7 @@ pub(super) struct Members {
     pub(super) entries: Vec<Entry>,
     /// What is wrong with it as a whole, to stand after its name.
     pub(super) trouble: Option<String>,
-    /// It could not be read, which may be over at the next look: this is not kept.
+    /// It could not be read, which may succeed next time: this is not stored.
     pub(super) passing: bool,
 }
 
@@ -83,7 +86,7 @@ pub(super) fn of_files(
                 making = Some(begun);
             }
             Ok(None) => {}
-            Err(error) => not_kept(&error),
+            Err(error) => log_not_stored(&error),
         }
     }
     for (folder, slots) in folders.iter().zip(&mut known) {
@@ -92,7 +95,7 @@ pub(super) fn of_files(
         }
     }
     if missing > 0 {
-        look(root, folders, &mut known, making);
+        read_unknown(root, folders, &mut known, making);
     }
     let entry = |slot| match slot {
         Slot::Known(entry) => Some(entry),
@@ -101,9 +104,9 @@ pub(super) fn of_files(
     let entries: Vec<Vec<Entry>> =
         known.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
     if store.keeps(files, usize::MAX) {
-        let looked = folders.iter().zip(&entries);
-        let looked = looked.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.remembered(root).note(looked, store.settled(), began);
+        let examined = folders.iter().zip(&entries);
+        let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
+        store.remembered(root).note(examined, store.min_age(), began);
     }
     entries
 }
@@ -115,7 +118,7 @@ enum Slot {
     NoPicture,
 }
 
-fn not_kept(error: &std::io::Error) {
+fn log_not_stored(error: &std::io::Error) {
     tracing::warn!("{error}; the dataset's files will be read again at the next start");
 }
 
@@ -143,7 +146,7 @@ fn is_no_picture(path: &Path) -> bool {
 }
 
 /// Reads what is unknown, in parts, and keeps what it finds.
-fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Option<Making>) {
+fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Option<Making>) {
     let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
         let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
         here.map(|(i, _)| (f, i)).collect()
@@ -154,14 +157,14 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
     for part in unknown.chunks(PART) {
         let one = |&(folder, file): &(usize, usize)| {
             let Folder { path, files, .. } = &folders[folder];
-            look_at(&root.join(path).join(&files[file].name), &files[file])
+            examine(&root.join(path).join(&files[file].name), &files[file])
         };
-        let looked: Vec<Entry> = part.par_iter().map(one).collect();
+        let examined: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
-        learned |= looked.iter().any(|entry| !entry.passing);
-        if let Some(keeper) = &mut making {
-            keeper.tell(Progress { done, total });
-            let mut rest = &looked[..];
+        learned |= examined.iter().any(|entry| !entry.passing);
+        if let Some(index) = &mut making {
+            index.publish(Progress { done, total });
+            let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
                 let (entries, after) = rest.split_at(group.len());
                 rest = after;
@@ -170,18 +173,18 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
                 if block.entries.is_empty() {
                     continue;
                 }
-                if let Err(error) = keeper.append(container, block) {
-                    not_kept(&error);
+                if let Err(error) = index.append(container, block) {
+                    log_not_stored(&error);
                     making = None;
                     break;
                 }
             }
         }
-        for ((folder, file), entry) in part.iter().zip(looked) {
+        for ((folder, file), entry) in part.iter().zip(examined) {
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // A file that could not be read is looked at each time, which is no reason to write all of it anew.
+    // A file that could not be read is tried each time, which is no reason to write the whole index anew.
     if let Some(making) = making.filter(|_| learned) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
@@ -191,7 +194,7 @@ fn look(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Op
             (folder.path.as_os_str().as_bytes(), block_of(None, None, entries))
         });
         if let Err(error) = making.finish(blocks) {
-            not_kept(&error);
+            log_not_stored(&error);
         }
     }
 }
@@ -204,7 +207,7 @@ fn block_of<'a>(
     BlockRef { stamp, trouble, entries: entries.filter(|entry| !entry.passing).collect() }
 }
 
-fn look_at(path: &Path, found: &FoundFile) -> Entry {
+fn examine(path: &Path, found: &FoundFile) -> Entry {
     let entry = Entry {
         name: found.name.as_bytes().to_vec(),
         size: found.size,
@@ -212,7 +215,7 @@ fn look_at(path: &Path, found: &FoundFile) -> Entry {
         ..Entry::default()
     };
     match files::read(path, picture::MAX_BYTES) {
-        // It is being written, or its size is not told: what was read may be no more true.
+        // It is being written, or its size is not known: what was read may be outdated already.
         Ok(bytes) => {
             let size = bytes.len() as u64;
             Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
@@ -221,7 +224,7 @@ fn look_at(path: &Path, found: &FoundFile) -> Entry {
     }
 }
 
-/// Adds to `entry` what a picture's bytes say of it; `name` tells kinds that are not read.
+/// Adds what a picture's bytes show to `entry`; kinds that are not read are recognised by `name`.
 pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
@@ -230,7 +233,7 @@ pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// The members of each shard (named relative to `root`); `read` looks at one. `dataset` names the index.
+/// The members of each shard (named relative to `root`); `read` reads one. `dataset` names the index.
 pub(super) fn of_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],
@@ -259,21 +262,21 @@ pub(super) fn of_shards(
                     making = Some(begun);
                 }
                 Ok(None) => {}
-                Err(error) => not_kept(&error),
+                Err(error) => log_not_stored(&error),
             }
         }
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;
         for part in unknown.chunks(rayon::current_num_threads().max(1)) {
-            let looked: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
+            let examined: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
             done += part.len() as u64;
-            for (i, members) in part.iter().zip(looked) {
+            for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(keeper) = making.as_mut().filter(|_| !members.passing) {
-                    keeper.tell(Progress { done, total: shards.len() as u64 });
+                if let Some(index) = making.as_mut().filter(|_| !members.passing) {
+                    index.publish(Progress { done, total: shards.len() as u64 });
                     let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
-                    if let Err(error) = keeper.append(path.as_os_str().as_bytes(), block) {
-                        not_kept(&error);
+                    if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
+                        log_not_stored(&error);
                         making = None;
                     }
                 }
@@ -288,7 +291,7 @@ pub(super) fn of_shards(
                 Some((path.as_os_str().as_bytes(), block))
             });
             if let Err(error) = making.finish(blocks) {
-                not_kept(&error);
+                log_not_stored(&error);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What looking at a dataset finds: counts, sizes, mean and standard deviation, broken files.
+//! What inspecting a dataset finds: counts, sizes, mean and standard deviation, broken files.
 
 use super::{Catalog, DataError, Picture, Samples, Split};
 use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo};
@@ -12,8 +12,8 @@ type Size = (u32, u32, u32);
 const NAMED: usize = 100;
 /// Mean and standard deviation come from at most this many pictures, evenly spread.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
-/// Splits of so many pictures are decoded whole. Of larger ones, those that statistics come from: all were read once, and
-/// look whole; a picture whose data is damaged all the same is found when a job comes to it.
+/// Splits of up to so many pictures are decoded whole; of larger ones, only the pictures that statistics are computed from. All
+/// have been read once, and their data has its end; a picture that is damaged all the same is found when a job decodes it.
 const DECODED: usize = 20_000;
 
 /// Names of the splits that have samples.
@@ -28,7 +28,7 @@ pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
 /// Looks at the files under `path`, decodes the pictures unless they are many, and says what they are.
 ///
 /// # Errors
-/// When nothing there is a known format; the sentence says which formats were looked for.
+/// When nothing there is a known format; the sentence names the formats.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::open(path)?;
     let mut broken = std::mem::take(&mut catalog.broken);
@@ -60,10 +60,10 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
                     Ok(((height, width, 3), counted.then(|| seen(picture))))
                 };
-                let looked: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
+                let examined: Vec<_> = (0..listing.len()).into_par_iter().map(look).collect();
                 let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
-                for (i, result) in looked.into_iter().enumerate() {
+                for (i, result) in examined.into_iter().enumerate() {
                     match result {
                         Ok((size, counted)) => {
                             sizes.push(size);
@@ -127,7 +127,7 @@ impl Statistics {
         Self(counts)
     }
 
-    /// Of pictures of `size` bytes one after another.
+    /// The sums of pictures of `size` bytes one after another.
     pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
         let pictures = pixels.len() / size.max(1);
         let every = pictures.div_ceil(STATISTICS_SAMPLES).max(1);
@@ -147,7 +147,7 @@ impl Statistics {
         }
     }
 
-    /// Of pixels scaled to 0..1.
+    /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -175,7 +175,7 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Of one picture.
+    /// The sums of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -198,7 +198,7 @@ impl Moments {
         }
     }
 
-    /// Of pixels scaled to 0..1.
+    /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let pictures = self.pictures.max(1) as f64;
         let one = |(sum, squares): &(f64, f64)| {

@@ -1,4 +1,4 @@
-//! What the labels of samples in shards may be, whichever kind of file they lie in.
+//! The labels that samples in shards may have, in every kind of file.
 
 /// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
 pub(super) const CLASSES: u32 = 100_000;

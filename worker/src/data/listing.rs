@@ -23,7 +23,7 @@ pub(crate) struct Listing {
     /// One after another.
     names: Vec<u8>,
     rows: Vec<Row>,
-    /// To be told of a file that is not what it was.
+    /// Notified of a file that has changed.
     remembered: Remembered,
 }
 
@@ -112,7 +112,7 @@ impl Listing {
         self.path(number).display().to_string()
     }
 
-    /// Adds what tells a picture apart, here and on other machines: name, size and content.
+    /// Adds what identifies a picture, here and on other machines: name, size and content.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
         let (name, size, content) = self.identity(number);
         hash.update(name.as_os_str().as_encoded_bytes());
@@ -257,8 +257,8 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
             bytes.len()
         ));
     }
-    // Who only touches a file, or puts the same one back, changes nothing.
-    let same_time = files::look_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
+    // A file that was only touched, or replaced by the same one, has not changed.
+    let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         remembered.forget();
         return Err("has changed since it was first looked at".into());

@@ -55,9 +55,9 @@ pub struct DataSource {
 /// All pictures of a job as bytes in memory, for an engine that keeps a copy and does the augmentation itself.
 #[derive(Debug, Clone)]
 pub struct Resident {
-    /// Of the training split: height, width, channels of each picture, one after another.
+    /// The training split: height, width, channels of each picture, one after another.
     pub train: Arc<Vec<u8>>,
-    /// Of the validation split; the same ones where it is a fraction held out of training.
+    /// The validation split; the same pictures where it is a fraction held out of training.
     pub validation: Arc<Vec<u8>>,
     /// Height of a picture in pixels.
     pub height: usize,

@@ -53,9 +53,9 @@ pub enum DataError {
     },
 }
 
-/// How closely a dataset of pictures in folders is looked at when it is opened.
+/// How changes of a dataset of pictures in folders are detected when it is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum ChangeDetection {
     /// At each file's size and time of change.
     Files,
     /// At the folders': files that were added, removed, renamed or put in another's place are noticed. One that was written
@@ -63,16 +63,16 @@ pub enum Look {
     Folders,
 }
 
-impl Look {
+impl ChangeDetection {
     fn store(self) -> IndexStore {
         match self {
-            Look::Files => IndexStore::of_user(),
-            Look::Folders => IndexStore::of_user().trusting_folders(),
+            ChangeDetection::Files => IndexStore::of_user(),
+            ChangeDetection::Folders => IndexStore::of_user().trusting_folders(),
         }
     }
 }
 
-/// The formats that are found by looking.
+/// The formats that are recognised by their files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Cifar10,
@@ -162,7 +162,7 @@ impl Catalog {
                 return found.and_then(usable);
             }
         }
-        // Last: what lies beside these may be the archive that they came in.
+        // Last: the files of other formats may lie next to the archive that they came in.
         // A repository of the Hugging Face hub has them in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
@@ -210,12 +210,12 @@ fn no_training_split(catalog: &Catalog) -> String {
     )
 }
 
-/// Names of the folders in `path` that have pictures, as far as names tell.
+/// Names of the folders in `path` that have pictures, as far as file names say.
 fn folders_of_pictures(path: &Path) -> Vec<String> {
     const EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-    /// Entries that are looked at in a folder: the first ones tell.
-    const LOOKED_AT: usize = 1000;
-    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(LOOKED_AT);
+    /// Entries that are read in a folder: the first ones are representative.
+    const ENTRIES_READ: usize = 1000;
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
     let is_picture = |name: &Path| {
         let extension = name.extension().map(|extension| extension.to_string_lossy().to_lowercase());
         extension.is_some_and(|extension| EXTENSIONS.contains(&&*extension))

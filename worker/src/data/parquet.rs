@@ -1,5 +1,5 @@
 //! Pictures in Parquet files (parquet.apache.org), as Hugging Face's `datasets` and pyarrow write them: a row is a picture
-//! and its class. A picture is told by its row; reading it decodes the page that it is in, and no other.
+//! and its class. A picture is identified by its row; reading it decodes the page that it is in, and no other.
 
 mod columns;
 mod pages;
@@ -62,7 +62,7 @@ pub(crate) struct ParquetFile {
 pub(super) struct Trouble {
     /// To stand after its name.
     pub(super) detail: String,
-    /// It could not be read, which may be over at the next look.
+    /// It could not be read, which may succeed next time.
     pub(super) passing: bool,
 }
 

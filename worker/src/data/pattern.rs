@@ -7,7 +7,7 @@ use std::{
 
 /// Shards of a dataset.
 pub(super) const SHARDS: usize = 100_000;
-/// Names of a pattern that are looked for to tell whether it is there.
+/// Names of a pattern that are tried to see whether any exists.
 const TRIED: usize = 64;
 
 /// The folder before the first brace, and the pattern behind it. `None` when `path` is no pattern, or a file's own name.
@@ -24,9 +24,9 @@ pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
 /// Whether the files of a pattern are there: a folder may be, on a machine that has none of them.
 pub(super) fn exists(folder: &Path, rest: &Path) -> bool {
     match expand(&rest.to_string_lossy(), SHARDS) {
-        // Some may be missing, which is told of when they are read.
+        // Some may be missing, which is reported when they are read.
         Ok(names) => names.iter().take(TRIED).any(|name| folder.join(name).exists()),
-        // What is wrong with it is told by whoever reads it.
+        // A mistake in it is reported when it is read.
         Err(_) => folder.is_dir(),
     }
 }

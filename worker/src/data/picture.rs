@@ -17,7 +17,7 @@ mod whole;
 
 /// The formats that are read, for sentences.
 pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
-/// So many of a file's first bytes tell its format.
+/// The format shows in so many of a file's first bytes.
 const HEAD_BYTES: u64 = 32;
 /// Larger pictures are refused before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
@@ -96,7 +96,7 @@ fn too_large(width: u32, height: u32) -> Option<String> {
     (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
 }
 
-/// Refuses what nothing here decodes, by its name where its first bytes do not tell.
+/// Refuses what nothing here decodes, by its name where its first bytes do not show the format.
 fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
     // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
     let told = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
@@ -107,7 +107,7 @@ fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The first bytes of a file, enough to tell its format.
+/// The first bytes of a file, enough to recognise its format.
 pub(super) fn head(path: &Path) -> Result<Vec<u8>, String> {
     let mut head = Vec::new();
     let (file, _) = files::open(path)?;
@@ -131,8 +131,8 @@ pub(super) fn format_number(bytes: &[u8]) -> u8 {
     }
 }
 
-/// Width and height of a picture that looks whole, once it is upright. It is decoded only where its format does not tell
-/// where it ends. `path` names it: kinds that are not read are told by name.
+/// Width and height of a picture that seems whole, once it is upright. It is decoded only where its format does not mark its
+/// end. `path` names it: kinds that are not read are recognised by name.
 pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String> {
     readable(path, bytes)?;
     let header = Header::read(bytes)?;

@@ -1,7 +1,7 @@
 //! A copy of a dataset to train from: WebDataset shards of pictures that are small, upright and JPEG, in a mixed order.
 //!
 //! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
-//! first one. So an interrupted copy goes on with the shard that it was at, and has the same bytes as one that was not.
+//! first one. So an interrupted copy continues with the shard that it was at, and has the same bytes as one that was not.
 
 mod order;
 mod picture;
@@ -42,7 +42,7 @@ const MEASURED: usize = 256;
 pub struct PrepareSettings {
     /// Larger pictures are resized to a short side of so many pixels; see [`SHORT_SIDES`].
     pub short_side: u32,
-    /// Of JPEG; see [`QUALITIES`].
+    /// The JPEG quality; see [`QUALITIES`].
     pub quality: u8,
     /// What a picture does that cannot be decoded.
     pub broken_files: BrokenFiles,
@@ -62,9 +62,9 @@ pub struct Prepared {
     /// Pictures of each split.
     pub splits: Vec<(String, u64)>,
     pub shards: u64,
-    /// Of these, so many were there already.
+    /// So many of these existed already.
     pub kept_shards: u64,
-    /// Of all shards.
+    /// The size of all shards.
     pub bytes: u64,
     /// What was left out, with the reason.
     pub broken: Vec<BrokenFile>,
@@ -72,7 +72,7 @@ pub struct Prepared {
 
 /// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, readable by Python's
 /// webdataset, with `classes.txt`. Pictures are resized as torchvision's `Resize(short_side, antialias=True)` does, never
-/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called as it goes on.
+/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called with the progress.
 ///
 /// # Errors
 /// The dataset or the settings cannot be used, `to` holds something else, the disk does not take it, or a picture is broken.
@@ -190,7 +190,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
             catalog.format.name()
         ))),
         Samples::Listed(_) if !shards::tells_split(&split.name) => Err(DataError::Invalid(format!(
-            "{} has a split {:?}, which names of shards do not tell: call it val or test, or take it away",
+            "{} has a split {:?}, which names of shards cannot express: call it val or test, or take it away",
             path.display(),
             split.name
         ))),
@@ -247,7 +247,7 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
 fn unread(detail: &str) -> String {
     format!(
         "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
-         goes on from the shards that are finished"
+         continues from the shards that are finished"
     )
 }
 
@@ -255,7 +255,7 @@ fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
     DataError::File {
         path: path.display().to_string(),
         detail: format!(
-            "cannot be written: {error}. Shards that are finished are kept; the same command goes on from there"
+            "cannot be written: {error}. Shards that are finished are kept; the same command continues from there"
         ),
     }
 }

@@ -1,66 +1,33 @@
 //! Files that hold many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files whose members of
 //! one basename are a sample, a picture and its class (`000017.jpg`, `000017.cls`); in Parquet files a row is one. A folder
-//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the split is told by the names.
+//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the names say which split a file belongs to.
 
+mod classes;
+mod folder;
 mod members;
 #[cfg(test)]
 mod tests;
 
+pub(super) use folder::{only_compressed, tells_split};
+
 use super::{
-    Catalog, DataError, Format, MAX_NAMES_BYTES, Samples, Split,
+    Catalog, DataError, Samples, Split,
     copy::{damage, is_unfinished},
     index::{self, IndexStore, Members, Stamp},
-    label::CLASSES,
     listing::{Listing, Place},
     parquet::{self, ParquetFile, Trouble},
     pattern::{self, SHARDS, fixed_part},
 };
 use crate::files;
+use classes::{class_names, classes, is_negative, unknown};
+use folder::{Kind, Lying, is_unpacked, lying, split_of};
 use lockstep_protocol::dataset::BrokenFile;
 use rayon::prelude::*;
 use std::{
     collections::{BTreeMap, HashMap},
-    fs,
     path::{Path, PathBuf},
     sync::Arc,
 };
-
-/// Names in a shard's path that tell its split, as Hugging Face's `datasets` knows them.
-const SPLITS: [&str; 10] =
-    ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
-
-/// Kinds of shards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Tar,
-    Parquet,
-}
-
-impl Kind {
-    /// By the file's name.
-    fn of(path: &Path) -> Option<Self> {
-        let extension = path.extension()?;
-        let kinds = [("tar", Kind::Tar), ("parquet", Kind::Parquet)];
-        kinds.into_iter().find(|(name, _)| extension.eq_ignore_ascii_case(name)).map(|(_, kind)| kind)
-    }
-
-    fn format(self) -> Format {
-        match self {
-            Kind::Tar => Format::Shards,
-            Kind::Parquet => Format::Parquet,
-        }
-    }
-
-    /// What a sample is, for a sentence.
-    fn sample(self) -> &'static str {
-        match self {
-            Kind::Tar => {
-                "a sample is a picture and its class, such as 000017.jpg and 000017.cls or 000017.json with a \"label\""
-            }
-            Kind::Parquet => "a sample is a row with a picture (image) and its class (label)",
-        }
-    }
-}
 
 /// Shards that `path` names itself: a pattern, a tar or a Parquet file. `None` when it does not.
 pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
@@ -75,8 +42,8 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
     Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
 }
 
-/// Shards in a folder, or in folders of it that are called as splits are; `None` when there are none. Parquet files beside
-/// tar files are something else. `dataset` is what was named, `dir` or a folder around it.
+/// Shards in a folder, or in its subfolders that are named like splits; `None` when there are none. Parquet files next to tar
+/// files are something else. `dataset` is the path as given: `dir` or a folder around it.
 pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if !dir.is_dir() {
         return None;
@@ -120,102 +87,6 @@ pub(super) fn has_any(path: &Path) -> bool {
     Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
 }
 
-/// Whether there are shards, but none that is not compressed.
-pub(super) fn only_compressed(dir: &Path) -> bool {
-    lying(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
-}
-
-/// Ends of the names of compressed archives, as their packers call them.
-const COMPRESSED: [&str; 5] = [".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"];
-
-fn is_compressed(path: &Path) -> bool {
-    let name = path.to_string_lossy();
-    COMPRESSED.iter().any(|end| name.ends_with(end))
-}
-
-/// Whether what a compressed shard was packed from lies beside it.
-fn is_unpacked(path: &Path) -> bool {
-    let name = path.to_string_lossy();
-    let stem = COMPRESSED.iter().find_map(|end| name.strip_suffix(end));
-    stem.is_some_and(|stem| Path::new(&format!("{stem}.tar")).exists())
-}
-
-/// What lies in a folder and in folders of it that are called as splits are.
-struct Lying {
-    shards: Vec<PathBuf>,
-    compressed: Vec<PathBuf>,
-    /// Folders called as splits that cannot be listed.
-    unread: Vec<BrokenFile>,
-}
-
-fn lying(kind: Kind, dir: &Path) -> Result<Lying, String> {
-    let is_one = |path: &Path| Kind::of(path) == Some(kind);
-    // Parquet files are compressed inside.
-    let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
-    let mut found = Lying { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
-    for path in listed(dir)? {
-        if is_one(&path) {
-            found.shards.push(path);
-        } else if is_compressed(&path) {
-            found.compressed.push(path);
-        } else if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| split_of(Path::new(n)).is_some())
-        {
-            let inside = match files::look(&path) {
-                Ok(files::Found::Folder) => listed(&path),
-                // A list of names, or a link that only looks like a folder of shards.
-                Ok(files::Found::File { .. }) => continue,
-                Err(_) if path.extension().is_some() => continue,
-                Err(detail) => Err(detail),
-            };
-            match inside {
-                Ok(inside) => {
-                    let (compressed, others): (Vec<_>, _) =
-                        inside.into_iter().partition(|p| is_compressed(p));
-                    found.compressed.extend(compressed);
-                    found.shards.extend(others.into_iter().filter(|path| is_one(path)));
-                }
-                Err(detail) => found.unread.push(named_broken(&path, detail)),
-            }
-        }
-    }
-    Ok(found)
-}
-
-/// What lies in a folder, by name, hidden files left out.
-fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
-    let mut all = Vec::new();
-    for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
-        let entry = entry.map_err(files::cannot_be_read)?;
-        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
-            all.push(entry.path());
-        }
-    }
-    all.sort();
-    Ok(all)
-}
-
-/// The split that a shard's path tells, the file's name before its folders'.
-fn split_of(path: &Path) -> Option<&'static str> {
-    let words = |part: &str| -> Option<&'static str> {
-        let word = |word: &str| {
-            let word = word.trim_end_matches(|c: char| c.is_ascii_digit()).to_ascii_lowercase();
-            SPLITS.iter().find(|split| **split == word)
-        };
-        part.split(|c: char| !c.is_ascii_alphanumeric()).find_map(word).copied()
-    };
-    let found = path.iter().rev().filter_map(|part| part.to_str()).find_map(words)?;
-    Some(match found {
-        "training" => "train",
-        "testing" => "test",
-        other => other,
-    })
-}
-
-/// Whether shards that begin with a split's name are read as this split's.
-pub(super) fn tells_split(name: &str) -> bool {
-    split_of(Path::new(name)) == Some(name)
-}
-
 /// `dataset`: as it was named; `shards` are relative to `root`.
 fn read(
     kind: Kind,
@@ -228,7 +99,7 @@ fn read(
         return Err(DataError::File {
             path: root.display().to_string(),
             detail:
-                "is a copy that is not whole: run its `lockstep dataset prepare` again, which goes on with it"
+                "is a copy that is not whole: run its `lockstep dataset prepare` again, which continues it"
                     .into(),
         });
     }
@@ -291,7 +162,7 @@ fn read(
         }),
     )?;
     let classes = classes(root, names, &splits)?;
-    // Who only publishes the pictures of a test split labels them so.
+    // Negative labels mark the pictures of a test split that is published without labels.
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
         found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
     }
@@ -379,119 +250,8 @@ impl Found {
     }
 }
 
-/// The names of classes, and how labels name them.
-struct Classes {
-    names: Vec<String>,
-    by_name: Option<BTreeMap<String, u32>>,
-}
-
-impl Classes {
-    fn number(&self, label: &str) -> Option<u32> {
-        match &self.by_name {
-            Some(by_name) => by_name.get(label).copied(),
-            None => label.parse().ok().filter(|number| (*number as usize) < self.names.len()),
-        }
-    }
-}
-
-/// The names that the files themselves give their classes, which must be the same ones in all.
-fn class_names<'a>(
-    root: &Path,
-    mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
-) -> Result<Option<Vec<String>>, DataError> {
-    let Some((first, names)) = named.next() else { return Ok(None) };
-    match named.find(|(_, others)| *others != names) {
-        None => Ok(Some(names.to_vec())),
-        Some((other, _)) => Err(DataError::Invalid(format!(
-            "{} and {} name their classes differently, so their labels mean different things: write them anew, with one list",
-            root.join(first).display(),
-            root.join(other).display()
-        ))),
-    }
-}
-
-fn is_number(label: &str) -> bool {
-    label.parse::<u32>().is_ok()
-}
-
-fn is_negative(label: &str) -> bool {
-    label.strip_prefix('-').is_some_and(is_number)
-}
-
-/// Numbers when all labels are (negative ones outside of the training split are none), with their `names`, or those of
-/// `classes.txt` where it is there; else the names that the training split has, in alphabetical order.
-fn classes(
-    root: &Path,
-    names: Option<Vec<String>>,
-    splits: &BTreeMap<&str, Found>,
-) -> Result<Classes, DataError> {
-    let path = root.join("classes.txt");
-    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
-    let has_names = fs::symlink_metadata(&path).is_ok();
-    let (mut numbers, mut other) = (Vec::<u32>::new(), None);
-    for (split, label) in splits.iter().flat_map(|(split, f)| f.labels.iter().map(move |l| (*split, l))) {
-        match label.parse() {
-            Ok(number) => numbers.push(number),
-            Err(_) if split != "train" && is_negative(label) => {}
-            Err(_) => other = other.or(Some(label)),
-        }
-    }
-    if let Some(label) = other {
-        if has_names && !numbers.is_empty() {
-            return Err(wrong(format!(
-                "names classes by their numbers, but one sample has the label {label:?}: give it a number from 0, or \
-                 remove classes.txt if labels are names"
-            )));
-        }
-        let mut by_name: BTreeMap<String, u32> =
-            splits.get("train").into_iter().flat_map(|t| &t.labels).map(|label| (label.clone(), 0)).collect();
-        (0..).zip(by_name.values_mut()).for_each(|(number, place)| *place = number);
-        return Ok(Classes { names: by_name.keys().cloned().collect(), by_name: Some(by_name) });
-    }
-    let count = numbers.into_iter().max().map_or(0, |most| most.saturating_add(1));
-    if count > CLASSES {
-        return Err(DataError::Invalid(format!(
-            "a label of {} is {}; classes are numbered from 0, up to {}",
-            root.display(),
-            count - 1,
-            CLASSES - 1
-        )));
-    }
-    if let Some(names) = names {
-        return if names.len() < count as usize {
-            let of = root.display();
-            Err(DataError::Invalid(format!(
-                "{of} names {} classes, but has a label {}",
-                names.len(),
-                count - 1
-            )))
-        } else {
-            Ok(Classes { names, by_name: None })
-        };
-    }
-    if !has_names {
-        return Ok(Classes { names: (0..count).map(|c| c.to_string()).collect(), by_name: None });
-    }
-    let text = files::read(&path, MAX_NAMES_BYTES).map_err(wrong)?;
-    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
-    let names: Vec<String> =
-        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
-    // A few shards need not have a sample of every class.
-    if names.len() < count as usize || names.len() > CLASSES as usize {
-        return Err(wrong(format!("names {} classes, but the data has {count}", names.len())));
-    }
-    Ok(Classes { names, by_name: None })
-}
-
-fn unknown(root: &Path, split: &str, label: &str) -> DataError {
-    DataError::Invalid(format!(
-        "{}: split {split:?} has the class {label:?}, which the training split does not have",
-        root.display()
-    ))
-}
-
 fn stamp(path: &Path) -> Result<Stamp, String> {
-    match files::look_with_time(path)? {
+    match files::stat_with_time(path)? {
         (files::Found::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
         (files::Found::Folder, _) => Err("is a folder, not a file".into()),
     }

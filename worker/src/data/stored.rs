@@ -1,4 +1,4 @@
-//! Pictures as they lie in a dataset, without a job.
+//! Pictures as stored in a dataset, without a job.
 
 use super::{Catalog, DataError, Picture, Samples};
 use std::path::Path;

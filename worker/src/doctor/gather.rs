@@ -1,5 +1,4 @@
-//! What the GPUs of a local group can do together: a real all-gather and timed all-reduces over NCCL, and
-//! whether they share memory.
+//! The doctor's test of a machine's GPUs: a real all-gather and timed all-reduces over NCCL, and whether they share memory.
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
 use crate::comm::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
@@ -24,7 +23,7 @@ const LONG: usize = 4 << 20;
 pub(crate) struct Found {
     /// Every rank's value: its own number.
     pub(crate) values: Vec<f32>,
-    /// Of an all-reduce of 1 KiB, in microseconds: enqueued one after the other, mean.
+    /// Mean time of an all-reduce of 1 KiB in microseconds, enqueued one after the other.
     pub(crate) short_us: f64,
     /// All-reduced bytes of a 16 MiB vector, a second.
     pub(crate) bytes_per_second: f64,
@@ -54,8 +53,8 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
         })
     };
     let mut values = vec![f32::NAN; ranks];
-    // SAFETY: `from`, `to` and `vector` have room for what is copied, gathered and reduced, and live until
-    // `finish` has waited for all of it.
+    // SAFETY: `from`, `to` and `vector` are large enough for what is copied, gathered and reduced, and live until `finish` has
+    // waited for all of it.
     unsafe {
         result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
         nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;

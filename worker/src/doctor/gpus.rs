@@ -1,4 +1,4 @@
-//! What the doctor finds of GPUs.
+//! The doctor's findings about GPUs.
 
 use super::{Finding, Grade, finding, gib};
 use crate::gpu::{

@@ -1,5 +1,5 @@
-//! A backend: a kind of device, with the engine that computes there and what a rank on it needs beside. All of them are in
-//! the [`registry`](super::registry); nothing outside of a backend's own folder names one where any would do.
+//! A backend: a kind of device, with the engine that computes on it and what else a rank on it needs. All of them are in the
+//! [`registry`](super::registry); nothing outside of a backend's own folder names one where any would do.
 
 use super::{Engine, EngineConfig, EngineError, NamedTensors};
 use crate::{
@@ -40,7 +40,7 @@ pub trait Backend: Debug + Sync {
     fn device_name(&self, ordinal: i32) -> String;
     /// What a rank arranges for its engine.
     fn needs(&self) -> Needs;
-    /// The variables that a rank's process is started with, beside all that it inherits.
+    /// The variables that a rank's process is started with, in addition to those that it inherits.
     ///
     /// # Errors
     /// What they are about cannot be prepared on this machine.
@@ -50,7 +50,7 @@ pub trait Backend: Debug + Sync {
     /// Looks whether this process can use the backend in a group of `world_size` ranks, before they meet.
     ///
     /// # Errors
-    /// What is missing on this machine, and what to do; no other attempt fares better.
+    /// What is missing on this machine, and what to do; another attempt would fail as well.
     fn preflight(&self, _world_size: u32) -> Result<(), String> {
         Ok(())
     }
@@ -70,15 +70,15 @@ pub trait Backend: Debug + Sync {
     /// # Errors
     /// The initial tensors do not fit the network, or the device cannot be used.
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError>;
-    /// Opens the decoder of JPEG files that a device has, beside an engine that computes in `precision`.
+    /// Opens the decoder of JPEG files that a device has, next to an engine that computes in `precision`.
     ///
     /// # Errors
     /// There is none, or it does not make the pixels that cores make; a sentence.
     fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
         Err("there is no decoder of JPEG files".into())
     }
-    /// Tells `observer` how the rank's device fares, at the steps that `progress` counts, until what it gives is dropped.
-    /// `None` where there is nothing to tell.
+    /// Reports the metrics of the rank's device to `observer`, at the steps that `progress` counts, until the result is dropped.
+    /// `None` where there is nothing to report.
     ///
     /// # Errors
     /// The device cannot be watched; a sentence. Training does without.
@@ -103,7 +103,7 @@ pub trait Backend: Debug + Sync {
 pub struct Selection<'a> {
     /// The kind that a job asks for.
     pub device: Device,
-    /// Of those that are visible, only these: numbers or names, separated by commas (`agent --gpus`).
+    /// The visible devices to use: numbers or names, separated by commas (`agent --gpus`).
     pub list: Option<&'a str>,
     /// So many places on the CPU, whatever else there is (`agent --cpu-slots`).
     pub cpu_slots: Option<u32>,
@@ -135,7 +135,7 @@ pub struct SharedMemory {
 /// What a rank arranges for the engine of its backend.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Ranks of one machine share the host's memory beside their ring: weights and gradients are there.
+    /// Ranks of one machine share the host's memory in addition to their ring: weights and gradients are there.
     pub shared_memory: bool,
     /// Weights, gradients and what is kept for the backward pass are in the host's memory.
     pub host_memory: bool,
@@ -156,7 +156,7 @@ pub struct BuildArgs<'a> {
     pub initial: &'a NamedTensors,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
-    /// Of the devices that this process sees.
+    /// Its number among the devices that this process sees.
     pub ordinal: i32,
     /// To compute in, where there is a choice.
     pub precision: Precision,
@@ -166,7 +166,7 @@ pub struct BuildArgs<'a> {
     pub deterministic: bool,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
-    /// To be told of every step that is submitted and done.
+    /// Notified of every step that is submitted and completed.
     pub watchdog: Option<Arc<Watchdog>>,
     /// Engines that this process has built before: each connects its ranks' devices under names of its own.
     pub generation: u32,
@@ -174,7 +174,7 @@ pub struct BuildArgs<'a> {
 
 /// An error of a device or of one of its libraries, in its backend's words.
 pub trait DeviceError: std::error::Error + Send + Sync {
-    /// Whether another attempt, in new processes, may fare better.
+    /// Whether another attempt, in new processes, may succeed.
     fn is_retriable(&self) -> bool;
     /// Whether the device's memory does not suffice.
     fn is_out_of_memory(&self) -> bool;
@@ -184,7 +184,7 @@ pub trait DeviceError: std::error::Error + Send + Sync {
 #[derive(Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
-    /// Of the devices that this process sees.
+    /// Its number among the devices that this process sees.
     pub ordinal: i32,
 }
 

@@ -1,4 +1,4 @@
-//! Training throughput of named cases on made-up pictures.
+//! Training throughput of named cases on synthetic pictures.
 
 use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
 use crate::{
@@ -93,7 +93,7 @@ pub struct Measurement {
     pub step_ms: f64,
     /// Milliseconds of its fastest step.
     pub fastest_step_ms: f64,
-    /// Of the median step: rank 0's wait for gradients and statistics of others.
+    /// Rank 0's wait for gradients and statistics of others in the median step.
     pub all_reduce_ms: f64,
     /// From the beginning to the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
     pub first_step_secs: f64,
@@ -223,7 +223,7 @@ pub fn run_gpu_rank(
     let clock = Instant::now();
     let results = run(GPU_MEASURED)?;
     let secs = clock.elapsed().as_secs_f64() / GPU_MEASURED as f64;
-    // Whoever leaves looks like one that has died to those who still wait for their last step.
+    // A rank that leaves now looks dead to others that still wait for their last step.
     comm.barrier().map_err(|e| e.to_string())?;
     let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -257,7 +257,7 @@ pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, St
     engine.profile_step(&next()?).map_err(|e| e.to_string())
 }
 
-/// The engine, and CIFAR-10 as far as speed can tell.
+/// The engine, and CIFAR-10 as far as speed is concerned.
 fn on_gpu(
     case: &Case,
     sync_batch_norm: bool,

@@ -1,12 +1,12 @@
-//! Values that no model can be answered from or go on from: NaN, infinities, and means of squares (running variances,
-//! Adam's second moments) below zero.
+//! Values that a model can neither predict nor continue from: NaN, infinities, and means of squares (running variances, Adam's
+//! second moments) below zero.
 
 use super::{Engine, EngineError, NamedTensors};
 
 /// Exponent bits of a float32: all set in NaN and the infinities.
 const EXPONENT: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
-/// Values that are looked at before the next look at the result: a tensor that is all NaN is found out early.
+/// Values that are checked between two tests of the result: a tensor that is all NaN is found early.
 const BLOCK: usize = 1 << 14;
 
 /// The first tensor, in the order of names, that holds a value that is not finite, or a mean of squares below zero;
@@ -57,7 +57,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
     None
 }
 
-/// Of finite values; a negative zero is zero.
+/// Whether no value is below zero, for finite values; negative zero counts as zero.
 fn none_below_zero(values: &[f32]) -> bool {
     values.iter().fold(0, |most, v| most.max(if v.to_bits() == SIGN { 0 } else { v.to_bits() & SIGN })) == 0
 }

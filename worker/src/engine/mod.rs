@@ -19,6 +19,7 @@ mod unfused;
 
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};
+pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
@@ -102,7 +103,7 @@ pub enum EngineError {
     /// A tensor that is missing, unknown, or of the wrong shape.
     #[error("{0}")]
     Parameters(String),
-    /// What the device, its driver or a library does not do; another attempt would not fare better.
+    /// The device, its driver or a library does not support it; another attempt would fail as well.
     #[error("{0}")]
     Device(String),
     /// The device or one of its libraries, in the words of its backend.
@@ -143,7 +144,7 @@ pub trait Engine: Send {
         Ok(self.finish_steps()?.pop().or(result).unwrap_or_default())
     }
     /// A step (with a learning rate of 0) in which each call is timed by itself: (what, milliseconds), in
-    /// order. Empty where the engine cannot tell.
+    /// order. Empty where the engine cannot measure it.
     fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
         Ok(Vec::new())
     }

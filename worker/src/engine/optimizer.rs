@@ -1,4 +1,4 @@
-//! Which optimizer a run has and what that keeps from step to step. The formulas are in `cpu/optimizer.rs`; the CUDA
+//! The optimizer of a run and the state that it keeps from step to step. The formulas are in `cpu/optimizer.rs`; the CUDA
 //! engine's kernels (`worker/kernels/optimizer.cu`, `adam.cu`) follow them.
 
 use super::NamedTensors;
@@ -15,12 +15,12 @@ pub(in crate::engine) const MOST_SLOTS: usize = 2;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Optimizer {
     pub kind: OptimizerKind,
-    /// Of SGD and LARS.
+    /// For SGD and LARS.
     pub momentum: f32,
     pub weight_decay: f32,
     /// Whether batch norm's parameters and biases are decayed (never with LARS), and with LAMB adapted.
     pub decay_norm_and_bias: bool,
-    /// Of AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 is off by 1e-5 of itself in float32.
+    /// For AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 has a relative error of 1e-5 in float32.
     pub beta1: f64,
     pub beta2: f64,
     pub epsilon: f64,
@@ -98,7 +98,7 @@ impl Optimizer {
     }
 }
 
-/// [`Optimizer::slots`] of any optimizer of `kind`. What has equal slots can go on with each other's state.
+/// [`Optimizer::slots`] of any optimizer of `kind`. Optimizers with equal slots can continue from each other's state.
 pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
     match kind {
         OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars => &["momentum"],

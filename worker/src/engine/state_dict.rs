@@ -11,14 +11,14 @@ pub struct StateDict {
     pub optimizer: Option<OptimizerState>,
     /// The moving average of the parameters, where there is one; rank 0's.
     pub average: Option<NamedTensors>,
-    /// Of float16.
+    /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
 }
 
 /// What one rank has of the state that its group keeps.
 ///
-/// Every rank has all of it today. An engine whose ranks keep parts of it contributes them by a variant of its own, which
-/// whoever writes then has to gather.
+/// Every rank has all of it today. An engine whose ranks keep parts of it contributes them by a variant of its own, which the
+/// writer of a checkpoint then has to gather.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contribution {
     /// All of it: of rank 0 of a group whose ranks are replicas.

@@ -1,4 +1,4 @@
-//! A third backend, for tests: it shows what one needs to be, and computes with the CPU's functions.
+//! A third backend, for tests: it shows what a backend has to provide, and computes with the CPU's functions.
 
 use super::{
     Engine, EngineError,

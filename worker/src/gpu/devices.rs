@@ -1,7 +1,7 @@
 //! The GPUs of this machine and which of them to use.
 //!
 //! They are listed by NVML, which opens no context and holds no GPU memory, so that an agent may ask
-//! at any time; without NVML, or where it cannot tell in which order CUDA counts, by the driver.
+//! at any time; without NVML, or where its order cannot be matched with CUDA's, by the driver.
 #![allow(unsafe_code)] // The driver's calls; each is preceded by `libraries::ready`.
 
 use super::libraries::{self, Libraries, Which};
@@ -62,7 +62,7 @@ pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
             Err(NvmlError::NotSupported | NvmlError::FailedToLoadSymbol(_)) => {}
             Err(NvmlError::NotFound) => return Ok(Vec::new()),
             Err(error) => {
-                return Err(format!("NVIDIA's driver does not tell which GPUs there are: {error}"));
+                return Err(format!("NVIDIA's driver does not list its GPUs: {error}"));
             }
         }
     }
@@ -123,7 +123,7 @@ pub fn by_driver() -> Result<Vec<Gpu>, String> {
     match ask() {
         Ok(gpus) => Ok(gpus),
         Err(DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(Vec::new()),
-        Err(error) => Err(format!("the CUDA driver does not tell which GPUs there are: {error}")),
+        Err(error) => Err(format!("the CUDA driver does not list its GPUs: {error}")),
     }
 }
 

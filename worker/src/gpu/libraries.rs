@@ -1,8 +1,8 @@
 //! NVIDIA's libraries: where they are on this machine, in which versions, what is missing, and the
 //! environment in which a rank process finds them.
 //!
-//! cudarc opens its libraries by bare names and panics when one is not there, so whoever is about to
-//! use it asks [`ready`] first. It never tries `libnccl.so.2`, the only name that NVIDIA's packages
+//! cudarc opens its libraries by bare names and panics when one is not there, so its callers ask [`ready`] first. It never tries
+//! `libnccl.so.2`, the only name that NVIDIA's packages
 //! ship: [`Libraries::environment`] makes a folder that holds `libnccl.so` and puts it, with the
 //! folders of everything else that was found, on `LD_LIBRARY_PATH`.
 #![allow(unsafe_code)] // Loading a library runs its initialisers; versions are asked of it by symbol.
@@ -22,12 +22,15 @@ use start_anew::link;
 
 mod folders;
 mod start_anew;
+#[cfg(test)]
+mod tests;
+mod version;
 
 pub use start_anew::{links_dir, start_anew_if_needed};
 
-/// Folders to look in first, separated by `:`.
+/// Folders to search first, separated by `:`.
 pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
-/// Where the dynamic linker looks, beside its own list.
+/// Folders that the dynamic linker searches in addition to its own list.
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 
 /// A library that GPU ranks use.
@@ -36,7 +39,7 @@ const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 pub enum Which {
     /// The driver's own, `libcuda`.
     Driver,
-    /// The driver's management library: which GPUs there are and how they fare.
+    /// The driver's management library: lists GPUs and measures them.
     Nvml,
     /// Compiles Lockstep's kernels for the GPU at hand.
     Nvrtc,
@@ -128,11 +131,11 @@ pub struct Library {
     pub by_itself: bool,
 }
 
-/// What was found, and where was looked for the rest.
+/// The libraries that were found, and the folders that were searched for the others.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Libraries {
     pub found: Vec<Library>,
-    /// Folders that exist and were looked in, beside the dynamic linker's own.
+    /// Folders that exist and were searched, besides the dynamic linker's own.
     pub searched: Vec<PathBuf>,
 }
 
@@ -143,7 +146,7 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Looks in these folders, those of the setting first; and where the linker looks if `linker`.
+    /// Searches these folders, those of the setting first, and the linker's own if `linker`.
     fn find_in(folders: &Folders, linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Which::ALL {
@@ -180,7 +183,7 @@ impl Libraries {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
 
-    /// The folders in which the dynamic linker must look, beside its own, for what was found.
+    /// The folders that the dynamic linker has to search, besides its own, for what was found.
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
         // nvJPEG is opened by its path.
@@ -204,7 +207,7 @@ impl Libraries {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
-            // A folder for each choice: processes that were given others run beside each other.
+            // A folder for each choice: processes with other libraries may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
             let choice: String = hash.finalize().iter().take(4).map(|b| format!("{b:02x}")).collect();
@@ -230,7 +233,7 @@ impl Libraries {
         Ok(vec![(LIBRARY_PATH.into(), joined)])
     }
 
-    /// Names under which cudarc looks first, for what is there under another one: without them it would take
+    /// Names that cudarc tries first, for libraries that exist under another name: without them it would take
     /// the system's `libcudnn.so` where another cuDNN was chosen, and CUDA 13's NVRTC where both are on the path.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
@@ -249,78 +252,6 @@ impl Libraries {
             }
         }
         links
-    }
-}
-
-impl Library {
-    /// Asks the library itself: `13.0`, `9.19.0`, `2.28.9`. NVML is asked elsewhere: no version.
-    ///
-    /// # Errors
-    /// It cannot be loaded, lacks the symbol, or fails; a sentence.
-    pub fn version(&self) -> Result<String, String> {
-        let shown = self.path.display();
-        // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
-        let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
-            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
-        let lacks = |e: libloading::Error| format!("{shown}: {e}");
-        let failed = |status: i32| format!("{shown} does not tell its version (error {status})");
-        let three = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
-        type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
-        type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
-        type Plain = unsafe extern "C" fn() -> usize;
-        type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
-        let (mut a, mut b) = (0, 0);
-        let pointer = |name: &str, value: &mut i32| -> Result<(), String> {
-            // SAFETY: these symbols take a pointer to an int and return an enumeration.
-            let status = unsafe {
-                let ask = handle.get::<Pointer>(name.as_bytes()).map_err(lacks)?;
-                ask(value)
-            };
-            if status == 0 { Ok(()) } else { Err(failed(status)) }
-        };
-        let plain = |name: &str| -> Result<usize, String> {
-            // SAFETY: these symbols take nothing and return a size_t.
-            unsafe { Ok(handle.get::<Plain>(name.as_bytes()).map_err(lacks)?()) }
-        };
-        let version = match self.which {
-            Which::Driver => {
-                pointer("cuDriverGetVersion", &mut a)?;
-                format!("{}.{}", a / 1000, a % 1000 / 10)
-            }
-            Which::Nvrtc => {
-                // SAFETY: nvrtcVersion takes two pointers to ints.
-                let status = unsafe {
-                    let ask = handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?;
-                    ask(&mut a, &mut b)
-                };
-                if status != 0 {
-                    return Err(failed(status));
-                }
-                format!("{a}.{b}")
-            }
-            Which::Nccl => {
-                pointer("ncclGetVersion", &mut a)?;
-                three(usize::try_from(a).unwrap_or(0))
-            }
-            Which::Cudnn => three(plain("cudnnGetVersion")?),
-            Which::CublasLt => three(plain("cublasLtGetVersion")?),
-            Which::Nvjpeg => {
-                let of = |which: i32| {
-                    let mut value = 0;
-                    // SAFETY: nvjpegGetProperty takes a number and a pointer to an int.
-                    let status = unsafe {
-                        let ask = handle.get::<Property>(b"nvjpegGetProperty").map_err(lacks)?;
-                        ask(which, &mut value)
-                    };
-                    if status == 0 { Ok(value) } else { Err(failed(status)) }
-                };
-                format!("{}.{}.{}", of(0)?, of(1)?, of(2)?)
-            }
-            Which::Nvml => String::new(),
-        };
-        // CUDA's libraries do not like to be unloaded.
-        std::mem::forget(handle);
-        Ok(version)
     }
 }
 
@@ -365,7 +296,7 @@ pub fn ready(needed: &[Which]) -> Result<(), String> {
     }
     let libraries = Libraries::find();
     complete(&libraries, &absent)?;
-    // There, but not where this process looks: its launcher did not set the path.
+    // They exist, but not where this process searches: its launcher did not set the path.
     let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
     let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();
     Err(format!(
@@ -394,121 +325,4 @@ fn by_linker(file: &str) -> Option<PathBuf> {
         .map(Path::to_path_buf);
     std::mem::forget(handle);
     Some(path.unwrap_or_else(|| PathBuf::from(file)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::symlink;
-
-    fn touch(path: &Path) {
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, "not a library").unwrap();
-    }
-
-    /// A Python environment reached by a link on the path, as on machines for PyTorch.
-    fn environment(root: &Path) -> impl Fn(&str) -> Option<OsString> {
-        let site = root.join("opt/venv/lib/python3.12/site-packages/nvidia");
-        touch(&site.join("cudnn/lib/libcudnn.so.9"));
-        touch(&site.join("nccl/lib/libnccl.so.2"));
-        touch(&site.join("cu13/lib/libnvrtc.so.13"));
-        touch(&root.join("opt/venv/bin/python3"));
-        fs::create_dir_all(root.join("bin")).unwrap();
-        symlink("../opt/venv/bin/python3", root.join("bin/python3")).unwrap();
-        let bin = root.join("bin").into_os_string();
-        move |name| (name == "PATH").then(|| bin.clone())
-    }
-
-    #[test]
-    fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
-        let root = tempfile::tempdir().unwrap();
-        let libraries = Libraries::find_in(&folders(&environment(root.path())), false);
-        let nccl = libraries.get(Which::Nccl).unwrap();
-        assert!(nccl.path.ends_with("nvidia/nccl/lib/libnccl.so.2"), "{nccl:?}");
-        assert!(libraries.get(Which::Cudnn).is_some() && libraries.get(Which::Nvrtc).is_some());
-
-        let cache = root.path().join("cache/libraries");
-        let variables = libraries.environment(&cache).unwrap();
-        let (name, value) = &variables[0];
-        assert_eq!(name, LIBRARY_PATH);
-        let path: Vec<_> = std::env::split_paths(value).collect();
-        assert_eq!(path[0].parent(), Some(&*cache));
-        let dir = &path[0];
-        assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
-        assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
-        // Where the system has a cuDNN of its own, cudarc must not take that one.
-        assert_eq!(
-            fs::read_link(dir.join("libcudnn.so")).unwrap(),
-            libraries.get(Which::Cudnn).unwrap().path
-        );
-        // A second time, also when NCCL has moved meanwhile.
-        symlink("/elsewhere", dir.join("other")).unwrap();
-        fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
-        libraries.environment(&cache).unwrap();
-        assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
-    }
-
-    #[test]
-    fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
-        let root = tempfile::tempdir().unwrap();
-        let variables = environment(root.path());
-        let packages = root.path().join("opt/venv/lib/python3.12/site-packages");
-        let found = || {
-            // What this machine has itself does not count.
-            let mut folders = folders(&variables);
-            folders.usual.retain(|dir| dir.starts_with(root.path()));
-            folders.torchvision.retain(|dir| dir.starts_with(root.path()));
-            let libraries = Libraries::find_in(&folders, false);
-            (libraries.get(Which::Nvjpeg).map(|nvjpeg| nvjpeg.path.clone()), libraries)
-        };
-        assert_eq!(found().0, None);
-        let copy = packages.join("torchvision.libs/libnvjpeg.4a0b5c81.so.13");
-        touch(&copy);
-        touch(&packages.join("torchvision.libs/libjpeg.ceea7512.so.62"));
-        let (path, libraries) = found();
-        assert_eq!(path.and_then(|p| p.canonicalize().ok()), copy.canonicalize().ok());
-        // It is opened by its path: what else lies there must not get in the way of other libraries.
-        assert!(libraries.folders().iter().all(|dir| !dir.ends_with("torchvision.libs")));
-        let own = packages.join("nvidia/cu13/lib/libnvjpeg.so.13");
-        touch(&own);
-        assert_eq!(found().0.and_then(|p| p.canonicalize().ok()), own.canonicalize().ok());
-    }
-
-    #[test]
-    fn the_setting_comes_first() {
-        let root = tempfile::tempdir().unwrap();
-        let plain = environment(root.path());
-        let own = root.path().join("own");
-        touch(&own.join("libcudnn.so.9"));
-        let with = |name: &str| {
-            if name == SETTING { Some(own.clone().into_os_string()) } else { plain(name) }
-        };
-        let libraries = Libraries::find_in(&folders(&with), false);
-        assert_eq!(libraries.get(Which::Cudnn).unwrap().path, own.join("libcudnn.so.9"));
-        assert!(libraries.get(Which::Nccl).is_some());
-    }
-
-    #[test]
-    fn what_is_missing_is_named_with_a_way_to_get_it() {
-        let root = tempfile::tempdir().unwrap();
-        let bare = |_: &str| None;
-        let _ = root;
-        let nothing = Libraries { searched: folders(&bare).usual, ..Libraries::default() };
-        let error = complete(&nothing, Which::needed(2)).unwrap_err();
-        for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", SETTING] {
-            assert!(error.contains(part), "{part}: {error}");
-        }
-        assert!(!complete(&nothing, Which::needed(1)).unwrap_err().contains("NCCL"));
-    }
-
-    #[test]
-    fn a_file_that_is_no_library_is_an_error_and_not_the_end() {
-        let root = tempfile::tempdir().unwrap();
-        let path = root.path().join("libcudnn.so.9");
-        touch(&path);
-        for which in Which::ALL {
-            let error = Library { which, path: path.clone(), by_itself: false }.version().unwrap_err();
-            assert!(error.contains("libcudnn.so.9"), "{error}");
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! How a rank's GPU fares, told once a second while training moves on.
+//! Metrics of a rank's GPU, reported once a second while training moves on.
 
 use super::libraries::{Libraries, Which};
 use crate::report::Observer;
@@ -14,7 +14,7 @@ use std::{
 
 const EVERY: Duration = Duration::from_secs(1);
 
-/// What NVML tells of a GPU; a virtual one tells some of it only.
+/// What NVML reports of a GPU; a virtual one reports only some of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
     /// Part of the last moment in which something ran on it, 0 to 1.
@@ -33,9 +33,9 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Watches the GPU with this UUID; `progress` are the steps done, at which the values are told.
+    /// Watches the GPU with this UUID; `progress` counts the completed steps, at which the values are reported.
     ///
-    /// Nothing is told while `progress` stands still: a rank that has hung must look silent to its
+    /// Nothing is reported while `progress` stands still: a rank that has hung must look silent to its
     /// agent, and a metric has one value a step.
     ///
     /// # Errors
@@ -61,10 +61,10 @@ impl Sampler {
         every: Duration,
     ) -> std::io::Result<Self> {
         let ended = Arc::new((Mutex::new(false), Condvar::new()));
-        let told_to_end = ended.clone();
+        let asked_to_end = ended.clone();
         let mut last = progress.load(Ordering::Relaxed);
         let watch = move || {
-            let (flag, changed) = &*told_to_end;
+            let (flag, changed) = &*asked_to_end;
             let mut over = flag.lock().unwrap_or_else(PoisonError::into_inner);
             loop {
                 (over, _) = changed
@@ -93,7 +93,7 @@ impl Drop for Sampler {
         *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.ended.1.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It only looks and tells.
+            // It only reads and reports.
             let _ = thread.join();
         }
     }
@@ -175,7 +175,7 @@ mod tests {
         let began = Instant::now();
         drop(sampler);
         assert!(began.elapsed() < Duration::from_secs(10));
-        assert_eq!(looks.load(Ordering::Relaxed), 2, "it looked while nothing moved");
+        assert_eq!(looks.load(Ordering::Relaxed), 2, "it was read while nothing moved");
     }
 
     #[test]

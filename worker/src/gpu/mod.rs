@@ -1,5 +1,4 @@
-//! What a GPU machine is to the rest of Lockstep: which libraries and devices there are, and what a
-//! rank is told about its own.
+//! A GPU machine for the rest of Lockstep: which libraries and devices there are, and how a rank is configured for its own.
 
 pub mod devices;
 pub mod libraries;
@@ -39,8 +38,8 @@ impl RankGpu {
         self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
     }
 
-    /// The variables that its process is started with, beside all that it inherits (such as NCCL_*): which
-    /// GPUs it sees, and where NVIDIA's libraries are. What is missing of them, the process itself says.
+    /// The variables that its process is started with, in addition to those that it inherits (such as NCCL_*): which GPUs it sees,
+    /// and where NVIDIA's libraries are. The process itself reports what is missing.
     ///
     /// # Errors
     /// No folder can be had for links to libraries.

@@ -1,6 +1,6 @@
 //! nvJPEG's decoder in hardware: the part of its interface that is used (`nvjpeg.h`), loaded at run time.
 //!
-//! What it does not say by itself: it writes outputs without waiting for what was started on the stream before
+//! What its documentation does not say: it writes outputs without waiting for what was started on the stream before
 //! (seen on H100), so the caller waits for that; a call decodes all pictures or none; handles and states serve one
 //! thread at a time.
 #![allow(unsafe_code)] // A C interface, by its symbols.
@@ -58,7 +58,7 @@ pub(crate) struct Nvjpeg {
     state_destroy: Destroy,
     header_create: Create,
     header_destroy: Destroy,
-    /// Of later versions.
+    /// Later versions have it.
     info: Option<Info>,
     pre_allocate: Option<PreAllocate>,
     parse_header: ParseHeader,
@@ -111,7 +111,7 @@ impl Nvjpeg {
     }
 }
 
-/// A picture to decode: bytes of a file of three components, and where its planes go on the GPU.
+/// A picture to decode: bytes of a file of three components, and where its planes are written on the GPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Picture<'a> {
     pub(crate) bytes: &'a [u8],
@@ -155,7 +155,7 @@ impl Hardware {
         }
     }
 
-    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not tell.
+    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not report that.
     pub(crate) fn engines(&self) -> Option<(u32, u32)> {
         let (mut engines, mut cores) = (0, 0);
         // SAFETY: it writes two numbers.
@@ -239,7 +239,7 @@ impl State {
             })
             .collect();
         let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
-        // SAFETY: the lists have `count` entries each; callers give room, and keep the files until the stream has gone past.
+        // SAFETY: the lists have `count` entries each; callers provide the memory, and keep the files until the stream has gone past.
         unsafe {
             check("beginning a batch", initialize(*handle, self.state, count, 1, YUV))?;
             check(
@@ -290,7 +290,7 @@ fn failed(doing: &str, status: Status) -> String {
 /// What the GPU that CUDA calls 0 has: `8 engines`. Opens a context on it for a moment.
 ///
 /// # Errors
-/// It has no decoder, or that cannot be told; a sentence.
+/// It has no decoder, or that cannot be found out; a sentence.
 pub fn hardware() -> Result<String, String> {
     super::libraries::ready(&[Which::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);

@@ -94,7 +94,7 @@ pub enum Role {
     ConvWeight,
     /// Batch norm's scale.
     Gamma {
-        /// Of the last batch norm of a residual branch.
+        /// Whether it is the last batch norm of a residual branch.
         ends_branch: bool,
     },
     /// Batch norm's offset.

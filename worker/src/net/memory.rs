@@ -9,7 +9,7 @@ impl Network {
     }
 
     /// Values that are certainly kept of a picture where nothing is computed twice: the picture itself, and what
-    /// convolutions, ReLUs and poolings make. Sums that go into a ReLU are not kept beside it.
+    /// convolutions, ReLUs and poolings output. Sums that go into a ReLU are not kept in addition to its output.
     pub fn kept_values(&self) -> u64 {
         let picture = self.tensors[self.input()].len() as u64;
         let made = self.values_of(|op| matches!(op, Op::Conv { .. } | Op::Relu { .. } | Op::MaxPool { .. }));

@@ -1,4 +1,4 @@
-//! What a rank process is told by whoever starts it.
+//! The configuration of a rank process, written by the program that starts it.
 
 use crate::{
     engine::{DeviceChoice, registry},
@@ -8,7 +8,7 @@ use lockstep_protocol::agent::StartAttempt;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// What a rank process is told, as the file `rank.<r>.json` in its attempt's folder.
+/// The configuration of a rank process: the file `rank.<r>.json` in its attempt's folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankConfig {
     /// The attempt, with `master_port` already chosen.
@@ -24,7 +24,7 @@ pub struct RankConfig {
     /// Absent: it computes on CPU cores.
     #[serde(default)]
     pub gpu: Option<RankGpu>,
-    /// Where its agent keeps until when it may go on without one; absent where there is none.
+    /// The file with the deadline of its agent's lease; absent where there is no agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<PathBuf>,
     /// The job's folder; this attempt's is `attempts/<n>` in it.

@@ -1,22 +1,22 @@
-//! Why a rank could not go on, and what follows from it.
+//! Why a rank could not continue, and what follows from it.
 
 use crate::{comm::rendezvous::RendezvousError, engine::EngineError, train::TrainError};
 use lockstep_protocol::reason::ReasonCode;
 
-/// Why a rank could not go on.
+/// Why a rank could not continue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RankError {
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
     #[error(transparent)]
     Train(#[from] TrainError),
-    #[error("{0}")]
+    #[error(transparent)]
     System(#[from] std::io::Error),
-    /// Steps are no longer done.
+    /// Steps no longer complete.
     #[error("{0}")]
     Stalled(String),
-    /// Told to stop, and the step did not end, or its checkpoint was not written.
-    #[error("told to stop: {why}. {lost}")]
+    /// Asked to stop, and the step did not end, or its checkpoint was not written.
+    #[error("asked to stop: {why}. {lost}")]
     Interrupted { why: String, lost: String, secondary: bool },
 }
 

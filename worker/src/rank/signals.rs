@@ -10,12 +10,12 @@ use std::{
 /// From SIGTERM or SIGINT to the end of waiting for the step, the other ranks and the checkpoint. Slurm and Kubernetes
 /// kill after 30 s. An agent kills sooner, and says what is lost itself.
 const STOP_WITHIN: Duration = Duration::from_secs(20);
-/// How often the agent's lease is looked at; it must be over twice in a row, so that a machine that slept is no
-/// reason to end.
+/// How often the agent's lease is checked. It must be expired twice in a row, so that a machine that slept does not end its
+/// ranks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (it says then what is lost), and on SIGUSR1
-/// however long the step takes; takes no notice of SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (the error then says what is lost), and on SIGUSR1
+/// however long the step takes; ignores SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
     life: &Arc<Life>,
@@ -46,14 +46,14 @@ pub(super) fn listen_to_signals(
             };
             tokio::select! {
                 () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(told(&life))),
-                _ = int.recv() => until = until.or_else(|| Some(told(&life))),
+                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&life))),
+                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&life))),
                 _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
                     overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
                     if overdue > 1 {
-                        let why = "its agent did not come back within the lease";
+                        let why = "its agent did not extend its lease in time";
                         life.abort(why);
                         last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
                         let _ = reporter.flush();
@@ -65,7 +65,7 @@ pub(super) fn listen_to_signals(
         let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
         life.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        // Still here: it waits for something that cannot be told otherwise. One that has ended in order is on its way out.
+        // Still running: it waits for something that cannot be interrupted otherwise. A rank that ended in order is exiting.
         let lost = life.lost(config.rank).filter(|_| !life.ended.load(Ordering::Relaxed));
         if lost.is_none() && life.ended.load(Ordering::Relaxed) {
             return;
@@ -82,8 +82,8 @@ pub(super) fn listen_to_signals(
     Ok(())
 }
 
-/// Has the rank stop; until when it may take.
-fn told(life: &Life) -> tokio::time::Instant {
+/// Orders the rank to stop; returns the time by which it has to have ended.
+fn begin_stop(life: &Life) -> tokio::time::Instant {
     life.stop.store(true, Ordering::Relaxed);
     tokio::time::Instant::now() + STOP_WITHIN
 }

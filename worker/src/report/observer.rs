@@ -1,4 +1,4 @@
-//! Who is told what happens in a run.
+//! Receives what happens in a run.
 
 use super::Reporter;
 use lockstep_protocol::agent::AttemptEvent;

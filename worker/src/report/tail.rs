@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What [`Tail::poll`] returns at once, so that a message made of it stays small.
+/// Most bytes that [`Tail::poll`] returns at once, so that a message made of them stays small.
 const POLL_BYTES: u64 = 1 << 20;
 
 /// Reads a file of records while it grows.
@@ -16,20 +16,20 @@ const POLL_BYTES: u64 = 1 << 20;
 pub struct Tail {
     path: PathBuf,
     file: Option<File>,
-    /// Of the next record in the file.
+    /// Where the next record begins in the file.
     offset: u64,
     next: u64,
-    /// Records below this one are passed over.
+    /// Records below this one are skipped.
     from: u64,
 }
 
-/// Why a file of records cannot be read on.
+/// Why a file of records cannot be read any further.
 #[derive(Debug, thiserror::Error)]
 pub enum TailError {
     /// The file cannot be read.
     #[error("{path}: {error}")]
     Io {
-        /// Of the file.
+        /// The file.
         path: PathBuf,
         /// What the system says.
         error: io::Error,
@@ -37,7 +37,7 @@ pub enum TailError {
     /// A record that is followed by others is not what was written.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
-        /// Of the file.
+        /// The file.
         path: PathBuf,
         /// Its number, from 0.
         record: u64,
@@ -74,7 +74,7 @@ impl Tail {
         let mut events = Vec::new();
         let read = self.read_on(&mut events);
         if read.is_err() {
-            // What stands at the path may be another file by the next time (a disk that came back).
+            // The file at the path may be another one by the next time (a disk that returned).
             self.file = None;
         }
         match read {

@@ -7,27 +7,27 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 
-/// What is known of one rank.
+/// What is known of one rank's end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
     /// Absent while it runs.
     pub exit: Option<Exit>,
-    /// It was still running when it was told to end: how it ended then is no cause.
-    pub told_to_end: bool,
+    /// It was still running when it was asked to end: its exit status then is no cause.
+    pub asked_to_end: bool,
     /// Optimizer steps done, as far as its records say.
     pub step: u64,
     /// It recorded that its training is done.
     pub finished: bool,
-    /// Its last words.
+    /// The failure that it reported last.
     pub failure: Option<Failure>,
     /// The last line it printed outside its log (a panic, the loader's complaint).
     pub last_stderr_line: Option<String>,
-    /// It printed that memory was refused.
+    /// It printed that memory could not be allocated.
     pub no_memory: bool,
 }
 
-/// What a rank said of its own failure.
+/// A rank's report of its own failure.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
     pub reason: String,
@@ -46,7 +46,7 @@ impl RankEnd {
         }
     }
 
-    /// Whether it runs, or has ended, as a rank does that was told to stop.
+    /// Whether it runs, or has ended as a rank does that was asked to stop.
     pub fn is_stopping(&self) -> bool {
         let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
@@ -58,12 +58,12 @@ impl RankEnd {
         unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
-    /// Whether it said by itself why it failed, and did not only lose another rank.
+    /// Whether it reported its own failure, and did not only lose another rank.
     pub fn has_own_reason(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| !failure.secondary)
     }
 
-    /// Whether it ended because the system gave it no more memory: Rust's runtime says so and aborts.
+    /// Whether it ended because the system gave it no more memory: Rust's runtime prints that and aborts.
     pub fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
@@ -75,7 +75,7 @@ impl RankEnd {
         }
         match (&self.failure, self.exit) {
             _ if self.has_own_reason() => Some(0),
-            (_, Some(_)) if self.told_to_end && self.failure.is_none() => None,
+            (_, Some(_)) if self.asked_to_end && self.failure.is_none() => None,
             (Some(_), _) => Some(5),
             (None, Some(Exit::Signal(_))) => Some(1),
             (None, Some(Exit::Unseen)) => Some(2),
@@ -113,11 +113,11 @@ impl RankEnd {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
-    /// A better explanation may yet come.
+    /// A better explanation may still arrive.
     pub provisional: bool,
 }
 
-/// The cause that explains the others, among ranks that ended or said why they cannot go on.
+/// The failure that explains the others, among ranks that ended or reported why they cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
     let (precedence, rank) = ranks
         .into_iter()
@@ -184,7 +184,7 @@ mod tests {
         let ended = RankEnd {
             rank: 0,
             exit: Some(Exit::Signal(15)),
-            told_to_end: true,
+            asked_to_end: true,
             step: 9,
             ..Default::default()
         };

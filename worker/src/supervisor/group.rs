@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 /// From one SIGKILL to the next.
 const KILL_EVERY: Duration = Duration::from_secs(1);
-/// How often it is looked whether what ranks have left behind is gone.
+/// How often it is checked whether the processes that ranks left behind have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Ranks that are still there this long after the first SIGKILL are named and given up.
+/// Ranks that still exist this long after the first SIGKILL are named and given up.
 const UNKILLABLE: Duration = Duration::from_secs(30);
 
-/// How ranks are told to end. Each way is more urgent than the one before.
+/// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// SIGUSR1: finish the step and keep a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
+    /// SIGUSR1: finish the step and write a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
     Save { within: Duration },
     /// SIGTERM, and [`Stop::Kill`] after the caller's grace.
     Terminate,
@@ -46,10 +46,10 @@ impl Stop {
     }
 }
 
-/// What becomes of ranks whose supervisor goes away before they have ended.
+/// What happens to ranks whose supervisor goes away before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
-    /// They go on; who comes next adopts them.
+    /// They continue to run; the next supervisor adopts them.
     Stay,
     /// They get SIGTERM.
     Terminate,
@@ -57,19 +57,19 @@ pub enum Orphans {
     Kill,
 }
 
-/// For how long ranks are left to end by themselves after one of them has failed. What they say meanwhile may be a better
-/// reason than what is known.
+/// How long ranks may take to end by themselves after one of them has failed. What they report meanwhile may be a better reason
+/// than the one that is known.
 #[derive(Debug, Clone, Copy)]
-pub struct Settle {
+pub struct EndDelays {
     /// The cause is known.
     pub certain: Duration,
     /// Another rank's end may explain it.
     pub provisional: Duration,
-    /// All of them stop in order, without having been told here: rank 0 may still be writing their checkpoint.
+    /// All of them are stopping in order without an order from here: rank 0 may still be writing their checkpoint.
     pub stopping: Duration,
 }
 
-/// A stop that is under way.
+/// A stop that is in progress.
 #[derive(Debug, Clone, Copy)]
 struct Stopping {
     how: Stop,
@@ -84,7 +84,7 @@ pub struct RankGroup<N: Notes> {
     stopping: Option<Stopping>,
     /// Since when a rank's failure is known.
     trouble_since: Option<Instant>,
-    /// One that is suspended hears nothing of SIGTERM, and the others wait for it: it gets SIGKILL instead.
+    /// A suspended rank does not react to SIGTERM, and the others wait for it: it gets SIGKILL instead.
     kill_suspended: bool,
     orphans: Orphans,
 }
@@ -102,7 +102,7 @@ impl<N: Notes> RankGroup<N> {
         self
     }
 
-    /// Looks which ranks have ended since.
+    /// Updates which ranks have ended.
     pub fn poll(&mut self) {
         self.ranks.iter_mut().for_each(Rank::poll);
     }
@@ -112,7 +112,7 @@ impl<N: Notes> RankGroup<N> {
         self.ranks.iter().all(|rank| rank.end.exit.is_some())
     }
 
-    /// How each has ended, or fares.
+    /// How each rank has ended, or its state so far.
     pub fn ends(&self) -> impl Iterator<Item = &RankEnd> {
         self.ranks.iter().map(|rank| &rank.end)
     }
@@ -122,29 +122,29 @@ impl<N: Notes> RankGroup<N> {
         failure_cause(self.ends())
     }
 
-    /// Whether a rank has failed so long ago that the others are to be told.
-    pub fn is_to_end(&mut self, settle: Settle) -> bool {
+    /// Whether a rank has failed so long ago that the others have to be asked to end.
+    pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
-            false => settle.certain,
-            true if self.ends().all(RankEnd::is_stopping) => settle.stopping,
-            true => settle.provisional,
+            false => delays.certain,
+            true if self.ends().all(RankEnd::is_stopping) => delays.stopping,
+            true => delays.provisional,
         };
         self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }
 
-    /// Whether they were told to end.
+    /// Whether they were asked to end.
     pub fn is_stopping(&self) -> bool {
         self.stopping.is_some()
     }
 
-    /// Tells all to end. When they were told before, only what is more urgent counts.
+    /// Asks all to end. After an earlier order, only a more urgent one counts.
     pub fn stop(&mut self, how: Stop) {
         match self.stopping {
             None => {
                 for rank in &mut self.ranks {
                     rank.poll();
-                    rank.end.told_to_end = rank.end.exit.is_none();
+                    rank.end.asked_to_end = rank.end.exit.is_none();
                 }
             }
             Some(before) if !how.is_more_urgent_than(before.how) => return,
@@ -154,7 +154,7 @@ impl<N: Notes> RankGroup<N> {
         self.signal(how.signal());
     }
 
-    /// Sees to it that those who were told to end do: `grace` is the time from SIGTERM to SIGKILL.
+    /// Enforces an earlier order to end: `grace` is the time from SIGTERM to SIGKILL.
     pub(super) fn escalate(&mut self, grace: Duration) {
         let Some(Stopping { how, since, kills }) = self.stopping else { return };
         match how {
@@ -174,13 +174,13 @@ impl<N: Notes> RankGroup<N> {
         }
     }
 
-    /// Whether they were killed again and again and are still there.
+    /// Whether they were killed repeatedly and still exist.
     pub fn is_unkillable(&self) -> bool {
         self.stopping
             .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE)
     }
 
-    /// Proof that nothing of the ranks is left, also of what they started; names what cannot be killed.
+    /// Proves that no process of the ranks is left, nor any that they started; names what cannot be killed.
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE;
         loop {
@@ -262,7 +262,7 @@ mod tests {
         drop(ranks);
         let until = Instant::now() + Duration::from_secs(20);
         while runs(pid) {
-            assert!(Instant::now() < until, "it was not told to end");
+            assert!(Instant::now() < until, "it was not asked to end");
             std::thread::yield_now();
         }
         let (ranks, pid) = asleep(Orphans::Stay);
@@ -275,7 +275,7 @@ mod tests {
     fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
         let (mut ranks, pid) = asleep(Orphans::Kill);
         ranks.stop(Stop::Kill);
-        // Not a step back: it would wait for a checkpoint of one that was killed.
+        // Not a step back: it would wait for a checkpoint of a rank that was killed.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
         let until = Instant::now() + Duration::from_secs(20);
         while !ranks.has_ended() {

@@ -1,7 +1,7 @@
-//! Rank processes of an attempt: started on a file of what they are to do, and found again by whoever comes back.
+//! Rank processes of an attempt: started with a configuration file, and adopted again by a later supervisor.
 //!
-//! A rank outlives its agent. What identifies it is on disk beside its records: process id, the time
-//! it was started (a process id is used again, the pair is not) and the boot it belongs to.
+//! A rank outlives its agent. Its identity is on disk next to its records: process id, start time (process ids are reused, the
+//! pair is not) and boot id.
 
 use super::{
     proc_fs::find_rank,
@@ -25,10 +25,10 @@ pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
 }
 
-/// What the ranks of `start` on this machine are told. They share its cores evenly.
+/// The configurations of the ranks of `start` on this machine. They share its cores evenly.
 ///
-/// `devices`: one for each, in rank order, by which all see all of them; empty for ranks on CPU cores. `lease`: where
-/// ranks find until when they may go on without an agent.
+/// `devices`: one for each rank, in rank order, all of them visible to all; empty for ranks on CPU cores. `lease`: the file with
+/// the deadline until which ranks may continue without an agent.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],
@@ -86,7 +86,7 @@ impl RankProcess {
         Ok(process)
     }
 
-    /// Takes over a rank that an earlier agent started. It may be gone: [`RankProcess::poll`] says.
+    /// Adopts a rank that an earlier agent started. It may have ended already: [`RankProcess::poll`] shows it.
     pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
         let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))
             .ok()
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(wait(&mut process), Exit::Status(7));
         let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
         assert!(printed.contains("out") && printed.contains("err"), "{printed}");
-        // Gone means gone for whoever comes later, too.
+        // A later supervisor sees that it has ended, too.
         assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
     }
 

@@ -1,8 +1,8 @@
-//! What the kernel tells of processes, in `/proc`; see proc_pid_stat(5).
+//! Processes as the kernel describes them in `/proc`; see proc_pid_stat(5).
 
 use std::{fs, path::Path};
 
-/// Of one process.
+/// The fields of one process that are used.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stat {
     /// `R`, `S`, `D`, `T`, `Z`, ...

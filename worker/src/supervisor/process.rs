@@ -1,4 +1,4 @@
-//! One rank's process: signalled, polled, and its end made sure of.
+//! One rank's process: signals, polling, and making sure that it has ended.
 
 use super::proc_fs::{self, stat};
 use crate::host::boot_id;
@@ -16,13 +16,13 @@ use std::{
 pub enum Exit {
     /// With this status.
     Status(i32),
-    /// Killed by this signal.
+    /// By this signal.
     Signal(i32),
-    /// While nobody was there to see it; what it recorded says more.
+    /// Unobserved; its records say more.
     Unseen,
 }
 
-/// As the standard library says it: `exit status: 1`, `signal: 9 (SIGKILL)`.
+/// As the standard library displays it: `exit status: 1`, `signal: 9 (SIGKILL)`.
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -36,9 +36,9 @@ impl fmt::Display for Exit {
 /// Which process group a rank's process is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnixProcessGroup {
-    /// Its own: a Ctrl-C meant for who started it is not meant for it, and what it starts ends with it.
+    /// Its own: Ctrl-C in its parent's terminal does not reach it, and what it starts ends with it.
     Own,
-    /// That of who starts it: a Ctrl-C ends both.
+    /// That of its parent: Ctrl-C ends both.
     Inherited,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// Of a process that runs, or has ended and was not waited for.
+    /// The identity of a process that runs, or has ended and was not waited for.
     pub(super) fn of(pid: i32) -> Self {
         Self { pid, start_time: stat(pid).map_or(0, |s| s.start_time), boot_id: boot_id() }
     }
@@ -100,7 +100,7 @@ impl RankProcess {
         self.child.as_mut().map_or((None, None), |child| (child.stdout.take(), child.stderr.take()))
     }
 
-    /// How it ended, when it has. Once gone it stays gone.
+    /// How it ended, when it has; from then on always the same.
     pub fn poll(&mut self) -> Option<Exit> {
         if self.exit.is_none() {
             self.exit = match self.child.as_mut().map(Child::try_wait) {
@@ -116,7 +116,7 @@ impl RankProcess {
         self.exit
     }
 
-    /// Signals it, with its process group where that is its own, if it is still the process we mean.
+    /// Signals it, and its process group where that is its own, if it is still the same process.
     pub fn signal(&mut self, signal: Signal) {
         if self.poll().is_none() {
             self.send(signal);
@@ -127,7 +127,7 @@ impl RankProcess {
     pub(super) fn kill_and_wait(&mut self) {
         self.signal(Signal::KILL);
         if let Some(child) = self.child.as_mut().filter(|_| self.exit.is_none()) {
-            // Somebody else has waited for it: gone all the same.
+            // Another process has waited for it: it has ended all the same.
             let _ = child.wait();
         }
     }
@@ -136,7 +136,7 @@ impl RankProcess {
     /// proc_pid_stat(5) names it; `D` is one that the kernel does not let go.
     pub fn remains(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
-        // While a group has members its number is given to no other process: one that has it now is a stranger, like its group.
+        // While a group has members its number is not reused: a process that has the number now is unrelated, and so is its group.
         if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
         }
@@ -169,7 +169,7 @@ impl RankProcess {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// It may end at this very moment: the next poll tells.
+    /// It may end at this very moment; the next poll shows it.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {

@@ -13,13 +13,13 @@ use std::{
     time::Instant,
 };
 
-/// What is shown of what a dead rank printed outside its log.
+/// Limit of what is shown of a dead rank's output outside its log.
 const STDERR_LINES: usize = 20;
 const STDERR_BYTES: usize = 64 << 10;
 
-/// What a supervisor's caller keeps of what a rank records, beside [`RankEnd`].
+/// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
 pub trait Notes {
-    /// Takes down one of its records; in their order.
+    /// Takes one of its records, in order.
     fn note(&mut self, event: AttemptEvent);
 }
 
@@ -28,7 +28,7 @@ impl Notes for () {
     fn note(&mut self, _event: AttemptEvent) {}
 }
 
-/// All of it, until somebody takes it.
+/// All records, until the caller takes them.
 impl Notes for Vec<AttemptEvent> {
     fn note(&mut self, event: AttemptEvent) {
         self.push(event);
@@ -87,12 +87,12 @@ impl<N: Notes> Rank<N> {
         Ok(())
     }
 
-    /// Looks whether the process has ended; its last words are read before that is believed.
+    /// Checks whether the process has ended; its last records are read before that is reported.
     pub fn poll(&mut self) {
         if self.end.exit.is_none()
             && let Some(exit) = self.process.poll()
         {
-            // What cannot be read now, the next call says.
+            // What cannot be read now is reported by the next call.
             let _ = self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = self.stderr_lines().pop();
@@ -117,7 +117,7 @@ impl<N: Notes> Rank<N> {
 }
 
 impl RankEnd {
-    /// Takes down what a record says of how far the rank is and why it fails.
+    /// Updates the rank's progress and failure from a record.
     fn note(&mut self, event: &AttemptEvent) {
         let step = &mut self.step;
         match event {

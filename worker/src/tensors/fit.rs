@@ -1,10 +1,16 @@
-//! Whether tensors fit a network, by names and shapes alone: asked of a file's header when a job is submitted, and of the
-//! tensors themselves when it begins with them.
+//! Whether tensors fit a network, by names and shapes alone: checked with a file's header when a job is submitted, and with the
+//! tensors themselves when the job starts.
 
+use super::NamedTensors;
 use std::collections::BTreeMap;
 
 /// Shapes of tensors under their names.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// The shapes of `tensors`.
+pub fn shapes(tensors: &NamedTensors) -> Shapes {
+    tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect()
+}
 
 /// What a comparison has found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -16,11 +22,12 @@ pub struct Fit {
     pub other_head: Option<[Vec<usize>; 2]>,
 }
 
-/// Compares the tensors `given` with those `wanted`. `head`: the last layer, which has a row for each class and may have
-/// other ones.
-pub fn compare(given: &Shapes, wanted: &Shapes, head: &str) -> Fit {
-    let head = ["weight", "bias"].map(|suffix| format!("{head}.{suffix}"));
-    let other_head = other_head(given, wanted, &head);
+/// Compares the tensors `given` with those `wanted`. `head`: the last layer, which has a row for each class, where it may have
+/// another number of them.
+pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Fit {
+    let head = head.map(|head| ["weight", "bias"].map(|suffix| format!("{head}.{suffix}")));
+    let other_head = head.as_ref().and_then(|head| other_head(given, wanted, head));
+    let head = head.unwrap_or_default();
     let mut problems = Vec::new();
     for (name, own) in wanted {
         match given.get(name) {

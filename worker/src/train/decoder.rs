@@ -1,4 +1,4 @@
-//! Who decodes JPEG files, a rank's device or its cores.
+//! Which of a rank's GPU and CPU cores decode JPEG files.
 
 use super::{TrainError, Training};
 use crate::{
@@ -8,13 +8,13 @@ use crate::{
 use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 
-/// Who decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
+/// Chooses what decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
-/// What a rank asks for.
+/// The setting of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU what it can, if it can, and cores the rest.
+    /// The GPU decodes what it can, if it can, and cores the rest.
     Auto,
     Cores,
     /// As `Auto`; without a GPU that can, the job fails.
@@ -52,7 +52,7 @@ impl DecoderChoice {
     }
 }
 
-/// Has JPEG files decoded by this rank's GPU where it can, and says who decodes.
+/// Makes this rank's GPU decode JPEG files where it can, and logs what decodes.
 pub(super) fn choose_decoder(
     training: &Training<'_>,
     precision: Precision,

@@ -16,7 +16,7 @@ pub enum TrainError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The machine has less memory than the job takes; nothing of it was taken.
+    /// The machine has less memory than the job needs; none was allocated.
     #[error("{0}")]
     Memory(String),
     /// The numbers left the range of float32, which is also bfloat16's. `what`: a sentence without its end.
@@ -27,12 +27,12 @@ pub enum TrainError {
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
     /// The job asks for float16, which cannot hold its numbers.
     #[error(
-        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which goes on in bfloat16 \
+        "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which continues in bfloat16 \
          then, or \"bf16\""
     )]
     Overflow { what: String, step: u64 },
     /// The system refused something: a thread, memory, a file.
-    #[error("{0}")]
+    #[error(transparent)]
     System(#[from] std::io::Error),
 }
 
@@ -52,7 +52,7 @@ impl TrainError {
     /// Whether another attempt may succeed.
     pub fn is_retriable(&self) -> bool {
         match self {
-            TrainError::System(_) => true,
+            TrainError::System(_) | TrainError::Checkpoint(CheckpointError::Io { .. }) => true,
             TrainError::Engine(EngineError::Backend(error)) => error.is_retriable(),
             _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
         }

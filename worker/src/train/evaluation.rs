@@ -32,7 +32,7 @@ impl Run<'_> {
         if !completed && self.is_first() {
             let step = self.step;
             self.training.observer.log(&format!(
-                "the evaluation after step {step} is broken off; it comes when the job goes on"
+                "the evaluation after step {step} is broken off; it is done when the job continues"
             ));
         }
         Ok(completed)

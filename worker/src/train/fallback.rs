@@ -45,7 +45,7 @@ impl Run<'_> {
         self.pulse.report("starting");
         if self.is_first() {
             training.observer.log(&format!(
-                "float16 could not hold {what}: training goes on in bfloat16 after step {step}, from the last weights \
+                "float16 could not hold {what}: training continues in bfloat16 after step {step}, from the last weights \
                  that are finite"
             ));
             training.observer.event(&AttemptEvent::PrecisionFallback { step, what: what.into() });

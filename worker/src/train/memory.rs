@@ -1,5 +1,5 @@
-//! Whether a machine has the memory that a run takes, told before anything of it is taken: the system gives more than there
-//! is, and ends whoever comes to use it.
+//! Whether a machine has the memory that a run needs, checked before any of it is allocated: the system overcommits, and kills
+//! processes when memory runs out.
 
 use super::TrainError;
 use crate::{
@@ -12,21 +12,21 @@ use std::{fs, path::Path};
 /// A float32, as weights and a CPU rank's activations are.
 const VALUE: u64 = 4;
 
-/// What the ranks of a machine take of its memory at least. What a run may never come to (a larger size of later epochs or of
-/// evaluation, pictures that a split does not have) is not in it: nothing that fits is refused.
+/// The memory that the ranks of a machine need at least. What a run may never need (a larger size of later epochs or of evaluation,
+/// pictures that a split does not have) is not counted, so nothing that fits is refused.
 pub(super) struct Needed {
     /// The most pictures that a rank has in a micro-batch.
     pictures: u64,
-    /// Of a rank.
+    /// Bytes of each rank.
     each: u64,
-    /// Of all of them together.
+    /// Bytes of all ranks together.
     shared: u64,
     ranks: u32,
 }
 
 impl Needed {
-    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less
-    /// than a run takes: buffers of convolutions and pictures that are made ahead come on top.
+    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less than a
+    /// run needs: buffers of convolutions and pictures that are prepared ahead come on top.
     pub(super) fn of(
         network: &Network,
         config: &EngineConfig,
@@ -44,14 +44,14 @@ impl Needed {
                 .saturating_mul(network.kept_values())
                 .saturating_mul(VALUE)
                 .saturating_add(parameters),
-            // A batch on its way to the GPU, a byte a value. The engine looks at the GPU's own memory.
+            // A batch on its way to the GPU, a byte per value. The engine checks the GPU's own memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
         let shared = if needs.host_memory { parameters } else { 0 };
         Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
-    /// Compares with what there `is`.
+    /// Compares the need with the memory that there `is`.
     ///
     /// # Errors
     /// What is needed, what there is, and what to lower.
@@ -82,8 +82,8 @@ fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
-/// Memory that this process may have at most: the machine's, with what it may swap out, or its control group's. None where
-/// the system does not tell.
+/// Memory that this process may have at most: the machine's plus swap, or its control group's limit. None where the system does
+/// not report it.
 pub(super) fn of_machine() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();

@@ -1,11 +1,11 @@
-//! Weights that somebody brings (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
+//! Weights given by the user (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
 //! timm has the same names for these networks.
 
 use super::{TrainError, Training};
 use crate::{
     checkpoint,
     engine::{NamedTensors, first_not_finite},
-    tensors::fit::{Fit, Shapes, compare, first_of},
+    tensors::fit::{Fit, compare, first_of, shapes},
 };
 use std::path::Path;
 
@@ -57,10 +57,7 @@ struct Taken {
 /// # Errors
 /// Every tensor that keeps them from fitting, by name.
 fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Result<Taken, Vec<String>> {
-    let shapes = |all: &NamedTensors| -> Shapes {
-        all.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
-    };
-    let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), head);
+    let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), Some(head));
     if !problems.is_empty() {
         return Err(problems);
     }

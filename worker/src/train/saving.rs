@@ -5,7 +5,7 @@ use crate::{
     checkpoint::{
         CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
     },
-    engine::Contribution,
+    engine::{Contribution, StateDict},
 };
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
@@ -24,10 +24,11 @@ impl Run<'_> {
         // from the records when the rank is killed right after.
         self.pulse.report("checkpointing");
         let contribution = self.engine.state_dict()?;
-        let (Some(writer), Contribution::Whole(state_dict)) = (&self.writer, contribution) else {
+        let Some(writer) = &self.writer else {
             self.pulse.report("training");
             return Ok(());
         };
+        let state_dict = whole(contribution)?;
         let plan = &self.plan;
         let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
         let step_in_epoch = self.step % plan.steps_per_epoch;
@@ -85,7 +86,7 @@ impl Run<'_> {
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.flush_checkpoints()?;
-        self.training.observer.log(&format!("told to stop: stopped after step {}", self.step));
+        self.training.observer.log(&format!("asked to stop: stopped after step {}", self.step));
         self.pulse.report("stopped");
         Ok(Outcome::Stopped { step: self.step })
     }
@@ -125,6 +126,21 @@ impl Run<'_> {
     }
 }
 
+/// The state that the rank with the checkpoint writer contributes.
+///
+/// # Errors
+/// It contributes nothing: the engine takes another rank for the group's first, and the checkpoint would be lost.
+fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
+    match contribution {
+        Contribution::Whole(state_dict) => Ok(state_dict),
+        Contribution::Replica => Err(TrainError::Impossible(
+            "no checkpoint: this rank writes checkpoints, but its engine has left the state to another rank of \
+             the group. This is a mistake in Lockstep"
+                .into(),
+        )),
+    }
+}
+
 fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
     let observer = training.observer;
     for event in events {
@@ -140,11 +156,23 @@ fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
             CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
-                "checkpoint {epoch}-{step} could not be written: {reason}; training goes on, the one before it stands"
+                "checkpoint {epoch}-{step} could not be written: {reason}; training continues, the one before it stands"
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
                 .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),
             CheckpointEvent::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rank_that_writes_checkpoints_has_to_contribute_the_state() {
+        assert!(whole(Contribution::Whole(Box::default())).is_ok());
+        let error = whole(Contribution::Replica).unwrap_err().to_string();
+        assert!(error.starts_with("no checkpoint: "), "{error}");
     }
 }

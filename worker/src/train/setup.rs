@@ -1,4 +1,4 @@
-//! What a run is made of, checked before the first step.
+//! The parts of a run, checked before the first step.
 
 use super::{
     TrainError, Training,
@@ -101,7 +101,7 @@ impl Plan {
 
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
-    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.look)?;
+    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
     data.set_mixing(Mixing::from(&spec.train));
     let skipped = &data.shape.skipped;
     if training.group.rank() == 0 && !skipped.is_empty() {
@@ -114,7 +114,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     Ok(data)
 }
 
-/// Has all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: what is found depends on which
+/// Makes all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: the statistics depend on which
 /// pictures could be read, and on how this version reads them.
 fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);
@@ -135,7 +135,7 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
     Ok(())
 }
 
-/// Of a CPU rank's threads, one in so many prepares pictures: decoding one takes a small part of what training on it does.
+/// One in so many of a CPU rank's threads prepares pictures: decoding one takes a small part of what training on it does.
 const TRAINING_TO_DATA: usize = 8;
 
 /// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready

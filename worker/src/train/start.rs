@@ -1,5 +1,5 @@
-//! Where a run begins: fresh weights, somebody else's, or a checkpoint. Rank 0 reads files and sends
-//! what is in them, so the others need not have them.
+//! Where a run begins: fresh weights, given weights, or a checkpoint. Rank 0 reads files and sends their content, so the others
+//! need not have them.
 
 use super::{
     TrainError, Training,
@@ -7,12 +7,13 @@ use super::{
     setup::Plan,
 };
 use crate::{
-    checkpoint::{self, Best, OptimizerNote, State},
+    checkpoint::{self, Best, CheckpointError, OptimizerNote, State},
     comm::{ProcessGroup, Reduction},
     data::loader::Shape,
     engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
     net,
     precision::SkippedSteps,
+    tensors::fit::{compare, shapes},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -30,7 +31,7 @@ pub(super) struct Beginning {
     pub(super) unmeasured: bool,
 }
 
-/// The format that the checkpoint went on in, where the job leaves the choice to us: a run that left float16 does not go
+/// The format that the checkpoint's run used last, where the job leaves the choice to us: a run that left float16 does not go
 /// back to it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
@@ -110,7 +111,7 @@ fn resume(
         false => None,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share them: all have looked at the old ones before they change.
+    // Ranks may share them: every rank has read the old ones before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
     // Nor does anybody use the new ones before rank 0 has written them.
@@ -165,22 +166,22 @@ fn resume(
     });
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // Numbers of other steps.
+        // They count other steps.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
     Ok(Beginning { step, best, skipped, unmeasured })
 }
 
-/// The checkpoint in `folder`, or the newest one before it that is whole. What is damaged is set aside and named;
-/// with none left the run does not begin anew by itself: that is for a person to decide.
+/// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run
+/// does not begin anew by itself: that is for a person to decide.
 fn newest_whole(
     training: &Training<'_>,
     folder: &Path,
 ) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
     let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
-        // Somebody's own folder, named on the command line.
+        // The user's own folder, named on the command line.
         return Ok((folder.into(), checkpoint::load(folder)?));
     };
     let mut candidates = vec![(epoch, step)];
@@ -191,6 +192,8 @@ fn newest_whole(
         let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
         match checkpoint::load(&place) {
             Ok(loaded) => return Ok((place, loaded)),
+            // It may be whole. Another attempt reads it again.
+            Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
                 observer.log(&format!("{error}; it is set aside and the one before it is used"));
@@ -203,7 +206,7 @@ fn newest_whole(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no whole checkpoint is left to go on from ({}); submit the job anew to begin from the start",
+        "no whole checkpoint is left to continue from ({}); submit the job anew to begin from the start",
         damage.join("; ")
     )))
 }
@@ -225,7 +228,7 @@ fn fits(
             training.spec.data.dataset
         )))
     };
-    // Tensors alone do not tell: another dataset may have as many classes. Not every file tells.
+    // Tensors alone are not enough: another dataset may have as many classes. Not every file has class names.
     if let Ok(about) = checkpoint::metadata(&folder.join(checkpoint::MODEL))
         && let Some(text) = about.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
@@ -233,18 +236,7 @@ fn fits(
     {
         return refuse(difference);
     }
-    let mut problems = Vec::new();
-    for (name, tensor) in own {
-        match given.get(name) {
-            None => problems.push(format!("{name} is missing")),
-            Some(there) if there.shape != tensor.shape => {
-                problems.push(format!("{name} is {:?}, wanted {:?}", there.shape, tensor.shape));
-            }
-            Some(_) => {}
-        }
-    }
-    let unknown = given.keys().filter(|name| !own.contains_key(*name));
-    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
+    let problems = compare(&shapes(given), &shapes(own), None).problems;
     if problems.is_empty() { Ok(()) } else { refuse(some_of(&problems)) }
 }
 
@@ -255,11 +247,8 @@ fn shared(
     loaded: Option<NamedTensors>,
 ) -> Result<NamedTensors, TrainError> {
     if let Some(loaded) = &loaded {
-        let shapes = |tensors: &NamedTensors| -> Vec<_> {
-            tensors.iter().map(|(name, t)| (name.clone(), t.shape.clone())).collect()
-        };
         if shapes(loaded) != shapes(&template) {
-            let text = "the checkpoint's optimizer state is not of the weights that lie beside it";
+            let text = "the optimizer state of the checkpoint does not belong to its weights";
             return Err(TrainError::Impossible(text.into()));
         }
     }

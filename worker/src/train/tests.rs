@@ -22,7 +22,7 @@ use std::{
     time::Duration,
 };
 
-/// When a rank is told to stop.
+/// When a rank is asked to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StopIn {
     /// After the last vote of the validation pass that overflows.
@@ -97,7 +97,7 @@ impl Bench {
         spec
     }
 
-    /// Trains on all ranks. The last rank alone is told to stop.
+    /// Trains on all ranks. Only the last rank is asked to stop.
     fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
         let port = free_port("127.0.0.1").unwrap();
         let ranks: Vec<_> = std::thread::scope(|scope| {
@@ -179,7 +179,7 @@ impl Bench {
         let training = Training {
             spec: &spec,
             dataset: &self.folder.path().join("dataset"),
-            look: Look::Files,
+            changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
             // One that computes in 16 bits.
@@ -227,7 +227,7 @@ fn a_stop_while_bfloat16_takes_over_in_an_epoch_ends_all_ranks_after_that_step_w
         // Five skipped steps in a row are too many.
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 5 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, BOTH);
-        assert!(ended.log.contains("told to stop: stopped after step 5"), "{}", ended.log);
+        assert!(ended.log.contains("asked to stop: stopped after step 5"), "{}", ended.log);
         let state = bench.state("1-5");
         assert_eq!((state.step, state.precision), (5, Some(Precision::Bf16)));
         assert_eq!((state.skipped_steps.total, bench.weight("1-5")), (5, 0.0));
@@ -253,7 +253,7 @@ fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_con
         let ended = bench.train(Overflow::Validation, StopIn::Never, Some("1-20"));
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, BOTH);
-        assert!(bench.state("1-20").val_loss.is_some(), "the evaluation is made up for");
+        assert!(bench.state("1-20").val_loss.is_some(), "the evaluation is caught up on");
     }
 }
 

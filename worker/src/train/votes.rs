@@ -1,6 +1,6 @@
 //! The ranks' votes on whether to continue, and on whether the numbers are finite.
 //!
-//! A stop concerns all ranks, and they must end after the same step, so they add up how many were told to stop. Few ranks do so
+//! A stop concerns all ranks, and they must end after the same step, so they add up how many were asked to stop. Few ranks do so
 //! after every step: it costs them some microseconds. Many vote about four times a second, or after every step when a step takes
 //! longer. The step to vote at next follows from the mean time of a step over all ranks. That mean is part of the vote, so
 //! all ranks come to the same step.
@@ -79,7 +79,7 @@ impl Run<'_> {
         }
     }
 
-    /// Votes if a vote is due, or `always`. False: some rank was told to stop, and all ranks know it.
+    /// Votes if a vote is due, or `always`. False: some rank was asked to stop, and all ranks know it.
     ///
     /// # Errors
     /// [`TrainError::Diverged`] on all ranks when the numbers of any are not finite.
@@ -153,7 +153,7 @@ mod tests {
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
-            assert!(many.is_due(100 + next + 1), "one that was passed by is made up for");
+            assert!(many.is_due(100 + next + 1), "one that was passed by is caught up on");
         }
     }
 

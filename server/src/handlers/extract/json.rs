@@ -1,5 +1,5 @@
-//! What a JSON body must be before it is read as anything: not nested too deep, and no key twice. Of two equal keys
-//! readers take the first or the last, so what one program checked another would not do.
+//! Checks of a JSON body before it is deserialised: nesting depth, and no key twice. Parsers take the first or the last of two
+//! equal keys, so a program that checks a body might check another value than the one that is used.
 
 use lockstep_protocol::{limits::JSON_NESTING, spec::shortened};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};

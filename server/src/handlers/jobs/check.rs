@@ -1,5 +1,5 @@
-//! What only the server knows of a specification: whether its dataset is registered, whether it fits it, and whether there are
-//! slots for its ranks.
+//! Checks of a specification that only the server can make: whether its dataset is registered, whether it fits, and whether there
+//! are slots for its ranks.
 
 use crate::{
     app::App,
@@ -30,7 +30,7 @@ pub(crate) struct Plan {
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
-    /// What is worth a look before the job runs, in words.
+    /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
 }
 
@@ -55,14 +55,14 @@ pub(crate) async fn validate(State(app): State<App>, Document(document, _): Docu
 pub(in crate::handlers) struct Checked {
     pub(in crate::handlers) spec: JobSpec,
     pub(in crate::handlers) dataset: Dataset,
-    /// What is worth a look before the job runs, in words.
+    /// Warnings that matter before the job runs, in words.
     pub(in crate::handlers) warnings: Vec<String>,
 }
 
 /// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
 /// whether the weights that it is to begin with fit.
 pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool) -> Result<Checked> {
-    let (mut errors, mut not_looked_at) = (Vec::new(), None);
+    let (mut errors, mut not_checked) = (Vec::new(), None);
     let mut spec = match spec::from_json(document) {
         Ok(spec) => Some(spec),
         Err(found) => {
@@ -91,14 +91,14 @@ pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool
             match submission::pretrained(app, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
-                Weights::NotLookedAt(warning) => not_looked_at = Some(warning),
+                Weights::NotChecked(warning) => not_checked = Some(warning),
             }
         }
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => {
             let mut warnings = submission::warnings(&spec, &dataset);
-            warnings.extend(not_looked_at);
+            warnings.extend(not_checked);
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),

@@ -60,9 +60,9 @@ pub struct AttemptRow {
 /// Records of one source of an attempt, as they came.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Of which attempt.
+    /// The attempt.
     pub attempt: AttemptRef,
-    /// Who wrote them.
+    /// The writer of the records.
     pub source: Source,
     /// The number of the first.
     pub first: u64,
@@ -79,7 +79,7 @@ pub struct Report {
 pub enum Ingested {
     /// Its records are on disk.
     Stored {
-        /// To be told to the agent.
+        /// Sent to the agent.
         acknowledged: Acknowledged,
         /// None when every record was there already.
         changed: Option<Box<Changed>>,

@@ -28,9 +28,9 @@ pub enum Stored {
     Body(String),
     /// Metrics of a rank.
     Points {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
-        /// Of which rank.
+        /// The rank.
         rank: u32,
         /// See `crate::store::points`.
         data: Vec<u8>,
@@ -51,7 +51,7 @@ impl EventRow {
         (self.seq + 1).saturating_sub(self.count())
     }
 
-    /// Of what it holds.
+    /// The size of its content.
     pub fn bytes(&self) -> usize {
         match &self.stored {
             Stored::Body(body) => body.len(),
@@ -69,8 +69,8 @@ impl EventRow {
         match &self.stored {
             Stored::Points { attempt, rank, data } => {
                 let columns = points::decode(data, name);
-                let columns =
-                    columns.inspect_err(|error| quarantine::tell(&format!("event {}: {error}", self.seq)));
+                let columns = columns
+                    .inspect_err(|error| quarantine::log_once(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
             }
             Stored::Body(_) => None,
@@ -103,7 +103,7 @@ impl EventRow {
 pub struct LogPage {
     /// Those that can be read.
     pub events: Vec<Event>,
-    /// Numbers of the first and the last that were looked at, whether they can be read or not.
+    /// Numbers of the first and the last that were examined, whether they can be read or not.
     pub ends: Option<(u64, u64)>,
     /// There were as many events as the filter allows.
     pub full: bool,
@@ -112,9 +112,9 @@ pub struct LogPage {
 /// Which log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogFilter {
-    /// Of this rank.
+    /// Lines of this rank only.
     pub rank: Option<u32>,
-    /// Of this attempt.
+    /// Lines of this attempt only.
     pub attempt: Option<u32>,
     /// With `seq > after`.
     pub after: u64,

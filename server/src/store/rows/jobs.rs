@@ -20,7 +20,7 @@ pub struct NewJob {
     pub at: Timestamp,
     /// The client's key and the hash of its request.
     pub idempotency: Option<(String, String)>,
-    /// From which checkpoint of another job it goes on.
+    /// The checkpoint of another job that it continues from.
     pub fork: Option<Fork>,
 }
 
@@ -47,7 +47,7 @@ pub enum Created {
 pub struct JobFilter {
     /// In this state.
     pub state: Option<JobState>,
-    /// Whose name contains this.
+    /// Part of the name.
     pub name: Option<String>,
     /// At most so many; 0 counts as 50.
     pub limit: u32,
@@ -60,7 +60,7 @@ pub struct JobFilter {
 pub struct Cursor {
     /// Milliseconds since 1970.
     pub created_at: i64,
-    /// Of several of the same millisecond.
+    /// Orders jobs of the same millisecond.
     pub id: String,
 }
 

@@ -38,7 +38,7 @@ pub struct MetricPage {
     pub columns: Vec<(u32, u32, MetricColumn)>,
     /// There was as much as the filter allows.
     pub full: bool,
-    /// Of the rows that were read ([`super::EventRow::cost`]).
+    /// The cost of the rows that were read ([`super::EventRow::cost`]).
     pub cost: u64,
     /// The number of the last of them; 0 without any.
     pub last: u64,
@@ -47,7 +47,7 @@ pub struct MetricPage {
 /// A run of points of one series, or of buckets above them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
-    /// Of the metric.
+    /// The metric's name.
     pub name: String,
     /// Whose.
     pub rank: u32,
@@ -55,7 +55,7 @@ pub struct MetricChunk {
     pub attempt: u32,
     /// 0: every point; `k`: buckets of `16^k` steps.
     pub level: u32,
-    /// Of its first point.
+    /// The step of its first point.
     pub first_step: u64,
     /// No point of it is later.
     pub last_step: u64,

@@ -1,4 +1,4 @@
-//! What people set on jobs: notes, tags and priorities.
+//! Annotations of jobs by users: notes, tags and priorities.
 
 use super::SqlStore;
 use crate::store::{

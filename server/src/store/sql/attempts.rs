@@ -108,7 +108,7 @@ impl SqlStore {
     }
 }
 
-/// An attempt as it is shown; of the one that may write the job tells the state.
+/// An attempt as it is shown; the state of the one that may write follows from the job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
@@ -125,7 +125,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
         // Without a word that it ended, an earlier version ended it.
         None => AttemptState::Ended,
         Some(word) => word.parse().unwrap_or_else(|error: String| {
-            quarantine::tell(&format!("the state of an attempt of job {job}: {error}"));
+            quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
             AttemptState::Unknown
         }),
     };

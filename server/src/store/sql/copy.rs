@@ -1,5 +1,5 @@
-//! Whole tables out of a database and into one. Which tables and columns there are is asked of the database
-//! itself, so that a later migration cannot be forgotten here.
+//! Copies whole tables out of a database and into one. The names of tables and columns are read from the database itself, so that a
+//! later migration cannot be forgotten here.
 
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
@@ -86,7 +86,7 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// What counts on rows that were numbered elsewhere goes on after them.
-pub(in crate::store) async fn settle(db: &mut Connection) -> sqlx::Result<()> {
+/// Counters over rows that were numbered elsewhere continue after them.
+pub(in crate::store) async fn advance_counters(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::query(AFTER_COPY).execute(db).await.map(drop)
 }

@@ -58,7 +58,7 @@ impl SqlStore {
     }
 
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
-        // In one transaction with the look at its jobs: one that is submitted meanwhile is there before, or finds it gone.
+        // In one transaction with the check of its jobs: a job that is submitted meanwhile is stored before, or finds the dataset gone.
         let mut db = self.begin().await?;
         let specs: Vec<String> = sqlx::query_scalar(
             "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",

@@ -1,4 +1,4 @@
-//! Rows of events: what a change says as rows, and these into the table, many at a time.
+//! Rows of events: made from a change, and inserted many at a time.
 
 use super::Connection;
 use crate::{

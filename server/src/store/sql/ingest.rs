@@ -48,11 +48,11 @@ async fn records(db: &mut Connection, job: &JobId, attempt: u32) -> Result<HashM
     Ok(rows.into_iter().map(|(number, records)| (source(number), uint(records))).collect())
 }
 
-/// What a transaction knows of a job, so that each is read and written once, however many reports there are.
+/// A transaction's copy of a job, so that each is read and written once, however many reports there are.
 struct Loaded {
     row: JobRow,
     attempts: HashMap<u32, Attempt>,
-    /// Events of the transaction, and the first report that is to tell of them.
+    /// Events of the transaction, and the first report that announces them.
     events: Vec<EventRow>,
     first_report: Option<usize>,
 }

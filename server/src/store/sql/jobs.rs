@@ -59,7 +59,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
-            quarantine::tell(&format!("a time of job {id}: {error}"));
+            quarantine::log_once(&format!("a time of job {id}: {error}"));
             Timestamp::UNIX_EPOCH
         })
     };
@@ -111,7 +111,7 @@ pub(super) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
         return T::default();
     }
     from_json(text).unwrap_or_else(|error| {
-        quarantine::tell(&format!("{column} of job {job}: {error}"));
+        quarantine::log_once(&format!("{column} of job {job}: {error}"));
         T::default()
     })
 }
@@ -324,7 +324,7 @@ impl SqlStore {
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.reader)
         .await?;
-        // Of rows, not of jobs: one that cannot be read is no reason to end the list.
+        // Counts rows, not jobs: an unreadable one does not end the list.
         let more = rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
@@ -361,7 +361,7 @@ impl SqlStore {
                 format!("the job is {state:?}, a state of another version of lockstep; start that version");
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
-        // Nobody removes the dataset of a job that is not over, so that one needs no look.
+        // Nobody removes the dataset of a job that is not over, so that one needs no check.
         let over = row.job.state.is_final();
         let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
         if over && !changed.job.state.is_final() {

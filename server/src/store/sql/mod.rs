@@ -37,7 +37,7 @@ use sqlx::{Pool, Transaction};
 use std::{collections::BTreeMap, fs::File, sync::Arc};
 
 /// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
-/// of others reads beside it.
+/// of others reads concurrently.
 #[derive(Debug, Clone)]
 pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
@@ -51,7 +51,7 @@ impl SqlStore {
     async fn begin(&self) -> Result<Transaction<'static, Db>> {
         match self.writer.begin_with(BEGIN_WRITE).await {
             // The database ended the transaction before by itself (SQLite does when its disk is full), and the driver
-            // still waits for its end. A new connection knows of nothing.
+            // still waits for its end. A new connection is free of it.
             Err(sqlx::Error::InvalidSavePointStatement) => {
                 self.writer.acquire().await?.close().await?;
                 Ok(self.writer.begin_with(BEGIN_WRITE).await?)

@@ -47,7 +47,7 @@ impl SqlStore {
     pub(super) async fn remove_some_points(&self, job: &JobId) -> Result<bool> {
         let id = job.as_str();
         let mut db = self.begin().await?;
-        // Streams know first: what they are not told of may go.
+        // Streams are notified first: what they do not show may go.
         sqlx::query(
             "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark",
         )

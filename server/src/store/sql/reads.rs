@@ -90,7 +90,7 @@ impl SqlStore {
     }
 
     pub(super) async fn read_metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
-        // Both in one snapshot, so that a stream from `as_of_seq` goes on exactly where the columns end.
+        // Both in one snapshot, so that a stream from `as_of_seq` continues exactly where the columns end.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let as_of: Option<i64> =
             sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
@@ -102,7 +102,7 @@ impl SqlStore {
             "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
              AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
-        // Of rows that are not wanted none is sent.
+        // Rows that are not wanted are not sent.
         let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))

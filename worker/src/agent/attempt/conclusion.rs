@@ -1,4 +1,4 @@
-//! The end of an attempt: proof that nothing is left of its ranks, and what is written down for the server.
+//! The end of an attempt: proof that no process of its ranks is left, and the records for the server.
 
 use super::{
     agent_events_path,
@@ -17,10 +17,10 @@ use lockstep_protocol::{
 use std::{fs, io, time::Duration};
 
 impl Watch {
-    /// Every rank is gone: writes what is left to say, how the attempt ended last.
+    /// Every rank has ended: writes the remaining records, how the attempt ended last.
     pub(super) async fn conclude(self, mut ranks: RankGroup<Recorded>) {
         for rank in &mut ranks.ranks {
-            // What is damaged is said below.
+            // Damage is reported below.
             let _ = rank.read();
         }
         let left = ranks.sweep().await;
@@ -59,7 +59,7 @@ impl Watch {
             self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
         };
         let ending = self.labelled(ending, &ends, left);
-        tracing::info!(job = %self.held.start.attempt.job, attempt = self.held.start.attempt.attempt, "{ending}");
+        tracing::info!(job = %self.stored.start.attempt.job, attempt = self.stored.start.attempt.attempt, "{ending}");
         events.push(AttemptEvent::Ended(ending));
         self.write(&events).await;
     }
@@ -69,18 +69,18 @@ impl Watch {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
-        let directory = self.held.job_dir.join("checkpoints");
+        let directory = self.stored.job_dir.join("checkpoints");
         // Large ones take a while to check.
         tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
             .await
             .unwrap_or_default()
     }
 
-    /// Adds to the reason what only the machine knows.
+    /// Adds facts to the reason that only the machine knows.
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
-        // One that has said why it failed ends itself by a signal.
+        // A rank that has reported its failure ends itself by a signal.
         let killed =
-            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.told_to_end && end.failure.is_none();
+            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
         let by_kernel = self.oom_kills.zip(host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = by_kernel && ends.iter().any(killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);
@@ -104,7 +104,7 @@ impl Watch {
                     "it may have no more (ulimit -v)"
                 };
                 let facts = Facts {
-                    // Of whichever rank the reason names; memory is refused by an abort.
+                    // The signal of the rank that the reason names; a program that gets no memory aborts.
                     signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
                     detail: Some(format!("{reason}; {how}")),
                     ..reason.facts().clone()
@@ -130,7 +130,7 @@ impl Watch {
                     }
                 };
                 while written < events.len() {
-                    // What is not taken now is kept by `records` and written by the next call.
+                    // What the disk does not take now is kept by `records` and written by the next call.
                     written += 1;
                     records.append(&events[written - 1])?;
                 }

@@ -1,3 +1,5 @@
+mod preflight;
+
 use super::{watch::GRACE, *};
 use crate::{
     report::Reporter,
@@ -15,7 +17,7 @@ use std::{
 
 struct Place {
     dir: tempfile::TempDir,
-    held: Held,
+    stored: StoredAttempt,
     around: Surroundings,
 }
 
@@ -37,23 +39,23 @@ fn place(ranks: u32, script: &str) -> Place {
         job_dir: None,
         resume: None,
     };
-    let held = Held { start, job_dir: dir.path().join("job") };
-    fs::create_dir_all(held.attempt_dir()).unwrap();
+    let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
+    fs::create_dir_all(stored.attempt_dir()).unwrap();
     let around = Surroundings {
         program,
         lease: Arc::new(Lease::new()),
         fence: dir.path().join("lease"),
         check: |_, _, _, _| Ok(()),
-        bell: Arc::new(Notify::new()),
+        wake: Arc::new(Notify::new()),
         devices: Arc::default(),
     };
-    Place { dir, held, around }
+    Place { dir, stored, around }
 }
 
 impl Place {
     /// What a rank has recorded.
     fn recorded(&self, rank: u32, events: &[AttemptEvent]) {
-        let reporter = Reporter::create(&self.held.attempt_dir(), rank).unwrap();
+        let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
         events.iter().for_each(|event| reporter.event(event));
         reporter.close().unwrap();
@@ -62,20 +64,20 @@ impl Place {
     async fn end_of(&self, attempt: &Attempt) -> Ending {
         let over = async {
             while !attempt.is_over() {
-                self.around.bell.notified().await;
+                self.around.wake.notified().await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");
-        for (rank, _) in &self.held.start.ranks {
-            let mut process = RankProcess::adopt(&self.held.attempt_dir(), *rank);
+        for (rank, _) in &self.stored.start.ranks {
+            let mut process = RankProcess::adopt(&self.stored.attempt_dir(), *rank);
             assert!(process.poll().is_some(), "rank {rank} is still there");
         }
-        ending(&self.held.attempt_dir()).unwrap()
+        ending(&self.stored.attempt_dir()).unwrap()
     }
 
     /// The log lines that the agent added.
     fn added_lines(&self) -> Vec<LogLine> {
-        let mut tail = Tail::open(&agent_events_path(&self.held.attempt_dir()), 0);
+        let mut tail = Tail::open(&agent_events_path(&self.stored.attempt_dir()), 0);
         let events = tail.poll().unwrap();
         let lines = events.into_iter().filter_map(|event| match event {
             AttemptEvent::Log { lines, .. } => Some(lines),
@@ -101,7 +103,7 @@ fn reason(ending: Ending) -> String {
 async fn ranks_that_end_well_succeed() {
     let place = place(2, "exit 0");
     place.recorded(0, &[step(12)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
 }
@@ -110,7 +112,7 @@ async fn ranks_that_end_well_succeed() {
 async fn a_killed_rank_ends_the_others_and_is_named() {
     let place = place(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
     let lines = place.added_lines();
     // Numbered on from the rank's own line.
@@ -120,8 +122,8 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
 #[tokio::test]
 async fn a_rank_that_ignores_term_is_killed() {
     let place = place(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-    let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
     while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -139,10 +141,10 @@ async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_bei
             "trap '' TERM; echo up; [ $R = 1 ] && sleep 0.5 && kill -9 $$; while :; do sleep 0.05; done";
         let place = place(2, script);
         if writing {
-            fs::create_dir_all(place.held.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
+            fs::create_dir_all(place.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
         let began = Instant::now();
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
         assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
         assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
     }
@@ -153,9 +155,9 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
         let place = place(2, script);
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
         let said = |rank| {
-            fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap_or_default()
+            fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
         };
         while said(0).is_empty() || said(1).is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -171,16 +173,16 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
 
 #[tokio::test]
 async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
-    // Somebody told them; rank 1 is done at once, rank 0 has something to write.
+    // A signal stopped them; rank 1 has ended, rank 0 still writes its checkpoint.
     let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(
-        reason.contains("was told to stop") && reason.contains("somebody other than its agent"),
+        reason.contains("was asked to stop") && reason.contains("somebody other than its agent"),
         "{reason}"
     );
-    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     assert_eq!(said, "kept\n");
 }
 
@@ -198,8 +200,8 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
     for (at, lost) in [(57, true), (40, false)] {
         let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
         place.recorded(0, &[running.clone(), step(at), kept.clone()]);
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-        let stderr = rank_file(&place.held.attempt_dir(), 0, "stderr");
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -218,121 +220,19 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
 #[tokio::test]
 async fn what_a_rank_started_ends_with_it() {
     let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     place.end_of(&attempt).await;
-    let said = fs::read_to_string(rank_file(&place.held.attempt_dir(), 0, "stderr")).unwrap();
+    let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     let child = said.trim();
     let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
     assert!(state.is_empty() || state.contains(") Z"), "{state}");
 }
 
 #[tokio::test]
-async fn what_is_missing_is_said_before_anything_starts() {
-    let mut place = place(2, "exit 0");
-    place.around.check = super::super::preflight::check;
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-    match place.end_of(&attempt).await {
-        Ending::Failed { reason, retriable: false } => {
-            assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
-            assert_eq!(*reason.code(), ReasonCode::DatasetUnusable);
-        }
-        other => panic!("{other:?}"),
-    }
-    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
-}
-
-#[test]
-fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
-    use super::super::preflight::check;
-    let looked = |script: &str| {
-        let mut place = place(1, script);
-        let data = place.dir.path().join("data/train/cat");
-        fs::create_dir_all(&data).unwrap();
-        fs::write(data.join("a.png"), "no picture").unwrap();
-        place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
-        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
-        (said, fs::read_to_string(place.held.job_dir.join("dataset.json")).ok())
-    };
-    let (said, note) = looked("kill -9 $$");
-    let refusal = said.unwrap_err();
-    assert!(refusal.detail.contains("was not looked at") && note.is_none(), "{refusal:?} {note:?}");
-    // What is no dataset is left to the ranks.
-    let (said, note) = looked("echo '{\"Err\":\"holds nothing\"}'");
-    assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
-}
-
-#[test]
-fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_ones() {
-    use super::super::preflight::check;
-    use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
-    let found = PicturesFingerprint {
-        pictures: 1,
-        picture_bytes: 2,
-        names_sha256: "aa".into(),
-        contents_sha256: "bb".into(),
-    };
-    let answer =
-        serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
-    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
-    fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
-    place.held.start.dataset_path = place.dir.path().join("data").display().to_string();
-    let asked = || {
-        let said = check(&place.held, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
-        assert_eq!(said, Ok(()));
-        let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
-        fs::remove_file(place.dir.path().join("asked")).unwrap();
-        asked.contains("\"known\":true")
-    };
-    assert_eq!([asked(), asked(), asked()], [false, true, true]);
-}
-
-#[tokio::test]
-async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
-    for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
-        let mut place = place(2, "exit 0");
-        // As a look at a file on a dead server: it never comes back, cancelled or not.
-        place.around.check = |_, _, _, _| loop {
-            std::thread::park();
-        };
-        let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-        attempt.order(order);
-        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-        assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
-    }
-}
-
-#[tokio::test]
-async fn a_look_that_is_cancelled_is_told_so() {
-    let mut place = place(1, "exit 0");
-    place.around.check = |held, _, _, cancelled| {
-        let begun = held.job_dir.join("begun");
-        fs::write(begun, "").unwrap();
-        while !cancelled.load(Ordering::Relaxed) {
-            std::thread::yield_now();
-        }
-        fs::write(held.job_dir.join("given up"), "").unwrap();
-        Ok(())
-    };
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
-    let until = Instant::now() + Duration::from_secs(30);
-    let reached = async |name: &str| {
-        while !place.held.job_dir.join(name).exists() {
-            assert!(Instant::now() < until, "never {name}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    reached("begun").await;
-    attempt.order(Order::Stop { patient: false });
-    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-    reached("given up").await;
-    assert!(!rank_file(&place.held.attempt_dir(), 0, "pid").exists());
-}
-
-#[tokio::test]
 async fn a_suspended_rank_is_found_out() {
     let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
-    place.held.start.spec.recovery.stall_timeout_secs = 1;
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    place.stored.start.spec.recovery.stall_timeout_secs = 1;
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(reason.starts_with("rank 1 made no progress for 1 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
@@ -342,7 +242,7 @@ async fn a_suspended_rank_is_found_out() {
 async fn ranks_are_fenced_when_the_server_stays_silent() {
     let place = place(2, "while :; do sleep 0.05; done");
     place.around.lease.set_length(Duration::from_millis(300));
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert!(reason(place.end_of(&attempt).await).contains("the server was silent"));
 }
 
@@ -351,14 +251,14 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let beginning = Beginning::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.held.clone(), &place.around, orders, beginning);
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.around, orders, beginning);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
-    let adopted = Attempt::adopt(place.held.clone(), place.around.clone());
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
     // Reaps rank 0, whose parent this process is.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
@@ -369,16 +269,16 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
     reaper.await.unwrap();
     // A third agent finds it over and adds nothing.
-    let third = Attempt::adopt(place.held.clone(), place.around.clone());
+    let third = Attempt::adopt(place.stored.clone(), place.around.clone());
     assert!(third.is_over() && third.has_failed());
-    assert_eq!(self::ending(&place.held.attempt_dir()), Some(ending));
+    assert_eq!(self::ending(&place.stored.attempt_dir()), Some(ending));
 }
 
 #[tokio::test]
 async fn a_program_that_does_not_start_is_named() {
     let mut place = place(2, "exit 0");
     place.around.program = place.dir.path().join("nowhere");
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("nowhere"), "{reason}");
@@ -400,9 +300,9 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let dataset = place.dir.path().join("data");
     fs::create_dir_all(&dataset).unwrap();
     fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
-    place.held.start.dataset_path = dataset.display().to_string();
-    let attempt = Attempt::start(place.held.clone(), None, place.around.clone());
+    place.stored.start.dataset_path = dataset.display().to_string();
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
-    let said = |rank| fs::read_to_string(rank_file(&place.held.attempt_dir(), rank, "stderr")).unwrap();
+    let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();
     assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
 }

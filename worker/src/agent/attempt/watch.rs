@@ -1,13 +1,13 @@
-//! Starts or takes over the ranks of an attempt, and decides when they end.
+//! Starts or adopts the ranks of an attempt, and decides when they end.
 
 use super::{
-    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::Held},
+    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::StoredAttempt},
     Beginning, Order, Surroundings,
 };
 use crate::{
     checkpoint, host,
     supervisor::{
-        Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Settle, Stop, configs, supervise,
+        EndDelays, Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, configs, supervise,
     },
 };
 use lockstep_protocol::{
@@ -23,20 +23,20 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often the ranks' records are looked at.
+/// How often the ranks' records are read.
 const READ_EVERY: Duration = Duration::from_millis(100);
 /// From TERM to KILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
-/// The same when another rank was killed or died: what the others still do is in vain, unless rank 0 is writing a
-/// checkpoint. They end by themselves; what holds one up is its GPU.
+/// From TERM to KILL when another rank was killed or died: the others' work is in vain, unless rank 0 is writing a checkpoint. They
+/// end by themselves, unless their GPU blocks them.
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
-/// For ranks that are to keep a checkpoint, before TERM: when they are paused, and when their agent is to end.
+/// For ranks that should write a checkpoint, before TERM: when they are paused, and when their agent is to end.
 const PAUSE: Duration = Duration::from_secs(120);
 const LEAVE: Duration = Duration::from_secs(20);
-/// A rank that only lost contact to another waits this long for the other's own reason. Ranks that stop in order, whoever
-/// told them, have time for their checkpoint.
-const SETTLE: Settle =
-    Settle { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
+/// How long the agent waits after a rank has lost the connection to another for the other's own reason. Ranks that were
+/// asked to stop, by anyone, have time for their checkpoint.
+const END_DELAYS: EndDelays =
+    EndDelays { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
 
 /// What the agent keeps of a rank's records.
 #[derive(Default)]
@@ -57,7 +57,7 @@ impl Notes for Recorded {
 
 /// An attempt whose ranks are watched.
 pub(super) struct Watch {
-    pub(super) held: Held,
+    pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
     orders: mpsc::UnboundedReceiver<Order>,
@@ -73,14 +73,14 @@ pub(super) struct Watch {
 impl Watch {
     /// Starts the ranks, or finds those that an earlier agent started.
     pub(super) fn begin(
-        held: Held,
+        stored: StoredAttempt,
         around: &Surroundings,
         orders: mpsc::UnboundedReceiver<Order>,
         beginning: Beginning,
     ) -> (Self, RankGroup<Recorded>) {
         let mut this = Self {
-            dir: held.attempt_dir(),
-            held,
+            dir: stored.attempt_dir(),
+            stored,
             lease: around.lease.clone(),
             orders,
             read_at: Instant::now(),
@@ -98,7 +98,7 @@ impl Watch {
             Beginning::Over(ending) => Some(ending),
             Beginning::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
-                ranks.ranks = this.held.start.ranks.iter().map(adopt).collect();
+                ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
                 None
             }
         };
@@ -110,8 +110,8 @@ impl Watch {
     }
 
     fn launch(&self, around: &Surroundings, ranks: &mut RankGroup<Recorded>) -> io::Result<()> {
-        let start = &self.held.start;
-        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.held.job_dir) {
+        let start = &self.stored.start;
+        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir) {
             ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
         }
         Ok(())
@@ -130,16 +130,16 @@ impl Watch {
     /// Whether rank 0 is there, and a checkpoint is begun.
     fn is_writing(&self, ranks: &RankGroup<Recorded>) -> bool {
         ranks.ends().any(|end| end.rank == 0 && end.exit.is_none())
-            && checkpoint::is_being_written(&self.held.job_dir.join("checkpoints"))
+            && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
-    /// Which rank holds up the others, when one has had nothing to say for too long.
+    /// The rank that holds up the others, when one has reported nothing for too long.
     fn stall_reason(&self, ranks: &RankGroup<Recorded>) -> Option<Reason> {
-        let secs = self.held.start.spec.recovery.stall_timeout_secs;
+        let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
         running().find(|rank| rank.last_report.elapsed() > limit)?;
-        // Those that wait for it are as silent as it is.
+        // Ranks that wait for it are as silent as it is.
         let slowest = running().min_by_key(|rank| {
             (!rank.process.is_suspended(), rank.end.step, rank.last_report, rank.end.rank)
         })?;
@@ -176,7 +176,7 @@ impl Policy for Watch {
             Order::Stop { patient: true } => Stop::Save { within: PAUSE },
             Order::Leave | Order::Full(_) => Stop::Save { within: LEAVE },
         };
-        // What was decided first stays.
+        // The first decision stands.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());
         }
@@ -187,7 +187,7 @@ impl Policy for Watch {
         if self.read_at.elapsed() >= READ_EVERY {
             self.read_at = Instant::now();
             for rank in &mut ranks.ranks {
-                // What is damaged is said at the end, and what cannot be read now may be the next time.
+                // Damage is reported at the end; what cannot be read now may be readable next time.
                 let _ = rank.read();
             }
         }
@@ -200,7 +200,7 @@ impl Policy for Watch {
             let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
             self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
         } else if ranks.failure_cause().is_some() {
-            if !ranks.is_to_end(SETTLE) {
+            if !ranks.is_to_end(END_DELAYS) {
                 return;
             }
             self.peer_died = ranks.ends().any(RankEnd::is_death);

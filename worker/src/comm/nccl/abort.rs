@@ -1,4 +1,4 @@
-//! The end of communicators by force: of one, or of all that this process has.
+//! Aborts communicators: one, or all of this process.
 
 #![allow(unsafe_code)] // NCCL frees a communicator by its pointer.
 
@@ -18,7 +18,7 @@ unsafe impl Send for Comm {}
 
 impl Handle for Comm {
     fn abort(self) {
-        // It may take a while to end everything; whoever aborts has other things to end, too.
+        // Ending everything may take a while, and the caller has other things to abort as well.
         let abort = move || {
             let Self(comm) = { self };
             // SAFETY: the owner gave it away for this, once, when no call was being made.

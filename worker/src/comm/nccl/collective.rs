@@ -100,7 +100,7 @@ impl Nccl {
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `to` has room for `count` values of every rank.
+    /// As [`Nccl::all_reduce`]; `to` is large enough for `count` values of every rank.
     pub unsafe fn all_gather(
         &self,
         from: u64,
@@ -130,7 +130,7 @@ impl Nccl {
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` room for `count`.
+    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` is large enough for `count`.
     pub unsafe fn reduce_scatter(
         &self,
         from: u64,
@@ -164,7 +164,7 @@ impl Nccl {
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` room for as many.
+    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` is as large.
     pub unsafe fn all_to_all(
         &self,
         from: u64,

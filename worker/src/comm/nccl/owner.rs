@@ -2,9 +2,9 @@
 //!
 //! NCCL allows one thread at a time on a communicator, and `ncclCommAbort` frees it. An abort may come from any
 //! thread at any time, also while another one is inside a call, and must not wait for that: the call may be what hangs.
-//! So nobody frees what somebody uses. An abort forbids new calls at once; the communicator is ended by the abort
-//! itself when no call is being made, else by the thread that makes the call, when it comes back. A call that never
-//! comes back keeps the communicator: its process is about to be ended by force anyway.
+//! So nobody frees what a call is using. An abort forbids new calls at once. The communicator is freed by the abort itself when no
+//! call is being made, else by the thread that makes the call, when the call returns. A call that never returns keeps the
+//! communicator: its process is about to be ended by force anyway.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -70,8 +70,8 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// Forbids further calls, and ends the handle now or when the call that is being made comes back. Only the first
-    /// reason counts. Never waits.
+    /// Forbids further calls, and frees the handle now or when the call that is being made returns. Only the first reason counts.
+    /// Never waits.
     pub(super) fn abort(&self, reason: &str) {
         let mut state = self.state();
         if state.aborted.is_some() {
@@ -226,7 +226,7 @@ mod tests {
         drop(using);
         assert!(owner.take().is_some());
         owner.abort("too late");
-        assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "whoever took it ends it");
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "the thread that uses it frees it");
         assert_eq!(owner.using().unwrap_err(), "too late");
     }
 }

@@ -1,17 +1,16 @@
-//! NCCL as a [`ProcessGroup`] of values in the host's memory, which take the way through a GPU and its links.
+//! NCCL as a [`ProcessGroup`] of values in the host's memory, which are copied through the GPU.
 
 #![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
 
-use super::Nccl;
+use super::{Nccl, staging::Staging};
 use crate::comm::{
     CommError, Exchange, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
     ring::{Call, Operation, Part, Ring},
     values::check,
 };
 use cudarc::driver::{
-    CudaContext, DriverError,
-    result::{self, stream::StreamKind},
-    sys::{self, CUdeviceptr, CUresult, CUstream},
+    DriverError, result,
+    sys::{self, CUresult, CUstream},
 };
 use std::{
     sync::{
@@ -75,6 +74,22 @@ impl NcclProcessGroup {
         })
     }
 
+    /// As [`Self::run`] for a call that replaces `values`, at `at` on the GPU.
+    fn run_in_place(
+        &self,
+        operation: &'static str,
+        values: &mut ValuesMut<'_>,
+        launch: impl FnOnce(u64, CUstream) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let input = values.as_values().bytes().to_vec();
+        self.run(operation, &input, values.bytes_mut(), |from, at, stream| {
+            // SAFETY: both are large enough for the values, and `run` waits until the stream has passed.
+            unsafe { result::memcpy_dtod_async(at, from, input.len(), stream) }
+                .map_err(|e| device(operation, e))?;
+            launch(at, stream)
+        })
+    }
+
     fn run_staged(
         &self,
         operation: &'static str,
@@ -89,23 +104,17 @@ impl NcclProcessGroup {
         staging.copy_out(output).map_err(|e| device(operation, e))
     }
 
-    /// Waits until the GPU has done what it was given.
+    /// Waits until the GPU has executed what was enqueued on `stream`.
     fn wait(&self, operation: &'static str, stream: CUstream) -> Result<(), CommError> {
-        let began = Instant::now();
-        loop {
+        let query = || {
             // SAFETY: the stream lives as long as `self`.
             match unsafe { sys::cuStreamQuery(stream) } {
-                CUresult::CUDA_SUCCESS => return Ok(()),
-                CUresult::CUDA_ERROR_NOT_READY => {}
-                error => return Err(device(operation, DriverError(error))),
+                CUresult::CUDA_SUCCESS => Ok(true),
+                CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+                error => Err(device(operation, DriverError(error))),
             }
-            self.check(operation)?;
-            if began.elapsed() > self.timeout() {
-                let detail = format!("the GPUs are not done after {:.0} s", self.timeout().as_secs_f64());
-                return Err(CommError::Failed { operation, detail });
-            }
-            std::thread::yield_now();
-        }
+        };
+        wait_until_done(operation, query, || self.check(operation), self.timeout())
     }
 
     /// The two numbers of a message that are sent ahead of it: NCCL does not compare lengths and types.
@@ -131,14 +140,9 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         if count == 0 {
             return Ok(());
         }
-        let input = values.as_values().bytes().to_vec();
-        self.run("all_reduce", &input, values.bytes_mut(), |from, to, stream| {
-            // SAFETY: both have room for the values, and `run` waits until the stream has passed.
-            unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream)
-                    .map_err(|e| device("all_reduce", e))?;
-                self.nccl.all_reduce(to, count, dtype, reduction, stream)
-            }
+        self.run_in_place("all_reduce", &mut values, |at, stream| {
+            // SAFETY: `count` values are there, and `run_in_place` waits until the stream has passed.
+            unsafe { self.nccl.all_reduce(at, count, dtype, reduction, stream) }
         })
     }
 
@@ -194,14 +198,9 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         if count == 0 {
             return Ok(());
         }
-        let input = values.as_values().bytes().to_vec();
-        self.run("broadcast", &input, values.bytes_mut(), |from, to, stream| {
+        self.run_in_place("broadcast", &mut values, |at, stream| {
             // SAFETY: as in `all_reduce`.
-            unsafe {
-                result::memcpy_dtod_async(to, from, input.len(), stream)
-                    .map_err(|e| device("broadcast", e))?;
-                self.nccl.broadcast(to, count, dtype, root, stream)
-            }
+            unsafe { self.nccl.broadcast(at, count, dtype, root, stream) }
         })
     }
 
@@ -289,84 +288,65 @@ impl NcclProcessGroup {
     }
 }
 
+/// Polls `query` until the operation has completed.
+///
+/// `check` fails as soon as another rank is gone. A rank may complete an operation and end before this one has seen its own
+/// part complete, so `query` has the last word: only an operation that is still incomplete after the check has failed is an
+/// error.
+///
+/// # Errors
+/// That of `query` or `check`, or [`CommError::Failed`] after `timeout`.
+fn wait_until_done(
+    operation: &'static str,
+    query: impl Fn() -> Result<bool, CommError>,
+    check: impl Fn() -> Result<(), CommError>,
+    timeout: Duration,
+) -> Result<(), CommError> {
+    let began = Instant::now();
+    while !query()? {
+        if let Err(error) = check() {
+            return if query()? { Ok(()) } else { Err(error) };
+        }
+        if began.elapsed() > timeout {
+            let detail = format!("the GPUs are not done after {:.0} s", timeout.as_secs_f64());
+            return Err(CommError::Failed { operation, detail });
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
 fn device(operation: &'static str, error: DriverError) -> CommError {
     CommError::Failed { operation, detail: format!("the GPU: {error}") }
 }
 
-/// Device memory that values pass through, and the stream that orders it.
-struct Staging {
-    context: Arc<CudaContext>,
-    stream: CUstream,
-    input: Memory,
-    output: Memory,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
 
-// SAFETY: CUDA's streams and memory are not bound to threads; whoever uses them makes the context current first.
-unsafe impl Send for Staging {}
-
-impl Staging {
-    fn new(ordinal: i32) -> Result<Self, DriverError> {
-        let context = CudaContext::new(usize::try_from(ordinal).unwrap_or(usize::MAX))?;
-        let stream = result::stream::create(StreamKind::NonBlocking)?;
-        Ok(Self { context, stream, input: Memory::default(), output: Memory::default() })
+    /// An operation that is complete from the `after`th query on, while a neighbour is gone.
+    fn wait_for(after: u32) -> Result<(), CommError> {
+        let queries = Cell::new(0);
+        let query = || {
+            queries.set(queries.get() + 1);
+            Ok(queries.get() >= after)
+        };
+        let gone =
+            || Err(CommError::Disconnected { operation: "all_reduce", peer: 1, detail: String::new() });
+        wait_until_done("all_reduce", query, gone, Duration::from_secs(60))
     }
 
-    /// Addresses of the input, which is being copied in the order of the stream, and of room for `output` bytes.
-    fn copy_in(&mut self, input: &[u8], output: usize) -> Result<(u64, u64), DriverError> {
-        self.context.bind_to_thread()?;
-        let (from, to) = (self.input.of(input.len())?, self.output.of(output)?);
-        if !input.is_empty() {
-            // SAFETY: the memory has room; what is read of the host has been read when the call returns, as it is pageable.
-            unsafe { result::memcpy_htod_async(from, input, self.stream)? };
-        }
-        Ok((from, to))
+    #[test]
+    fn an_operation_that_completed_before_its_neighbour_ended_succeeds() {
+        wait_for(1).unwrap();
+        wait_for(2).unwrap();
+        assert!(matches!(wait_for(3), Err(CommError::Disconnected { peer: 1, .. })));
     }
 
-    /// The stream has passed.
-    fn copy_out(&self, output: &mut [u8]) -> Result<(), DriverError> {
-        if output.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: that many bytes are there.
-        unsafe { result::memcpy_dtoh_sync(output, self.output.address) }
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        if self.context.bind_to_thread().is_err() {
-            return;
-        }
-        // SAFETY: made by `new`; memory is freed after it, by the drop of the fields, with the context current.
-        let _ = unsafe { result::stream::destroy(self.stream) };
-    }
-}
-
-/// Device memory that grows.
-#[derive(Default)]
-struct Memory {
-    address: CUdeviceptr,
-    bytes: usize,
-}
-
-impl Memory {
-    /// An address with room for `bytes`; what was there is gone.
-    fn of(&mut self, bytes: usize) -> Result<CUdeviceptr, DriverError> {
-        if self.bytes < bytes {
-            let grown = bytes.next_power_of_two();
-            // SAFETY: the context is current. What was there was waited for by whoever used it.
-            let address = unsafe { result::malloc_sync(grown)? };
-            *self = Self { address, bytes: grown };
-        }
-        Ok(self.address)
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if self.bytes > 0 {
-            // SAFETY: allocated by `of`.
-            let _ = unsafe { result::free_sync(self.address) };
-        }
+    #[test]
+    fn an_operation_that_never_completes_fails_after_the_timeout() {
+        let error = wait_until_done("all_reduce", || Ok(false), || Ok(()), Duration::ZERO).unwrap_err();
+        assert!(matches!(error, CommError::Failed { .. }), "{error}");
     }
 }

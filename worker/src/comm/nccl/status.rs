@@ -1,4 +1,4 @@
-//! What NCCL is told at its start, and what it says of itself.
+//! The configuration that NCCL is started with, and the status that it reports.
 
 #![allow(unsafe_code)] // NCCL's calls take a communicator, which callers vouch for.
 

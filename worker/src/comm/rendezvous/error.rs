@@ -1,4 +1,4 @@
-//! Why ranks did not meet.
+//! Why a rendezvous failed.
 
 use std::io;
 
@@ -38,7 +38,7 @@ pub enum RendezvousError {
     /// Some did not come.
     #[error("{} after {secs:.0} s ({what})", not_arrived(ranks))]
     Missing {
-        /// Who is missing.
+        /// The ranks that are missing.
         ranks: Vec<u32>,
         /// How long the others waited.
         secs: f64,
@@ -48,8 +48,8 @@ pub enum RendezvousError {
     /// The connection to rank 0 broke.
     #[error("lost the connection to rank 0 at the rendezvous: {0}")]
     Lost(io::Error),
-    /// This rank was told to stop.
-    #[error("told to stop during the rendezvous")]
+    /// This rank was asked to stop.
+    #[error("asked to stop during the rendezvous")]
     Stopped,
     /// Not what is spoken here.
     #[error("rendezvous: {0}")]

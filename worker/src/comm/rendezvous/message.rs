@@ -1,4 +1,4 @@
-//! What ranks and the store say to each other: a length, then MessagePack.
+//! Messages between ranks and the store: a length, then MessagePack.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{

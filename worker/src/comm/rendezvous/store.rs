@@ -71,12 +71,12 @@ impl Store {
     }
 
     /// From now on a stop ends no waiting here. For ranks that are training: they vote on a stop and end after the same
-    /// step, so one that is told to stop must not leave the others in an exchange that they make in between.
+    /// step, so one that is asked to stop must not leave the others in an exchange that they make in between.
     pub fn leave_stops_to_votes(&self) {
         self.stops_are_voted_on.store(true, Ordering::Relaxed);
     }
 
-    /// Whether this rank is told to stop and should give up waiting for the others.
+    /// Whether this rank is asked to stop and should give up waiting for the others.
     pub fn gives_up(&self) -> bool {
         self.meeting.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
@@ -100,7 +100,7 @@ impl Store {
     /// A value, as soon as some rank has set it; `None` when none has within the time-out.
     ///
     /// # Errors
-    /// Rank 0 is gone, or this rank was told to stop.
+    /// Rank 0 is gone, or this rank was asked to stop.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
         Ok(self.wait_for(vec![key.into()])?.pop().flatten())
     }

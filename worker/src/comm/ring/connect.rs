@@ -1,4 +1,4 @@
-//! How the ranks of a ring connect: everybody listens, all learn where, and each calls the next one.
+//! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
 
 use super::{BLOCK, End, Identity, Lane, Mesh, Ring};
 use crate::comm::{
@@ -54,7 +54,7 @@ pub(super) struct Joining<'a> {
     pub(super) addresses: Vec<Addresses>,
     /// Longest wait for others to connect.
     pub(super) patience: Duration,
-    /// Of the group's calls.
+    /// The time-out of the group's calls.
     pub(super) timeout: Duration,
     /// Whether this rank should give up connecting.
     pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),
@@ -186,7 +186,7 @@ impl Joining<'_> {
             match listener.accept() {
                 Ok((mut stream, _)) => {
                     stream.set_nonblocking(false).map_err(protocol)?;
-                    // A stranger, or somebody who hung up, does not keep the expected one out.
+                    // A peer that is unknown or hung up does not keep the expected one out.
                     if terms.answer(&mut stream).is_ok_and(|rank| rank == expected) {
                         return Ok(stream);
                     }

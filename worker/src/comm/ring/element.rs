@@ -1,4 +1,4 @@
-//! What a reduction does with two values of a type.
+//! The reduction of two values of a type.
 
 use half::{bf16, f16};
 

@@ -10,7 +10,7 @@ use std::{
     },
 };
 
-/// How a group ends, for whoever is in a call of it, also in the group concurrent to it.
+/// How a group has ended, for calls in progress, also in the group concurrent to it.
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
@@ -18,12 +18,12 @@ pub(super) struct End {
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
     listener: OnceLock<TcpListener>,
-    /// Of groups that were split from this one.
+    /// The ends of groups that were split from this one.
     split: Mutex<Vec<Weak<End>>>,
 }
 
 impl End {
-    /// Ends this group: its connections are closed, so whoever waits for them stops.
+    /// Ends this group: its connections are closed, so calls that wait for them return.
     pub(super) fn call(&self, reason: String) {
         let _ = self.reason.set(reason);
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
@@ -86,7 +86,7 @@ impl End {
     /// Ends the group because of `error`, and gives that error, or the end that came before it.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         if let Err(aborted) = self.not_ended(error.operation()) {
-            // A connection that an abort shut down looks lost.
+            // To this call, a connection that an abort shut down looks lost.
             return aborted;
         }
         self.call(error.to_string());

@@ -1,11 +1,11 @@
-//! What a call or a message begins with.
+//! The header of a call or a message.
 
 use crate::comm::{
     CommError, Reduction,
     values::{DataType, Values},
 };
 
-/// `lock` in the byte order of this machine: one of the other order is told apart.
+/// `lock` in the byte order of this machine; it reads differently on a machine of the other order.
 const MAGIC: u32 = 0x6c6f_636b;
 pub(super) const HEADER: usize = 32;
 

@@ -1,4 +1,4 @@
-//! Bytes that go out to one rank while others come in from another.
+//! Sends bytes to one rank while receiving from another.
 
 use super::{BLOCK, sink::Sink};
 use crate::comm::CommError;

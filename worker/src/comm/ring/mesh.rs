@@ -1,6 +1,6 @@
 //! Messages between any two ranks of a group: a connection for each direction, made when the first message is sent.
 //!
-//! Every rank listens as long as its group lives; a thread takes what comes and looks whether it is one of the group.
+//! Every rank listens as long as its group lives. A thread accepts connections and checks that the peer is of the group.
 
 use super::{
     Identity,
@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks at whether the group still stands, while a rank has not connected.
+/// How often a rank that waits for another's connection checks that the group still exists.
 const SLICE: Duration = Duration::from_millis(100);
 /// A machine that is there answers sooner; nothing interrupts this wait.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
@@ -199,7 +199,7 @@ impl Accepting {
     fn run(self) {
         while !self.end.has_come() {
             match self.listener.accept() {
-                // One at a time: a stranger who says nothing holds up the others for as long as the handshake allows.
+                // One at a time: an unknown peer that sends nothing delays the others for at most the handshake's time limit.
                 Ok((stream, _)) => {
                     let _ = self.take(stream);
                 }

@@ -13,7 +13,7 @@ use std::{
 
 /// Ranks that are there connect sooner; one that has failed to is not waited for as long as a call may take.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
-/// Bytes of a reason that other ranks are told.
+/// Most bytes of a reason that are sent to other ranks.
 const LONGEST_REASON: usize = 1000;
 
 /// What a rank says before a split.

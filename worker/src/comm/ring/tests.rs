@@ -5,6 +5,7 @@ use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
     rendezvous::{Meeting, Store, free_port, tests::meeting},
+    tests::{on_connected_ranks, values},
 };
 use std::time::Instant;
 
@@ -12,26 +13,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs `body` on `world` ranks, in a thread each, and gives what each returned.
 fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
-    let port = free_port("127.0.0.1").unwrap();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let rank = |rank| {
-            scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, world)).unwrap();
-                let ring = Ring::connect(&store, timeout).unwrap();
-                store.barrier("connected").unwrap();
-                body(ring)
-            })
-        };
-        let ranks: Vec<_> = (0..world).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
-
-/// Values of a rank that do not add up exactly, so that order shows.
-fn values(rank: u32, length: usize) -> Vec<f32> {
-    let seed = |i: usize| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(rank * 40_503);
-    (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
+    on_connected_ranks(world, timeout, |_, ring| ring, body)
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -268,13 +250,13 @@ fn abort_ends_a_call_from_another_thread() {
         let error = std::thread::scope(|scope| {
             let waiting =
                 scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
-            ring.abort("told to stop");
+            ring.abort("asked to stop");
             waiting.join().unwrap()
         });
         over.wait();
         error
     });
-    assert_eq!(results[0].to_string(), "all_reduce: aborted: told to stop");
+    assert_eq!(results[0].to_string(), "all_reduce: aborted: asked to stop");
     // Rank 1 finds out by the header that came first, or by the connection that went.
     let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
     assert!(found_out, "{:?}", results[1]);

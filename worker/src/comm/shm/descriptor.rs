@@ -1,4 +1,4 @@
-//! How rank 0's memory gets to the other ranks.
+//! How the other ranks get rank 0's shared memory.
 
 use super::{
     VARIABLE,
@@ -15,7 +15,7 @@ use std::{
 /// What rank 0 says of it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ShmDescriptor {
-    /// Of the running kernel: ranks on another machine know that by it.
+    /// The boot id, by which ranks on another machine are recognised.
     boot_id: String,
     pid: u32,
     fd: i32,

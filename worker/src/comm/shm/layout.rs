@@ -1,4 +1,4 @@
-//! What lies where in the memory that ranks share.
+//! The layout of the memory that ranks share.
 
 use super::{mapping::whole_pages, wait_queue::WaitQueue};
 use std::sync::atomic::AtomicU64;

@@ -1,5 +1,5 @@
-//! Memory with a file behind it that has no name: it is gone when the last process that has it mapped is,
-//! however that ended.
+//! Shared memory backed by a file without a name: the system frees it when the last process that maps it has ended, in whatever
+//! way.
 
 #![allow(unsafe_code)] // Mapping memory, and giving out slices of it.
 
@@ -46,7 +46,7 @@ impl Anonymous {
         self.0.as_raw_fd()
     }
 
-    /// Makes room for `bytes` zeros from `offset` on, now: later there is no way to say that there is none.
+    /// Allocates `bytes` zeros from `offset` on, now: an error when memory runs out later could not be reported.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }
@@ -88,8 +88,8 @@ impl Mapping {
     /// Values in it.
     ///
     /// # Safety
-    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads
-    /// and writes these values: whoever has a slice of what another rank writes has a wrong program.
+    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads and writes these
+    /// values: holding a slice of what another rank writes is undefined behaviour.
     ///
     /// # Panics
     /// They are not inside, or not aligned.

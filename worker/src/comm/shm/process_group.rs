@@ -81,7 +81,7 @@ impl ShmProcessGroup {
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
-        // Of those who cannot the first one says why; that rank 0 has none is its own matter.
+        // The first rank that cannot open the memory gives the reason; rank 0's own failure is reported separately.
         let word = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,
@@ -100,11 +100,11 @@ impl ShmProcessGroup {
 
     fn new(ring: Arc<Ring>, file: Anonymous, memory: &Arc<Mapping>) -> Self {
         let world = ring.size() as usize;
-        let slots = |turn| slots_at(world) + turn * world * SLOT * size_of::<f64>();
+        let slots = |half| slots_at(world) + half * world * SLOT * size_of::<f64>();
         // SAFETY: numbers, most of them atomic; `round` says who uses which slot when.
         #[allow(unsafe_code)]
         let (lines, slots) = unsafe {
-            let slots = [0, 1].map(|turn| memory.view(slots(turn), world * SLOT));
+            let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT));
             (memory.view(size_of::<Head>(), world), slots)
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -139,7 +139,7 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, ready, watch) {
-            // Whoever is gone may have said it before.
+            // A rank that is gone may have reported its reason before.
             Err(_) if ready() => Ok(Duration::ZERO),
             Err(error) => Err(self.ring.failed(error)),
             Ok(waited) => Ok(waited),
@@ -161,35 +161,35 @@ impl ShmProcessGroup {
         self.ring.not_ended(name)?;
         let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
         own.calls += 1;
-        let (call, turn) = (own.calls, (own.calls % 2) as usize);
+        let (call, half) = (own.calls, (own.calls % 2) as usize);
         let rank = self.ring.rank() as usize;
         // SAFETY: nobody reads this rank's slot before its call is counted.
         #[allow(unsafe_code)]
-        unsafe { self.slots[turn].part(rank * SLOT..rank * SLOT + mine.len()) }.copy_from_slice(mine);
-        let said = what.packed();
+        unsafe { self.slots[half].part(rank * SLOT..rank * SLOT + mine.len()) }.copy_from_slice(mine);
+        let packed = what.packed();
         let line = &self.lines[rank];
-        line.what[turn].iter().zip(said).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        line.what[half].iter().zip(packed).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         line.calls.store(call, Ordering::Release);
         self.queue().notify_all();
 
         let late = || self.lines.iter().position(|line| line.calls.load(Ordering::Acquire) < call);
         let waited = self.wait(name, idle, &|| late().is_none(), &|| late().unwrap_or(rank))?;
         for (peer, line) in (0..).zip(self.lines.iter()) {
-            let theirs = line.what[turn].each_ref().map(|word| word.load(Ordering::Relaxed));
-            if theirs != said {
+            let theirs = line.what[half].each_ref().map(|word| word.load(Ordering::Relaxed));
+            if theirs != packed {
                 let detail = format!(
                     "is at call {call}: {}; this rank: {}",
                     Call::describe(theirs),
-                    Call::describe(said)
+                    Call::describe(packed)
                 );
                 return Err(self.ring.failed(CommError::Mismatch { operation: name, peer, detail }));
             }
         }
-        Ok(read(&self.slots[turn], waited))
+        Ok(read(&self.slots[half], waited))
     }
 
-    /// What goes over the ring is said here first: ranks that disagree find out, whichever way each one takes.
-    fn say(&self, what: Call) -> Result<(), CommError> {
+    /// Announces a call that uses the ring: ranks that make different calls notice it, also where some do not use the ring.
+    fn announce(&self, what: Call) -> Result<(), CommError> {
         self.round(what, &[], &mut || false, |_, _| ())
     }
 
@@ -201,7 +201,7 @@ impl ShmProcessGroup {
     ) -> Result<Duration, CommError> {
         let what = Call::of(Operation::AllReduce, &(&*values).into()).reducing(Reduction::Sum);
         if values.len() > SLOT {
-            self.say(what)?;
+            self.announce(what)?;
             return self.ring.all_reduce(values.into(), Reduction::Sum).map(|()| Duration::ZERO);
         }
         let mine = values.to_vec();
@@ -219,9 +219,9 @@ impl ShmProcessGroup {
         let bytes = whole_pages(bytes.max(1));
         let offset = self.own.lock().unwrap_or_else(PoisonError::into_inner).used;
         let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
-        self.say(what)?;
+        self.announce(what)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
-        self.say(Call { detail: 1, ..what })?;
+        self.announce(Call { detail: 1, ..what })?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut without = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut without, &mut || false)?;
@@ -229,8 +229,8 @@ impl ShmProcessGroup {
         let mib = bytes >> 20;
         Ok(match mapped {
             Ok(mapping) if without[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
-            Ok(_) => Err(format!("another rank has no room for {mib} MiB of memory to share")),
-            Err(why) => Err(format!("no room for {mib} MiB of memory to share: {why}")),
+            Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
+            Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
         })
     }
 }
@@ -249,7 +249,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         match (values, reduction) {
             (ValuesMut::F64(values), Reduction::Sum) => self.sum(values, &mut || false).map(drop),
             (values, reduction) => {
-                self.say(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
+                self.announce(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
                 self.ring.all_reduce(values, reduction)
             }
         }
@@ -263,30 +263,30 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     ) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size()), (&output, 1))?;
-        self.say(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
+        self.announce(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
         self.ring.reduce_scatter(input, output, reduction)
     }
 
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::parts("all_gather", (&input, 1), (&output, self.size()))?;
-        self.say(Call::of(Operation::AllGather, &input))?;
+        self.announce(Call::of(Operation::AllGather, &input))?;
         self.ring.all_gather(input, output)
     }
 
     fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::parts("all_to_all", (&input, self.size()), (&output, self.size()))?;
-        self.say(Call::of(Operation::AllToAll, &input))?;
+        self.announce(Call::of(Operation::AllToAll, &input))?;
         self.ring.all_to_all(input, output)
     }
 
     fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
         check::root("broadcast", root, self.size())?;
-        self.say(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
+        self.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
         self.ring.broadcast(values, root)
     }
 
     fn barrier(&self) -> Result<(), CommError> {
-        self.say(Call::empty(Operation::Barrier))
+        self.announce(Call::empty(Operation::Barrier))
     }
 
     fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
@@ -299,7 +299,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
 
     /// The ranks of each new group share memory of its own, if they can.
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.say(Call::empty(Operation::Split))?;
+        self.announce(Call::empty(Operation::Split))?;
         self.ring.split_with(color, key, |part| match part {
             Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
             Part::Ring(ring) => ShmProcessGroup::over(&ring, |_, value| ring.all_gather_bytes(value)),

@@ -5,6 +5,7 @@ use crate::comm::{
     ProcessGroup, Reduction,
     rendezvous::{Store, free_port, tests::meeting},
     ring::Ring,
+    tests::on_connected_ranks,
 };
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -18,23 +19,10 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    let port = free_port("127.0.0.1").unwrap();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let rank = |rank| {
-            scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, world)).unwrap();
-                let ring = Ring::connect(&store, timeout).unwrap();
-                body(
-                    ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value))
-                        .unwrap()
-                        .unwrap(),
-                )
-            })
-        };
-        let ranks: Vec<_> = (0..world).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    let connect = |store: &Store, ring: Arc<Ring>| {
+        ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value)).unwrap().unwrap()
+    };
+    on_connected_ranks(world, timeout, connect, body)
 }
 
 #[test]
@@ -169,11 +157,11 @@ fn abort_ends_a_wait_from_another_thread() {
                     SharedMemory { mapping: group.file().map(0, 1 << 16).unwrap(), group: group.clone() };
                 memory.wait("update", &mut || false, &|| false, &|| 1).unwrap_err()
             });
-            group.abort("told to stop");
+            group.abort("asked to stop");
             waiting.join().unwrap()
         })
     });
-    assert_eq!(errors[0].to_string(), "update: aborted: told to stop");
+    assert_eq!(errors[0].to_string(), "update: aborted: asked to stop");
     assert!(matches!(errors[1], CommError::Disconnected { peer: 0, .. }), "{:?}", errors[1]);
 }
 
@@ -194,7 +182,7 @@ fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
                     let told = comm.shared_memory(1000).unwrap().unwrap_err();
                     assert_eq!(told, format!("rank 2: {why}"));
                 }
-                store.barrier("told").unwrap();
+                store.barrier("reported").unwrap();
             });
         }
     });

@@ -1,4 +1,4 @@
-//! Waiting for other processes: a little on the spot, then asleep.
+//! Waiting for other processes: spins for a moment, then sleeps.
 
 use rustix::{
     event::Timespec,
@@ -15,7 +15,7 @@ const SPINS: u32 = 1000;
 /// From then on others run first when there are any, up to this time since the last thing to do; most waits of
 /// ranks that have a core each are shorter, and waking up takes longer than many of them.
 const YIELD_FOR: Duration = Duration::from_millis(2);
-/// And then it sleeps; a rank that died wakes nobody, so it looks whether all are there this often.
+/// After spinning it sleeps. A rank that died wakes nobody, so it checks this often that all are alive.
 const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// A futex on which processes wait. Lies in memory that the processes share; all zeros is a new one.
@@ -27,7 +27,7 @@ pub(super) struct WaitQueue {
 }
 
 impl WaitQueue {
-    /// Whoever sleeps looks again. Costs next to nothing while nobody does.
+    /// Wakes all sleepers to check their condition. Costs next to nothing while nobody sleeps.
     pub(super) fn notify_all(&self) {
         // Either a sleeper sees what was written before this, or this sees the sleeper.
         fence(Ordering::SeqCst);

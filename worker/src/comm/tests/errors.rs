@@ -157,7 +157,7 @@ fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
             if group.rank() == 1 {
                 return;
             }
-            // It takes a while until what is sent to nobody comes back.
+            // It takes a while until sending to a closed connection fails.
             let error = loop {
                 if let Err(error) = group.send((&vec![0u8; 1 << 20]).into(), 1) {
                     break error;

@@ -111,8 +111,8 @@ fn an_abort_of_the_whole_ends_its_parts_and_theirs() {
                 // Nobody else comes to these.
                 std::thread::scope(|scope| {
                     let waiting = scope.spawn(|| inner.barrier().unwrap_err());
-                    all.abort("told to stop");
-                    assert_eq!(waiting.join().unwrap().to_string(), "barrier: aborted: told to stop");
+                    all.abort("asked to stop");
+                    assert_eq!(waiting.join().unwrap().to_string(), "barrier: aborted: asked to stop");
                 });
                 assert!(matches!(part.barrier(), Err(CommError::Aborted { .. })));
                 assert!(matches!(all.split(None, 0), Err(CommError::Aborted { .. })));

@@ -1,8 +1,8 @@
-//! Which folders of a dataset are as they were when all of their files were looked at: `<key>.folders` beside the index.
+//! Which folders of a dataset have not changed since all of their files were examined: `<key>.folders` next to the index.
 //!
 //! A file that is added, removed, renamed or put in another's place changes its folder's times, so a folder that is the
-//! same holds the files that the index has. One that is written in place does not: that is found out when it is read, and
-//! then [`Remembered::forget`] has the next look stat every file.
+//! same holds the files that the index has. A file that is overwritten in place does not change its folder: that is noticed when
+//! it is read, and then [`Remembered::forget`] makes the next start stat every file.
 
 use super::{Entry, Facts, IndexStore};
 use crate::files;
@@ -17,7 +17,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// Of the file's format: what another one says is not used.
+/// The version of the file's format; other versions are ignored.
 const VERSION: u32 = 1;
 /// A hundred thousand folders have 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
@@ -31,7 +31,7 @@ pub(in crate::data) struct FolderStamp {
 }
 
 impl FolderStamp {
-    /// To be taken before the folder is listed. `None` where it cannot be: the folder is listed at every look.
+    /// Taken before the folder is listed. `None` where that fails: the folder is listed at every start.
     pub(in crate::data) fn of(folder: &Path) -> Option<Self> {
         let found = fs::metadata(folder).ok()?;
         Some(Self {
@@ -42,11 +42,11 @@ impl FolderStamp {
     }
 
     /// Whether it changed so long before `now` that a change to come has another time.
-    fn is_settled(self, settled: Option<Duration>, now: SystemTime) -> bool {
-        let Some(settled) = settled else { return true };
+    fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
+        let Some(min_age) = min_age else { return true };
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let newest = self.modified.max(self.changed).0;
-        u64::try_from(newest).is_ok_and(|secs| secs + settled.as_secs() < now.as_secs())
+        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() < now.as_secs())
     }
 }
 
@@ -55,7 +55,7 @@ impl FolderStamp {
 struct Known {
     stamp: FolderStamp,
     files: u64,
-    /// Of the entries: an index may have been made anew since.
+    /// A checksum of the entries: an index may have been made anew since.
     check: u32,
 }
 
@@ -119,7 +119,7 @@ fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
         return std::mem::take(&mut block.entries);
     }
     let all = blocks.into_iter().flat_map(|block| block.entries);
-    // Of several the last counts.
+    // The last of several counts.
     all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
@@ -148,20 +148,20 @@ impl Remembered {
         record.filter(|record| record.version == VERSION).unwrap_or_default()
     }
 
-    /// Notes the folders that were looked at: their stamps from before they were listed, and all their entries. What could
-    /// not be read or has just changed is not noted. `began`: when the first stamp was taken.
+    /// Stores the folders that were examined: their stamps from before they were listed, and all their entries. A folder that
+    /// could not be read or has just changed is left out. `began`: when the first stamp was taken.
     pub(super) fn note<'a>(
         &self,
-        looked: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
-        settled: Option<Duration>,
+        examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
+        min_age: Option<Duration>,
         began: SystemTime,
     ) {
         let Some(path) = &self.path else { return };
-        let known = looked.filter_map(|(path, stamp, entries)| {
-            // A broken file is not read again, so that it was mended in place must be seen by looking at it.
+        let known = examined.filter_map(|(path, stamp, entries)| {
+            // A broken file is not read again, so only its own size and time show that it was mended in place.
             let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
             let whole = !entries.is_empty() && entries.iter().all(sound);
-            let fits = whole && stamp.is_settled(settled, began);
+            let fits = whole && stamp.is_older_than(min_age, began);
             let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
             Some((path.to_str().filter(|_| fits)?.to_owned(), known()))
         });
@@ -179,13 +179,13 @@ impl Remembered {
         // Only time depends on it.
         if let Err(error) = write() {
             tracing::warn!(
-                "{}: {error}; the dataset's files will be looked at again at the next start",
+                "{}: {error}; the dataset's files will be examined again at the next start",
                 path.display()
             );
         }
     }
 
-    /// A file was not as the index says: the next look is at all of them.
+    /// A file was not as the index says: the next start examines all of them.
     pub(in crate::data) fn forget(&self) {
         if let Some(path) = &self.path {
             let _ = fs::remove_file(path);

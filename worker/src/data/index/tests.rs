@@ -1,5 +1,7 @@
 //! What the index saves, and what it must not hide.
 
+mod folders;
+
 use super::*;
 use crate::data::{Catalog, DataError, Samples};
 use std::{
@@ -12,13 +14,13 @@ use tempfile::TempDir;
 fn folder(classes: usize, each: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for class in 0..classes {
-        let home = dir.path().join(format!("train/class-{class:04}"));
-        fs::create_dir_all(&home).unwrap();
+        let class_dir = dir.path().join(format!("train/class-{class:04}"));
+        fs::create_dir_all(&class_dir).unwrap();
         // A file has a limited number of names.
-        let picture = home.join("000000.png");
+        let picture = class_dir.join("000000.png");
         image::RgbImage::from_pixel(6, 4, image::Rgb([9, 80, 200])).save(&picture).unwrap();
         for number in 1..each {
-            fs::hard_link(&picture, home.join(format!("{number:06}.png"))).unwrap();
+            fs::hard_link(&picture, class_dir.join(format!("{number:06}.png"))).unwrap();
         }
     }
     dir
@@ -99,6 +101,11 @@ fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
 }
 
+/// Opens the dataset as ranks do, examining folders alone.
+fn at_folders(place: &Place) -> Catalog {
+    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
+}
+
 #[test]
 fn what_is_known_is_not_read_again_and_what_changed_is() {
     let place = Place::new(2, 4);
@@ -110,7 +117,7 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
     );
     place.say(|entry| entry.width = 77);
     assert_eq!(place.widths(), [77; 8], "it was read");
-    // Same size and time of writing, other content: it is looked at, and found to be no picture.
+    // Same size and time of writing, other content: it is read, and found to be no picture.
     let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
     replace(&place.picture("class-0000/000001.png"), &vec![b'x'; size]);
     let (pictures, broken) = counts(&place.open().unwrap());
@@ -248,7 +255,7 @@ fn shards_are_remembered_until_they_change() {
 fn copies_of_machines_that_share_the_cache_have_an_index_each() {
     let place = Place::new(1, 4);
     if fs::metadata(place.data.path()).unwrap().created().is_err() {
-        // No file system here tells one folder from another.
+        // No file system here distinguishes the folders.
         return;
     }
     // Two machines, each with a folder of its own at this path.
@@ -299,9 +306,9 @@ fn what_another_version_found_broken_is_looked_at_again() {
     let (pictures, broken) = counts(&place.open().unwrap());
     assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
     let newer = place.store().of_reader(u32::MAX);
-    let looked = Catalog::open_with(place.data.path(), &newer).unwrap();
-    assert_eq!(counts(&looked), (4, vec![]));
-    let Samples::Listed(listing) = &looked.splits[0].samples else { panic!("{looked:?}") };
+    let reopened = Catalog::open_with(place.data.path(), &newer).unwrap();
+    assert_eq!(counts(&reopened), (4, vec![]));
+    let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
     let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
     assert_eq!(widths, [77, 6, 77, 77], "the others are not");
 }
@@ -323,9 +330,9 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
     let (store, dataset) = (place.store(), place.data.path());
     let at = Progress { done: 1, total: 4 };
     let (mut making, _) = store.begin(dataset).unwrap().unwrap();
-    making.tell(at);
+    making.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
-    // Killed, it leaves what it told.
+    // Killed, it leaves its progress.
     let file = place.kept("progress").unwrap();
     let left = fs::read(&file).unwrap();
     drop(making);
@@ -345,119 +352,14 @@ fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
     let dir = folder(1, 1);
     let path = dir.path().join("train/class-0000/000000.png");
     let bytes = fs::read(&path).unwrap();
-    let (_, modified_ns) = crate::files::look_with_time(&path).unwrap();
+    let (_, modified_ns) = crate::files::stat_with_time(&path).unwrap();
     let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, unsure: false };
-    let entry = look_at(&path, &found);
+    let entry = examine(&path, &found);
     assert!(entry.passing, "it may be one that is being written");
     let mut listing = crate::data::Listing::new(dir.path());
     listing.add_container(Path::new("train/class-0000"), crate::data::listing::Place::Folder);
     listing.push(&entry);
     assert_eq!(listing.read(0).unwrap(), bytes);
-}
-
-/// A look at folders alone, as ranks have it.
-fn at_folders(place: &Place) -> Catalog {
-    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
-}
-
-/// Sets the folders' times to one that no change has.
-fn long_ago(place: &Place) {
-    for entry in fs::read_dir(place.data.path().join("train")).unwrap() {
-        let folder = fs::File::open(entry.unwrap().path()).unwrap();
-        folder.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
-    }
-}
-
-#[test]
-fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_have_changed() {
-    let place = Place::new(2, 4);
-    // None is another's name, and a text that is no picture lies there.
-    let odd = place.picture("class-0001/odd.png");
-    image::RgbImage::new(9, 9).save(&odd).unwrap();
-    fs::write(place.picture("class-0001/notes"), "no picture").unwrap();
-    let print = |catalog: &Catalog| catalog.fingerprint(place.data.path());
-    assert_eq!(counts(&at_folders(&place)), (9, vec![]), "nothing is known yet");
-    let before = print(&place.open().unwrap());
-    place.say(|entry| entry.width = 77);
-    // In place: the folder does not tell.
-    fs::write(&odd, "I am no picture any more").unwrap();
-    let catalog = at_folders(&place);
-    assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
-    let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
-    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "nothing was read");
-    assert!((0..8).all(|i| listing.read(i).is_ok()));
-    assert_eq!(counts(&at_folders(&place)).0, 9, "what is as it was is no reason to look");
-    let words = listing.read(8).unwrap_err().to_string();
-    assert!(words.contains("odd.png has changed since it was first looked at"), "{words}");
-    let now = at_folders(&place);
-    assert_eq!(counts(&now).0, 8);
-    assert!(counts(&now).1[0].contains("odd.png is text") && print(&now) != before, "{now:?}");
-    assert_eq!(print(&at_folders(&place)), print(&now));
-}
-
-#[test]
-fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
-    let place = Place::new(3, 4);
-    let look = || counts(&at_folders(&place));
-    // Whole looks leave their notes each time.
-    let settle = || {
-        long_ago(&place);
-        assert_eq!(counts(&place.open().unwrap()), look());
-    };
-    settle();
-    image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
-    assert_eq!(look().0, 13);
-    settle();
-    fs::remove_file(place.picture("class-0002/000003.png")).unwrap();
-    assert_eq!(look().0, 12);
-    settle();
-    let other = place.data.path().join("other");
-    fs::write(&other, "not a picture").unwrap();
-    fs::rename(&other, place.picture("class-0000/000002.png")).unwrap();
-    let (pictures, broken) = look();
-    assert!(pictures == 11 && broken[0].contains("class-0000/000002.png is text"), "{broken:?}");
-    settle();
-    fs::create_dir(place.picture("class-0000/inner")).unwrap();
-    fs::write(place.picture("class-0000/inner/x.png"), "x").unwrap();
-    assert_eq!(look().1.len(), 2);
-    // A whole folder, and a new one.
-    fs::remove_dir_all(place.picture("class-0001")).unwrap();
-    fs::create_dir(place.picture("class-0009")).unwrap();
-    image::RgbImage::new(5, 5).save(place.picture("class-0009/a.png")).unwrap();
-    let found = at_folders(&place);
-    assert_eq!((counts(&found).0, found.classes.join(" ")), (7, "class-0000 class-0002 class-0009".into()));
-}
-
-#[test]
-fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_at() {
-    let place = Place::new(2, 4);
-    let hour = Duration::from_secs(3600);
-    Catalog::open_with(place.data.path(), &place.store().settling(hour)).unwrap();
-    let odd = place.picture("class-0000/000001.png");
-    let rewrite = |side: u32| {
-        let mut bytes = std::io::Cursor::new(Vec::new());
-        image::RgbImage::new(side, 3).write_to(&mut bytes, image::ImageFormat::Png).unwrap();
-        fs::write(&odd, bytes.into_inner()).unwrap();
-    };
-    let first = || match &at_folders(&place).splits[0].samples {
-        Samples::Listed(listing) => listing.dimensions(1).0,
-        Samples::Memory { .. } => panic!("they are listed"),
-    };
-    // It could change again, and have the same time: it is not known.
-    rewrite(20);
-    assert_eq!(first(), 20);
-    // That look has left a note, as it waits for nothing; an index that another look has made is another.
-    rewrite(30);
-    assert_eq!(first(), 20, "the note is used");
-    place.open().unwrap();
-    let note = fs::read(place.kept("folders").unwrap()).unwrap();
-    rewrite(40);
-    for broken in [&b"nothing"[..], &note[..note.len() / 2], b""] {
-        fs::write(place.kept("folders").unwrap(), broken).unwrap();
-        assert_eq!(first(), 40);
-    }
-    fs::write(place.kept("folders").unwrap(), &note).unwrap();
-    assert_eq!(first(), 40, "the index is not the one that was noted");
 }
 
 /// By hand: `LOCKSTEP_INDEX_PICTURES=1300000 cargo test -p lockstep-worker --release --lib -- --ignored --nocapture

@@ -95,7 +95,7 @@ pub(super) struct Maker<'a> {
     pub(super) workers: &'a Workers,
     /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
-    /// Of the steps that the batches are for.
+    /// The demand of the steps that the batches are for.
     pub(super) demand: &'a Demand,
 }
 

@@ -1,4 +1,4 @@
-//! Which pictures of a part were found to be broken while a job trains.
+//! The pictures of a part that were found to be broken while a job trains.
 
 use std::{
     collections::BTreeSet,
@@ -19,7 +19,7 @@ pub(super) struct Met {
     pub(super) asked: usize,
     /// Places in the split.
     pub(super) broken: BTreeSet<u32>,
-    /// What was not told yet.
+    /// What was not reported yet.
     pub(super) news: Vec<String>,
 }
 

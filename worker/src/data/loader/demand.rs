@@ -1,4 +1,4 @@
-//! Whether somebody waits for what is being made.
+//! Whether a step waits for the batch that is being made.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -18,9 +18,9 @@ impl Demand {
         *self.waits()
     }
 
-    /// Has [`Demand::wait`] look again.
-    pub(super) fn look_again(&self) {
-        // With the lock, so that nobody is between looking and waiting.
+    /// Makes [`Demand::wait`] check its condition again.
+    pub(super) fn wake(&self) {
+        // Under the lock, so that nobody is between checking and waiting.
         let _waits = self.waits();
         self.changed.notify_all();
     }
@@ -30,7 +30,7 @@ impl Demand {
         self.changed.notify_all();
     }
 
-    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::look_again`] makes it ask.
+    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::wake`] makes it ask.
     pub(super) fn wait(&self, is_over: impl Fn() -> bool) -> bool {
         let mut waits = self.waits();
         loop {

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// What a random stream is for (see `shard.rs` and `transform/params.rs` for the others).
 const MIXING: u64 = 9;
 
-/// Of the sum of both weights in the arithmetic on bytes.
+/// The sum of both weights in the arithmetic on bytes.
 const ONE: u32 = 1 << 16;
 
 /// Which of the two a job uses: both are the parameter of lambda's Beta distribution (alpha); 0: not.
@@ -62,7 +62,7 @@ impl Mixing {
 
 impl Mix {
     /// A rectangle of the share `1 - lambda` of a square picture, in its proportion, around `centre` (row, column). What
-    /// the borders cut off is not made up for: lambda becomes the share of pixels that stay.
+    /// the borders cut off is not compensated: lambda becomes the share of pixels that stay.
     pub fn cutmix(lambda: f64, centre: [usize; 2], side: usize) -> Self {
         let half = (0.5 * (1.0 - lambda).sqrt() * side as f64) as usize;
         let [rows, columns] = centre.map(|at| at.saturating_sub(half)..(at + half).min(side));

@@ -1,6 +1,9 @@
-//! A batch's pictures where a device decodes: it also crops and resizes those that it takes. Cores make the others at the same
-//! time. While a step waits for its batch, they also make those that the device has not come to yet: it takes pictures from the
-//! front of a batch, many at a time, cores from its end, one by one.
+//! Batches where a device decodes: it also crops and resizes the pictures that it takes, and cores decode the others at the same
+//! time. While a step waits for its batch, cores also take pictures that the device has not come to yet: the device takes them from
+//! the front of a batch, many at a time, cores from its end, one by one.
+
+mod goal;
+mod queue;
 
 use super::{
     demand::Demand,
@@ -10,21 +13,19 @@ use super::{
 use crate::data::{
     DataError,
     device::{Encoded, ForCores, OnDevice, Sharing},
-    picture::{Area, PictureRef, ScaleTable, jpeg},
-    transform::{AugmentParams, Crop, Transform},
+    picture::{ScaleTable, jpeg},
+    transform::{AugmentParams, Transform},
 };
+use goal::Goal;
+use queue::Queue;
 use std::{
     cell::Cell,
-    ops::Range,
     panic::resume_unwind,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
 };
 
-/// How far a picture is when cores go on with it.
+/// How far a picture is prepared when cores continue with it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Begun<'a> {
     Nothing,
@@ -76,11 +77,11 @@ pub(super) fn make(
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
     let goal = Goal::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
-    let held = AtomicUsize::new(0);
+    let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
         let place = chosen[number];
         let bytes = listing.read(place as usize)?;
-        if held.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
+        if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
             device.for_cores(ForCores::LongBatch, 1);
             return Ok(File::Passed);
         }
@@ -125,7 +126,7 @@ pub(super) fn make(
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
             })
             .collect();
-        let beside = || {
+        let on_cores = || {
             let own = fill(Work::Decoding, &of_cores, &read);
             let is_shared = device.sharing == Sharing::WithCores && workers.is_pool();
             while is_shared
@@ -135,12 +136,12 @@ pub(super) fn make(
             }
             own
         };
-        let beside = thread::Builder::new().name("pictures beside".into()).spawn_scoped(scope, beside);
+        let on_cores = thread::Builder::new().name("pictures on cores".into()).spawn_scoped(scope, on_cores);
         let ended = Ended(&shared);
         shared.feed();
         drop(ended);
-        let own = match beside {
-            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        let own = match on_cores {
+            Ok(on_cores) => on_cores.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Err(_) => fill(Work::Decoding, &of_cores, &read),
         };
         for feeding in feeding {
@@ -156,7 +157,7 @@ struct Shared<'a> {
     device: &'a OnDevice,
     goal: &'a Goal,
     files: &'a [File],
-    /// Of each picture of the batch: its file.
+    /// The file of each picture of the batch.
     read: &'a [Begun<'a>],
     queue: Queue,
     demand: &'a Demand,
@@ -173,7 +174,7 @@ struct Ended<'a>(&'a Shared<'a>);
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
         self.0.has_ended.store(true, Ordering::Relaxed);
-        self.0.demand.look_again();
+        self.0.demand.wake();
     }
 }
 
@@ -209,7 +210,7 @@ impl Shared<'_> {
         }
     }
 
-    /// What the device is told of pictures that it takes.
+    /// What the device needs to know of pictures that it decodes.
     fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
         let encoded = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, Wanted { stored, left, top, rows, columns, flip }) => {
@@ -231,7 +232,7 @@ impl Shared<'_> {
                     if self.goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
             }
         }
-        (self.fill)(Work::Beside, numbers, &begun)
+        (self.fill)(Work::AroundDevice, numbers, &begun)
     }
 
     /// Makes the last picture that nobody has begun on this core; says whether there was one.
@@ -240,166 +241,5 @@ impl Shared<'_> {
         self.device.for_cores(ForCores::Beside, 1);
         self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
         true
-    }
-}
-
-/// Numbers of pictures, each of which is claimed once: from the front or from the end.
-struct Queue {
-    numbers: Vec<usize>,
-    /// What nobody has claimed.
-    left: Mutex<Range<usize>>,
-    /// Of what fails, the one that is first in the batch, so that the same one is told whoever comes to it first.
-    first_error: Mutex<Option<(usize, DataError)>>,
-}
-
-impl Queue {
-    fn new(numbers: Vec<usize>) -> Self {
-        Self { left: Mutex::new(0..numbers.len()), numbers, first_error: Mutex::default() }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
-    }
-
-    /// Claims up to `most` from the front: where they begin and end.
-    fn front(&self, most: usize) -> (usize, usize) {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let from = left.start;
-        left.start += most.min(left.len());
-        (from, left.start)
-    }
-
-    /// Claims the last one.
-    fn back(&self) -> Option<usize> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).next_back()
-    }
-
-    fn numbers(&self, (from, to): (usize, usize)) -> &[usize] {
-        &self.numbers[from..to]
-    }
-
-    /// Notes how those that begin at `at` ended.
-    fn note(&self, at: usize, outcome: Result<(), DataError>) {
-        if let Err(error) = outcome {
-            let mut first = self.first_error.lock().unwrap_or_else(PoisonError::into_inner);
-            if first.as_ref().is_none_or(|(other, _)| at < *other) {
-                *first = Some((at, error));
-            }
-        }
-    }
-
-    fn outcome(self) -> Result<(), DataError> {
-        match self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some((_, error)) => Err(error),
-            None => Ok(()),
-        }
-    }
-}
-
-/// What is made of each picture of a batch.
-struct Goal {
-    kind: Kind,
-    /// Width and height.
-    size: (u32, u32),
-    /// Whether it is what comes after the crop, not before it.
-    is_input: bool,
-}
-
-enum Kind {
-    RandomResizedCrop {
-        scale: [f64; 2],
-        ratio: [f64; 2],
-    },
-    /// The short side, then the centre.
-    CentreCrop {
-        resize: u32,
-    },
-    CentreSquare,
-    AsItIs,
-}
-
-impl Goal {
-    /// As [`Part::picture`] and [`crate::data::transform::Pipeline`] go about it.
-    fn new(part: &Part, transform: &Transform, training: bool) -> Self {
-        let side = transform.side as u32;
-        let [height, width, _] = part.size.map(|length| length as u32);
-        let input = |kind| Self { kind, size: (side, side), is_input: true };
-        match (transform.crop, transform.resize, part.square()) {
-            (Crop::RandomResized { scale, ratio }, ..) if training => {
-                input(Kind::RandomResizedCrop { scale, ratio })
-            }
-            (_, Some(resize), _) if !training => input(Kind::CentreCrop { resize }),
-            (_, _, Some(square)) => {
-                Self { kind: Kind::CentreSquare, size: (square, square), is_input: false }
-            }
-            (_, _, None) => Self { kind: Kind::AsItIs, size: (width, height), is_input: false },
-        }
-    }
-
-    fn wanted(
-        &self,
-        stored: jpeg::Stored,
-        transform: &Transform,
-        params: Option<&AugmentParams>,
-    ) -> Result<Wanted, ForCores> {
-        let (width, height) = stored.upright();
-        let picture = PictureRef { width, height, channels: 3, pixels: &[] };
-        let (area, flip) = match self.kind {
-            Kind::RandomResizedCrop { scale, ratio } => {
-                let params = params.ok_or(ForCores::Damaged)?;
-                (Area::Cut(params.region((width, height), scale, ratio)), params.is_flipped())
-            }
-            Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
-            Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),
-            // Cores say that it has changed.
-            Kind::AsItIs if (width, height) != self.size => return Err(ForCores::Damaged),
-            Kind::AsItIs => (Area::Whole, false),
-        };
-        let (to_width, to_height) = self.size;
-        let (left, top, columns, rows) = match area {
-            Area::Whole => (0, 0, ScaleTable::new(width, to_width), ScaleTable::new(height, to_height)),
-            Area::Cut(cut) => (
-                cut.left,
-                cut.top,
-                ScaleTable::new(cut.width, to_width),
-                ScaleTable::new(cut.height, to_height),
-            ),
-            Area::Window(left, top, w, h) => (
-                0,
-                0,
-                ScaleTable::window(width, left, w, to_width),
-                ScaleTable::window(height, top, h, to_height),
-            ),
-        };
-        Ok(Wanted { stored, left, top, rows, columns, flip })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_number_is_claimed_once_from_the_front_or_from_the_end() {
-        let queue = Queue::new(vec![3, 5, 8, 9, 11]);
-        assert_eq!(queue.numbers(queue.front(2)), [3, 5]);
-        assert_eq!(queue.back().map(|at| queue.numbers((at, at + 1))), Some(&[11][..]));
-        assert!(!queue.is_empty());
-        assert_eq!(queue.numbers(queue.front(usize::MAX)), [8, 9]);
-        assert!(queue.is_empty());
-        assert_eq!(queue.back(), None);
-        assert_eq!(queue.numbers(queue.front(1)), [] as [usize; 0]);
-        queue.outcome().unwrap();
-    }
-
-    #[test]
-    fn of_several_errors_the_first_in_the_batch_is_told() {
-        let queue = Queue::new((0..9).collect());
-        let wrong = |what: &str| Err(DataError::Invalid(what.into()));
-        queue.note(4, wrong("the fifth"));
-        queue.note(2, wrong("the third"));
-        queue.note(1, Ok(()));
-        queue.note(7, wrong("the eighth"));
-        assert!(queue.outcome().unwrap_err().to_string().contains("the third"));
     }
 }

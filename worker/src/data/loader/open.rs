@@ -9,7 +9,7 @@ use super::{
     splits::{self, Opened, normalisation, open_splits, sizes},
 };
 use crate::data::{
-    Catalog, DataError, Look, Random, shard, transform::Transform, transform::evaluation_resize,
+    Catalog, ChangeDetection, DataError, Random, shard, transform::Transform, transform::evaluation_resize,
 };
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use std::{
@@ -28,15 +28,20 @@ impl DataSource {
     /// # Errors
     /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
-        Self::open_as(path, spec, seed, Look::Files)
+        Self::open_as(path, spec, seed, ChangeDetection::Files)
     }
 
-    /// As [`DataSource::open`], which inspects each file; `look` says what is inspected here.
+    /// As [`DataSource::open`], which inspects each file; `changes` says what is inspected here.
     ///
     /// # Errors
     /// As [`DataSource::open`].
-    pub fn open_as(path: &Path, spec: &DataSpec, seed: u64, look: Look) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open_with(path, &look.store())?, spec, seed, splits::CACHE_BYTES)
+    pub fn open_as(
+        path: &Path,
+        spec: &DataSpec,
+        seed: u64,
+        changes: ChangeDetection,
+    ) -> Result<Self, DataError> {
+        Self::of_catalog(Catalog::open_with(path, &changes.store())?, spec, seed, splits::CACHE_BYTES)
     }
 
     /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes a split.

@@ -25,7 +25,7 @@ pub(super) struct Part {
     pub(super) pixels: Pixels,
     /// See [`Opened::files_digest`](super::splits::Opened::files_digest).
     pub(super) files_digest: Option<u32>,
-    /// Of the whole split.
+    /// The labels of the whole split.
     pub(super) labels: Arc<Vec<u32>>,
     /// Places in the split, ascending.
     pub(super) chosen: Vec<u32>,
@@ -46,7 +46,7 @@ pub(super) struct Opener {
 }
 
 impl Part {
-    /// Adds what tells this part from others: contents, labels and names, in order.
+    /// Adds what distinguishes this part from others: contents, labels and names, in order.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
         match (&self.pixels, self.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),

@@ -30,7 +30,7 @@ impl Part {
     /// A batch of the `chosen` places, each broken one replaced by another of the part that can be read.
     ///
     /// # Errors
-    /// More are broken than may be, of those that this rank has asked for: they come in random order, so they tell of all.
+    /// More are broken than allowed, of those that this rank has read: they come in random order, so they are representative.
     pub(super) fn with_others(
         &self,
         chosen: &[u32],
@@ -57,8 +57,8 @@ impl Part {
         }
     }
 
-    /// A batch of the `chosen` places, broken ones left out. Whoever counts the pictures of all ranks notices when too many
-    /// are: those of one rank lie side by side in the split.
+    /// A batch of the `chosen` places, broken ones left out. Too many broken ones are noticed when the pictures of all ranks are
+    /// counted: those of one rank lie next to each other in the split.
     pub(super) fn without(
         &self,
         chosen: &[u32],

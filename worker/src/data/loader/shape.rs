@@ -1,6 +1,6 @@
-//! What a dataset looks like to a job: sizes, channels, classes, counts and normalisation.
+//! The shape of a dataset, as a job uses it: sizes, channels, classes, counts and normalisation.
 
-/// What a dataset looks like to a job.
+/// The shape of a dataset, as a job uses it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
     /// Side of the network's input in pixels for evaluation and predictions.

@@ -16,7 +16,7 @@ pub(super) const CACHE_BYTES: usize = 1 << 30;
 /// A split after its broken files were found.
 pub(super) struct Opened {
     pub(super) pixels: Pixels,
-    /// Of pictures that were decoded: tells their files apart, which other machines may decode to other bits.
+    /// For pictures that were decoded: identifies their files, which other machines may decode to other bits.
     pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
     pub(super) height: usize,
@@ -94,11 +94,11 @@ fn none_left(split: &str, skipped: &[String]) -> DataError {
 fn leave_out<T>(
     listing: &mut Listing,
     labels: &mut Vec<u32>,
-    looked: &[Result<T, DataError>],
+    examined: &[Result<T, DataError>],
     skipped: &mut Vec<String>,
 ) {
-    skipped.extend(looked.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
-    let good: Vec<bool> = looked.iter().map(Result::is_ok).collect();
+    skipped.extend(examined.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
+    let good: Vec<bool> = examined.iter().map(Result::is_ok).collect();
     listing.retain(&good);
     let mut good = good.into_iter();
     labels.retain(|_| good.next().unwrap_or(false));

@@ -18,15 +18,15 @@ pub(super) enum Work {
     /// What cores decode.
     Decoding,
     /// What is done before and after a device decodes.
-    Beside,
+    AroundDevice,
 }
 
 #[derive(Debug)]
 pub(super) struct Workers {
-    /// Absent: whoever asks does the work.
+    /// Absent: the calling thread does the work.
     pool: Option<ThreadPool>,
     /// For what must not wait until the others have decoded: reading files for a device, and what comes after it.
-    beside: Option<ThreadPool>,
+    side_pool: Option<ThreadPool>,
     /// One for each that works at a time.
     scratch: Vec<Mutex<Scratch>>,
 }
@@ -34,10 +34,10 @@ pub(super) struct Workers {
 impl Workers {
     /// For up to `callers` threads that do the work themselves.
     pub(super) fn alone(callers: usize) -> Self {
-        Self { pool: None, beside: None, scratch: scratch(callers) }
+        Self { pool: None, side_pool: None, scratch: scratch(callers) }
     }
 
-    /// `threads` of their own, and half as many for [`Work::Beside`] if a device decodes.
+    /// `threads` of their own, and half as many for [`Work::AroundDevice`] if a device decodes.
     ///
     /// # Errors
     /// The system gives no more threads.
@@ -50,15 +50,15 @@ impl Workers {
                 .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))
         };
         let others = threads.div_ceil(2);
-        let beside = has_device.then(|| pool(others)).transpose()?;
-        Ok(Self { pool: Some(pool(threads)?), beside, scratch: scratch(threads + others) })
+        let side_pool = has_device.then(|| pool(others)).transpose()?;
+        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + others) })
     }
 
-    /// Absent: whoever asks does the work.
+    /// Absent: the calling thread does the work.
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {
             Work::Decoding => self.pool.as_ref(),
-            Work::Beside => self.beside.as_ref().or(self.pool.as_ref()),
+            Work::AroundDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
         }
     }
 
@@ -101,7 +101,7 @@ impl Workers {
         self.pool.is_some()
     }
 
-    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::Beside`].
+    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
     ///
     /// # Errors
     /// The first one in this order, whichever came first in time.
@@ -110,7 +110,7 @@ impl Workers {
         count: usize,
         make: impl Fn(usize) -> Result<T, DataError> + Sync,
     ) -> Result<Vec<T>, DataError> {
-        match self.threads(Work::Beside) {
+        match self.threads(Work::AroundDevice) {
             None => (0..count).map(&make).collect(),
             Some(pool) => pool.install(|| {
                 let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();

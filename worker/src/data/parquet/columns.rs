@@ -22,7 +22,7 @@ const NAMED: usize = 20;
 pub(super) struct Columns {
     pub(super) picture: usize,
     pub(super) label: usize,
-    /// Of the classes, in the order of their numbers.
+    /// The names of the classes, in the order of their numbers.
     pub(super) names: Option<Vec<String>>,
 }
 

@@ -1,8 +1,8 @@
-//! The pages of a column, none larger than can be meant: a page of a few kilobytes may say that it holds two gigabytes, and
-//! one that is compressed with gzip may hold more than it says.
+//! The pages of a column, up to a limit of size: a page of a few kilobytes may claim to hold two gigabytes, and one that is
+//! compressed with gzip may hold more than it claims.
 //!
-//! Not bounded here is how deep a schema's groups lie in each other, which `parquet` reads by recursion: it parses the footer
-//! in one go and lets nobody look at it before.
+//! The depth of a schema's groups is not limited here. `parquet` reads it by recursion: it parses the footer
+//! in one go, so nothing can be checked before.
 
 use super::source::{Cursor, Source};
 use ::parquet::{
@@ -17,10 +17,10 @@ use std::{
     sync::Arc,
 };
 
-/// Of a page, decompressed: the largest picture that is read and as much again. pyarrow's pages are of 1 MB or of 1024
+/// Limit of a page, decompressed: the largest picture that is read, twice. pyarrow's pages are of 1 MB or of 1024
 /// pictures.
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::data::picture::MAX_BYTES;
-/// How a stream of gzip begins (RFC 1952), and at how many such places in a page one is looked for.
+/// How a stream of gzip begins (RFC 1952), and at how many such places in a page one is searched for.
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const BEGINS: usize = 16;
 
@@ -48,7 +48,7 @@ impl std::error::Error for TooLarge {}
 /// What a column's pages are read from.
 pub(super) struct Pages {
     source: Arc<Source>,
-    /// Pages are read in one go with their headers, as an offset index tells where they are.
+    /// Pages are read in one go with their headers; an offset index says where they are.
     indexed: bool,
     gzip: bool,
     most: u64,
@@ -75,7 +75,7 @@ impl Pages {
     }
 }
 
-/// Checks the size that a page's header tells, as far as `head` is one.
+/// Checks the size in a page's header, if `head` is one.
 fn check_header(head: &[u8], most: u64) -> Result<(), TooLarge> {
     match uncompressed(head) {
         Some(bytes) if bytes > most => Err(TooLarge { bytes, most }),
@@ -194,7 +194,7 @@ mod tests {
                 if indexed {
                     return pages.get_bytes(0, content.len()).map(drop);
                 }
-                // Data that looks like a header is none.
+                // Data that looks like a header is no header.
                 pages.get_bytes(0, content.len())?;
                 let mut all = Vec::new();
                 pages.get_read(0)?.read_to_end(&mut all)?;

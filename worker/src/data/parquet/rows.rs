@@ -1,4 +1,4 @@
-//! What a file holds, for the index: its rows, looked at from first to last.
+//! What a file holds, for the index: its rows, from first to last.
 
 use super::{ParquetFile, Source, Trouble, guarded};
 use crate::{
@@ -17,7 +17,7 @@ use ::parquet::{
 use rayon::prelude::*;
 use std::{path::Path, sync::Arc};
 
-/// Rows that are looked at in one go.
+/// Rows that are read in one go.
 const BATCH: usize = 256;
 
 pub(super) const NO_PICTURE: &str =
@@ -35,7 +35,7 @@ pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
     let mut troubles = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be whole.
-        if let Err(Trouble { detail, passing }) = file.look_at_group(&source, group, &mut members.entries) {
+        if let Err(Trouble { detail, passing }) = file.examine_group(&source, group, &mut members.entries) {
             members.passing |= passing;
             troubles += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
@@ -52,7 +52,7 @@ pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
 
 impl ParquetFile {
     /// Adds what is read until something is wrong.
-    fn look_at_group(
+    fn examine_group(
         &self,
         source: &Arc<Source>,
         group: usize,

@@ -193,7 +193,7 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
     );
 }
 
-/// A picture whose bytes have changed may decode: a page's checksum tells.
+/// A picture whose bytes have changed may still decode; a page's checksum shows it.
 #[test]
 fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
     let (dir, file) = with("odd/checksums.parquet");
@@ -356,8 +356,5 @@ fn reading_speed() {
     let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
     let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
     let mean = bytes / some.len();
-    eprintln!(
-        "{} pictures of {mean} bytes: looked at in {looked:.2} s; {each:.3} ms a picture",
-        listing.len()
-    );
+    eprintln!("{} pictures of {mean} bytes: read in {looked:.2} s; {each:.3} ms a picture", listing.len());
 }

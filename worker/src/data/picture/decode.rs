@@ -104,7 +104,7 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     Ok(Header { format, width, height, orientation, body: Body::Other(Box::new(decoder)) })
 }
 
-/// Whether these are a JPEG picture that nothing turns, of three channels: whoever decodes it has it upright and in RGB.
+/// Whether these are a JPEG picture of three channels without rotation, so that its decoder outputs it upright and in RGB.
 pub(in crate::data) fn is_plain_jpeg(bytes: &[u8]) -> bool {
     let plain = |header: Header<'_>| match &header.body {
         Body::Jpeg(decoder) => {

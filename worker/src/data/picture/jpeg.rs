@@ -95,7 +95,7 @@ impl Stored {
 /// Why cores decode it.
 pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
     let Frame { width, height, subsampling, .. } = frame(bytes)?;
-    // Also looks whether the file has its end.
+    // Also checks that the file has its end.
     let header = Header::read(bytes).map_err(|_| ForCores::Damaged)?;
     let orientation = header.orientation.to_exif();
     let stored = Stored { width: header.width, height: header.height, orientation, subsampling };

@@ -1,4 +1,4 @@
-//! Weights of bilinear resizing along one axis, for whoever resizes in our stead: a GPU.
+//! Weights of bilinear resizing along one axis, for a GPU that resizes.
 
 use std::ops::Range;
 

@@ -1,12 +1,12 @@
-//! Whether a picture's data has its end. Decoders fill what is missing with grey, and files too many to keep in memory are
-//! only looked at by their headers when a job starts, so it is told from the format's own markers.
+//! Whether a picture's data has its end. Decoders fill what is missing with grey, and of files too many to keep in memory only
+//! headers are read when a job starts, so it is decided by the format's own markers.
 //!
 //! What lies behind the end is no part of the picture: phones keep a film there (motion photographs), or further
 //! pictures (CIPA DC-007, "multi-picture format").
 
 use image::ImageFormat;
 
-/// Whether the format's markers tell where a picture ends; of other formats only decoding tells.
+/// Whether the format's markers show where a picture ends; other formats have to be decoded.
 pub(super) fn is_told(format: ImageFormat) -> bool {
     matches!(format, ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)
 }

@@ -1,4 +1,4 @@
-//! In which order a copy has a split's pictures: mixed, so that whoever reads a shard from front to back sees all classes.
+//! The order of a split's pictures in a copy: shuffled, so that reading a shard from front to back sees all classes.
 //!
 //! Files and members of tar files are read one by one, wherever they lie. A row of a Parquet file is read with its page,
 //! which holds up to some hundreds; were each read for itself, a copy would decode every page as often. So rows are mixed in

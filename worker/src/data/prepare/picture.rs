@@ -28,7 +28,7 @@ impl Encoder {
     /// # Errors
     /// What is wrong with the picture, to stand after its name.
     pub(super) fn prepared(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
-        // Also one that is copied: what is broken should not be found by whoever trains from it.
+        // Also one that is copied: a broken picture should be found now, and not by a job that trains from the copy.
         let picture = self.decoder.decode(&bytes)?;
         let (width, height) = resized(picture.width, picture.height, self.short_side);
         let same_size = (width, height) == (picture.width, picture.height);

@@ -1,4 +1,4 @@
-//! What a copy's folder says of how it was made: `unfinished.json` until it is whole, then `prepared.json`.
+//! The record of a copy in its folder: `unfinished.json` until the copy is whole, then `prepared.json`.
 
 use super::DataError;
 use crate::{
@@ -48,8 +48,8 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Of a shard, so many pieces of so many bytes are looked at, the first and the last among them: what is cut off and filled up
-/// again (a copy that broke off, a disk that lost what was written) has lost its end.
+/// So many pieces of so many bytes of a shard are checked, the first and the last among them: a file that was cut off and
+/// extended again (a copy that broke off, a disk that lost what was written) has lost its end.
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
@@ -130,7 +130,7 @@ impl Destination {
         Ok(Self { dir, record, found, _lock: lock })
     }
 
-    /// Whether a copy was begun here that `plan` goes on with.
+    /// Whether a copy was begun here that `plan` continues.
     ///
     /// # Errors
     /// What is there is something else; the sentence says what differs.
@@ -158,7 +158,7 @@ impl Destination {
         ] {
             if begun != given {
                 return wrong(format!(
-                    "holds a copy with {what} of {begun}, not {given}: give {begun} to go on with it, or another folder"
+                    "holds a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
                 ));
             }
         }

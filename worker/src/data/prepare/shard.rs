@@ -35,7 +35,7 @@ pub(super) struct Task<'a> {
     pub(super) first: usize,
     /// Places in the listing.
     pub(super) order: &'a [u32],
-    /// Of the whole listing.
+    /// The labels of the whole listing.
     pub(super) labels: &'a [u32],
     pub(super) listing: &'a Listing,
 }
@@ -44,8 +44,8 @@ pub(super) struct Task<'a> {
 type Sample = (usize, u32, Vec<u8>);
 
 impl Task<'_> {
-    /// Under another name until it is whole. `left_out` were broken in earlier shards of the split; `tell` is told how many
-    /// pictures of this one are done.
+    /// Under another name until it is whole. `left_out` were broken in earlier shards of the split; `tell` is called with the number
+    /// of pictures of this one that are done.
     pub(super) fn write(
         &self,
         to: &Path,

@@ -1,5 +1,7 @@
 //! Copies of small datasets: what is in them, and what an interruption leaves.
 
+mod interrupted;
+
 use super::*;
 use crate::data::{
     Picture,
@@ -87,6 +89,11 @@ fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
         (entry.path().unwrap().display().to_string(), content)
     };
     archive.entries().unwrap().map(one).collect()
+}
+
+/// Shards of about ten of `folder`'s pictures.
+fn in_parts() -> PrepareSettings {
+    PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
 }
 
 #[test]
@@ -271,130 +278,6 @@ fn small_upright_jpegs_are_copied_and_nothing_is_enlarged() {
     assert!(pictures.iter().all(|bytes| crate::data::picture::is_plain_jpeg(bytes)));
 }
 
-/// Shards of about ten of `folder`'s pictures.
-fn in_parts() -> PrepareSettings {
-    PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
-}
-
-#[test]
-fn a_copy_that_was_interrupted_by_a_full_disk_goes_on_to_the_same_bytes() {
-    let from = folder(25);
-    let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let made = run(from.path(), whole.path(), &in_parts()).unwrap();
-    assert!(made.shards > 4, "{made:?}");
-    // The third shard's disk is full.
-    let third = to.path().join(".later");
-    let full = |progress: Progress| {
-        if progress.done > 12 && !third.exists() {
-            fs::write(&third, "").unwrap();
-            std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
-        }
-    };
-    let error = prepare_with(from.path(), to.path(), &in_parts(), full, &nowhere()).unwrap_err().to_string();
-    assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
-    fs::remove_file(&third).unwrap();
-    let names: Vec<_> = files_of(to.path()).into_keys().collect();
-    assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
-    // Nobody trains on a part of it unawares.
-    let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("is a copy that is not whole"), "{words}");
-    let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
-    let first = fs::metadata(shard(0)).unwrap();
-    // One of those that were finished is cut off since.
-    fs::write(shard(1), "").unwrap();
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
-    assert_eq!(made.kept_shards, 1);
-    assert_eq!(
-        fs::metadata(shard(0)).unwrap().modified().unwrap(),
-        first.modified().unwrap(),
-        "not made again"
-    );
-    let shards = |dir: &Path| -> BTreeMap<_, _> {
-        files_of(dir).into_iter().filter(|(name, _)| !name.ends_with("json")).collect()
-    };
-    assert!(shards(to.path()) == shards(whole.path()), "other bytes");
-    // What is whole is left as it is.
-    let again = run(from.path(), to.path(), &in_parts()).unwrap();
-    assert_eq!((again.kept_shards, again.splits), (again.shards, made.splits));
-}
-
-#[test]
-fn a_finished_shard_is_looked_at_before_it_is_believed() {
-    let (from, to) = (folder(25), tempfile::tempdir().unwrap());
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
-    let whole = files_of(to.path());
-    let shard = to.path().join("train-000001.tar");
-    let content = whole["train-000001.tar"].clone();
-    // Of the right length, but its end was never written, or something in it is another's.
-    let mut hollow = content.clone();
-    let (half, all) = (hollow.len() / 2, hollow.len());
-    hollow[half..].fill(0);
-    let other = vec![b'x'; all];
-    for damaged in [hollow, other, content[..half].to_vec()] {
-        fs::write(&shard, &damaged).unwrap();
-        let again = run(from.path(), to.path(), &in_parts()).unwrap();
-        assert_eq!((again.kept_shards, again.shards), (made.shards - 1, made.shards));
-        assert!(files_of(to.path()) == whole, "made again as it was");
-    }
-    // A copy of an earlier version says nothing but sizes, and is believed.
-    let record = String::from_utf8(whole["prepared.json"].clone()).unwrap();
-    let mut earlier: serde_json::Value = serde_json::from_str(&record).unwrap();
-    for (_, shard) in earlier["shards"].as_object_mut().unwrap() {
-        shard.as_object_mut().unwrap().remove("sampled").expect("it was written");
-    }
-    fs::write(to.path().join("prepared.json"), earlier.to_string()).unwrap();
-    assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards);
-}
-
-#[test]
-fn nobody_trains_unawares_on_a_copy_that_lost_something() {
-    let (from, to) = (folder(25), tempfile::tempdir().unwrap());
-    let made = run(from.path(), to.path(), &in_parts()).unwrap();
-    let shard = to.path().join("train-000001.tar");
-    let content = fs::read(&shard).unwrap();
-    // At the end of a member, where a tar file that breaks off looks whole.
-    fs::write(&shard, &content[..2048]).unwrap();
-    let words = open(to.path()).unwrap_err().to_string();
-    let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
-    assert!(words.contains("is a copy that is no longer whole") && words.contains(&said), "{words}");
-    fs::remove_file(&shard).unwrap();
-    let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("train-000001.tar is not there") && words.contains("prepare` again"), "{words}");
-    // Who names some shards means these.
-    assert!(open(&to.path().join("train-{000000,000002}.tar")).is_ok());
-    assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards - 1);
-    assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 50);
-    // A smaller dataset, made on purpose.
-    fs::remove_file(&shard).unwrap();
-    fs::remove_file(to.path().join("prepared.json")).unwrap();
-    assert!(open(to.path()).unwrap().splits[0].labels.len() < 50);
-}
-
-#[test]
-fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
-    let (from, to) = (folder(3), tempfile::tempdir().unwrap());
-    run(from.path(), to.path(), &settings(16)).unwrap();
-    let before = files_of(to.path());
-    let words = refused(from.path(), to.path(), &settings(17));
-    assert!(words.contains("holds a copy with a short side of 16, not 17"), "{words}");
-    let other = PrepareSettings { quality: 80, ..settings(16) };
-    assert!(refused(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
-    fs::write(from.path().join("train/cat/new.png"), encoded(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("holds a copy of another dataset"));
-    assert!(files_of(to.path()) == before, "nothing is touched");
-    let inside = from.path().join("copy");
-    assert!(refused(from.path(), &inside, &settings(16)).contains("lies in the dataset"));
-    assert!(!inside.exists());
-    let mine = tempfile::tempdir().unwrap();
-    fs::write(mine.path().join("letter.txt"), "dear").unwrap();
-    let words = refused(from.path(), mine.path(), &settings(16));
-    assert!(words.contains("holds other files (letter.txt)"), "{words}");
-    assert_eq!(files_of(mine.path()).len(), 1);
-    // Two at a time.
-    let _first = Destination::open(from.path(), to.path()).unwrap();
-    assert!(refused(from.path(), to.path(), &settings(16)).contains("being written by another"));
-}
-
 #[test]
 fn broken_pictures_are_fatal_or_left_out_and_named() {
     let from = folder(10);
@@ -414,7 +297,7 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
     let named: Vec<_> = made.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
     assert_eq!((named, made.splits[0].1), (vec!["003.png", "004.png"], 18));
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 18);
-    // It is still told when nothing is left to do, and still fatal to whom it is.
+    // It is still reported when nothing is left to do, and still fatal where it is.
     assert_eq!(run(from.path(), to.path(), &skip).unwrap().broken.len(), 2);
     fs::remove_file(from.path().join("train/cat/003.png")).unwrap();
     let fail = tempfile::tempdir().unwrap();
@@ -471,7 +354,7 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("has a split \"holdout\", which names of shards do not tell"), "{words}");
+    assert!(words.contains("has a split \"holdout\", which names of shards cannot express"), "{words}");
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));

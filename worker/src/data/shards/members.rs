@@ -1,4 +1,4 @@
-//! What a shard holds: its samples, with the place of each picture.
+//! The samples in a shard, with the place of each picture.
 
 use crate::{
     data::{
@@ -21,7 +21,7 @@ use std::{
 const BLOCK: u64 = 512;
 /// A sample's description.
 const JSON_BYTES: u64 = 1 << 20;
-/// So much is looked at behind a tar's end: another tar begins after at most some blocks of zeros.
+/// So many bytes are read behind a tar's end: another tar begins after at most some blocks of zeros.
 const BEHIND: u64 = 1 << 20;
 
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
@@ -57,7 +57,7 @@ struct Sample {
     /// Name, place and size of the picture.
     picture: Option<(Vec<u8>, u64, u64)>,
     class: Option<String>,
-    /// Of the `.json`, which counts where there is no `.cls`.
+    /// From the `.json`, which counts where there is no `.cls`.
     described_class: Option<String>,
     /// What is wrong with the `.json`.
     undescribed: Option<String>,
@@ -85,7 +85,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             }
         };
         let kind = member.header().entry_type();
-        // Of a sparse one only what is stored of it.
+        // A sparse file has only what is stored of it.
         let length = match kind.is_gnu_sparse() {
             true => member.header().entry_size().unwrap_or(0),
             false => member.size(),
@@ -244,7 +244,7 @@ impl Sample {
 
     /// `None` when the members are no sample: neither a picture nor a class.
     fn entry(mut self, shard: &File) -> Option<Entry> {
-        // Of no matter beside a class.
+        // It does not matter next to a class.
         if self.class.is_none() {
             self.broken = self.broken.or(self.undescribed);
         }
@@ -273,7 +273,7 @@ impl Sample {
     }
 }
 
-/// The class that a description tells.
+/// The class in a description.
 fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
     match about.get("label")? {
         serde_json::Value::Number(number) => Some(match number.as_f64() {

@@ -95,7 +95,7 @@ fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     [(f64::from(hue) * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, most]
 }
 
-/// Pillow's way back from HSV.
+/// Pillow's conversion from HSV.
 fn rgb([h, s, v]: [u8; 3]) -> [u8; 3] {
     if s == 0 {
         return [v, v, v];

@@ -57,7 +57,7 @@ pub(super) fn random_erasing(
 /// An area, and an aspect ratio that is as often above 1 as below.
 fn draw(random: &mut Random, whole: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
     let area = whole * random.uniform(scale[0], scale[1]);
-    // Of `libm`, which gives the same bits on every machine.
+    // From `libm`, which gives the same bits on every machine.
     let aspect = libm::exp(random.uniform(libm::log(ratio[0]), libm::log(ratio[1])));
     (area, aspect)
 }

@@ -23,7 +23,7 @@ pub(super) fn flip_vertical(pixels: &mut [u8], side: usize, channels: usize) {
 /// The matrix of Pillow's `rotate` about the centre.
 pub(super) fn rotation(degrees: f64, side: usize) -> [f64; 6] {
     let angle = -degrees.to_radians();
-    // Of `libm`, which gives the same bits on every machine.
+    // From `libm`, which gives the same bits on every machine.
     let (cos, sin) = (libm::cos(angle), libm::sin(angle));
     let centre = side as f64 / 2.0;
     [cos, sin, centre - (cos + sin) * centre, -sin, cos, centre - (cos - sin) * centre]

@@ -23,9 +23,9 @@ use lockstep_protocol::spec::{Augment, DataSpec};
 /// How a job's pictures become inputs.
 #[derive(Debug, Clone)]
 pub(super) struct Transform {
-    /// Of pictures that a padded crop is taken from.
+    /// The height of pictures that a padded crop is taken from.
     pub(super) height: usize,
-    /// Of pictures that a padded crop is taken from.
+    /// The width of pictures that a padded crop is taken from.
     pub(super) width: usize,
     pub(super) channels: usize,
     /// Side of the network's input.
@@ -56,7 +56,7 @@ pub(super) enum Crop {
 }
 
 impl Transform {
-    /// Of pictures that have `height` x `width` pixels where they are not decoded for each step.
+    /// For pictures that have `height` x `width` pixels where they are not decoded for each step.
     pub(super) fn new(
         spec: &DataSpec,
         [height, width, channels]: [usize; 3],

@@ -1,4 +1,4 @@
-//! What chance decides about a picture: a function of (seed, epoch, place) alone.
+//! The random decisions about a picture: a function of (seed, epoch, place) alone.
 
 use super::{
     Crop, Transform,

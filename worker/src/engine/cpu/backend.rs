@@ -1,4 +1,4 @@
-//! CPU cores as a backend: every machine has them, so it takes every rank that is no other's.
+//! CPU cores as a backend: every machine has them, so it takes every rank that no other backend takes.
 
 use super::build;
 use crate::{
@@ -14,8 +14,8 @@ use lockstep_protocol::{
     spec::{Device, JobSpec, Precision},
 };
 
-/// Places for ranks that one machine offers at most.
-const MOST_SLOTS: u32 = 1024;
+/// Most CPU slots that one machine offers.
+pub const MOST_CPU_SLOTS: u32 = 1024;
 
 /// The CPU's cores.
 #[derive(Debug)]
@@ -33,9 +33,9 @@ impl Backend for Cpu {
             return Ok(Devices::default());
         }
         let cores = cores();
-        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_SLOTS));
-        if !(1..=MOST_SLOTS).contains(&count) {
-            return Err(format!("--cpu-slots {count}: from 1 to {MOST_SLOTS}"));
+        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_CPU_SLOTS));
+        if !(1..=MOST_CPU_SLOTS).contains(&count) {
+            return Err(format!("--cpu-slots {count}: from 1 to {MOST_CPU_SLOTS}"));
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),

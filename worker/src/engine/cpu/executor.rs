@@ -30,7 +30,7 @@ pub(super) struct Norm {
     pub(super) name: String,
     pub(super) running_mean: Vec<f32>,
     pub(super) running_var: Vec<f32>,
-    /// Of the latest forward pass.
+    /// The statistics of the latest forward pass.
     pub(super) statistics: Statistics,
 }
 
@@ -79,7 +79,7 @@ pub(super) struct Executor {
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
-    /// Of each share of a batch.
+    /// For each share of a batch.
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
 }
@@ -133,7 +133,7 @@ impl Executor {
         self.reserve(self.config.batch_size);
     }
 
-    /// Makes room for activations of `batch` pictures; never shrinks.
+    /// Allocates activations for `batch` pictures; never shrinks.
     pub(super) fn reserve(&mut self, batch: usize) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
@@ -178,7 +178,7 @@ impl Executor {
         let mut measured = loss::Loss::default();
         let mut first = true;
         for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0) {
-            // Whose pictures a batch norm's statistics are of.
+            // The pictures that a batch norm's statistics are computed from.
             let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() } as f64;
             self.forward(&batch.images, batch.labels.len(), Some(of))?;
             let part = self.loss_and_gradient(batch, scale);

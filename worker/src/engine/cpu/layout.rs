@@ -1,4 +1,4 @@
-//! Where each parameter lies: one flat buffer of weights in the order in which backward produces
+//! The layout of parameters: one flat buffer of weights in the order in which backward produces
 //! gradients, cut into buckets that are reduced as soon as they are complete.
 
 use super::conv::{self, ConvShape};
@@ -32,7 +32,7 @@ pub(super) struct Slot {
     pub(super) bucket: usize,
     /// In its bucket.
     pub(super) in_bucket: Range<usize>,
-    /// Of a convolution or linear layer, and no bias.
+    /// Whether it is the weight of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
 }
 

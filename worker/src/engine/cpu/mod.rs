@@ -34,6 +34,7 @@ use super::{
 use crate::{comm::ProcessGroup, data::loader::Batch, net::Network};
 use average::Average;
 pub(super) use backend::Cpu;
+pub use backend::MOST_CPU_SLOTS;
 use executor::Executor;
 use std::sync::Arc;
 

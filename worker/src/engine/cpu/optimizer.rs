@@ -1,4 +1,4 @@
-//! Optimizers' formulas over flat ranges: SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
+//! The optimizers' formulas over flat ranges: SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
 
 use crate::engine::optimizer::{LARS_TRUST, MOST_SLOTS, Optimizer, Treatment};
 use lockstep_protocol::spec::OptimizerKind;

@@ -37,7 +37,7 @@ pub(super) struct Task {
     pub(super) after: usize,
 }
 
-/// Of every bucket its pieces, in order; parameters are not mixed.
+/// The pieces of every bucket, in order; a piece has values of one parameter only.
 pub(super) fn pieces(layout: &Layout) -> Vec<Piece> {
     let of_slot = |(slot, at): (usize, &super::layout::Slot)| {
         let (bucket, first) = (at.bucket, at.in_bucket.start);

@@ -5,8 +5,8 @@
 //! group, in the order in which backward completes them; statistics of batch norms take the group
 //! concurrent to it and are waited for where they are needed. A group without a concurrent one gets
 //! everything through the thread's one queue, which the engine fills in program order; a bucket is
-//! then queued right after the next statistics have come back (not before them, where they would
-//! wait behind it), and so has the whole next convolution's backward pass to hide behind.
+//! then queued right after the next statistics have arrived (not before them, where they would wait behind it), so that it
+//! overlaps with the whole backward pass of the next convolution.
 
 use crate::comm::{
     CommError, ProcessGroup, Reduction,
@@ -104,7 +104,7 @@ impl Reducer {
         matches!(self.way, Way::Group { .. })
     }
 
-    /// Whether a bucket should wait for the next statistics to come back before it starts.
+    /// Whether a bucket should wait for the next statistics to arrive before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
         matches!(self.way, Way::Group { concurrent: None, .. })
     }

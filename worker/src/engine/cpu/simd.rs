@@ -10,7 +10,7 @@ pub(super) const LANES: usize = 32;
 
 /// Runs `work` with everything inlined into it compiled for this processor's vectors.
 #[inline(always)]
-pub(super) fn wide<R>(work: impl FnOnce() -> R) -> R {
+pub(super) fn with_simd<R>(work: impl FnOnce() -> R) -> R {
     static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
     ARCH.dispatch(work)
 }

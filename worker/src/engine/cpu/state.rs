@@ -1,24 +1,26 @@
 //! What a rank trains: weights, optimizer state and gradients, and the update that leads from one step to the next.
 //!
-//! Ranks of one machine keep weights and optimizer state once, where all of them see them, and each one's gradients beside
-//! them. Whichever rank (and thread of it) has nothing better to do takes the next piece of a bucket that
-//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: gradients
-//! travel no way, weights are updated once and not once a rank, and a rank that waits for another works
-//! meanwhile. Who does a piece does not show in its bits.
+//! Ranks of one machine keep weights and optimizer state once, in memory that all of them see, and each one's gradients next to
+//! them. Whichever rank (and thread of it) is idle takes the next piece of a bucket that
+//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: no gradient is sent, weights
+//! are updated once and not once per rank, and a rank that waits for another works meanwhile. The result does not depend on who
+//! does a piece.
 //!
-//! It holds together because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
+//! It is safe because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
 //! in a step, pieces are done when all ranks have completed it, and a step is over when all pieces are done. So
 //! nobody reads a weight while somebody may write it. Elsewhere (one rank; ranks of several machines, whose
-//! gradients come back summed) the same tasks run in this process alone.
+//! gradients arrive summed) the same tasks run in this process alone.
 
 #![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
+
+mod bucket_sum;
 
 use super::{
     layout::Layout,
     optimizer::{Lanes, Slots, Update},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
-    simd::wide,
+    simd::with_simd,
 };
 use crate::{
     comm::{
@@ -27,6 +29,7 @@ use crate::{
     },
     engine::optimizer::{Optimizer, Treatment},
 };
+use bucket_sum::{first, keep, sum};
 use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
@@ -35,16 +38,16 @@ use std::{
 
 /// Values added up and updated at a time: they stay in the first-level cache.
 const BLOCK: usize = 1024;
-/// What lies beside each other in shared memory begins at multiples of this.
+/// Arrays in shared memory begin at multiples of this.
 const ALIGN: usize = 4096;
 
-/// How far the ranks are; lines of their own in the cache. All counts go on over steps.
+/// The progress of the ranks, each on a cache line of its own. Counts continue over all steps.
 #[repr(C, align(128))]
 #[derive(Debug, Default)]
 struct Counts {
-    /// Of line 0: tasks that are taken.
+    /// In line 0 only: tasks that are taken.
     taken: AtomicU64,
-    /// Of line 0: tasks that are done.
+    /// In line 0 only: tasks that are done.
     done: AtomicU64,
     /// Buckets that the rank of this line has completed.
     buckets: AtomicU64,
@@ -69,11 +72,11 @@ pub(super) struct State {
     squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
     optimizer: Optimizer,
-    /// Of this step.
+    /// The update of this step.
     update: Update,
-    /// Of each parameter.
+    /// For each parameter.
     treatments: Vec<Treatment>,
-    /// Of each parameter.
+    /// The pieces of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
@@ -313,7 +316,7 @@ impl State {
             Work::Sum => (0.0, treatment.decay),
             _ => self.update.rates(treatment, || self.norms(piece.slot)),
         };
-        wide(
+        with_simd(
             #[inline(always)]
             || {
                 let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
@@ -360,48 +363,4 @@ impl State {
 
 fn number(bits: &AtomicU64) -> f64 {
     f64::from_bits(bits.load(Ordering::Relaxed))
-}
-
-/// A bucket's values of all ranks, added in their order.
-#[inline(always)]
-fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
-    let mut sums = [0.0f64; BLOCK];
-    let sums = &mut sums[..out.len()];
-    for (rank, buckets) in gradients.iter().enumerate() {
-        match &buckets[bucket] {
-            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
-            Bucket::F32(values) => {
-                out.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
-            }
-            Bucket::F64(values) => {
-                sums.iter_mut().zip(&values[place.clone()]).for_each(|(o, v)| *o += v);
-                if rank + 1 == gradients.len() {
-                    out.iter_mut().zip(&*sums).for_each(|(o, v)| *o = *v as f32);
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
-    match bucket {
-        Bucket::F32(values) => out.copy_from_slice(&values[place]),
-        Bucket::F64(values) => out.iter_mut().zip(&values[place]).for_each(|(o, v)| *o = *v as f32),
-    }
-}
-
-/// # Safety
-/// Nobody else uses this place of the bucket meanwhile.
-#[inline(always)]
-unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match bucket {
-            Bucket::F32(values) => values.part(place).copy_from_slice(sum),
-            Bucket::F64(values) => {
-                values.part(place).iter_mut().zip(sum).for_each(|(o, v)| *o = f64::from(*v));
-            }
-        }
-    }
 }

@@ -1,7 +1,7 @@
 //! What is fused across 1x1 convolutions, by kernels that multiply matrices themselves: the largest tensors of a
 //! bottleneck network are then written and read less often.
 //!
-//! Which convolutions are, follows from the network and the number format alone, never from what was measured: ranks that
+//! Which convolutions are fused depends on the network and the number format alone, never on measurements: ranks that
 //! synchronise batch norm have to come to the same batch norm in the same order.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
@@ -97,7 +97,7 @@ fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
-    // Of two such gradients one would have to be in memory.
+    // With two such gradients one would have to be in memory.
     let pointwise = ops
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))

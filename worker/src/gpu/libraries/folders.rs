@@ -1,4 +1,4 @@
-//! Folders that NVIDIA's libraries lie in: toolkits, Python environments, what a container mounts.
+//! Folders with NVIDIA's libraries: toolkits, Python environments, what a container mounts.
 
 use super::SETTING;
 use std::{
@@ -7,10 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Folders to look in, in this order.
+/// Folders to search, in this order.
 #[derive(Debug, Default)]
 pub(super) struct Folders {
-    /// Before where the linker looks.
+    /// Searched before the linker's own.
     pub(super) setting: Vec<PathBuf>,
     /// After that.
     pub(super) usual: Vec<PathBuf>,
@@ -61,7 +61,7 @@ pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
                 }
             }
         }
-        // Conda keeps libraries beside Python's.
+        // Conda keeps libraries next to Python's.
         if prefix.join("conda-meta").is_dir() {
             usual.push(prefix.join("lib"));
         }

@@ -1,5 +1,4 @@
-//! A process finds libraries as its environment was when it started: this starts the program once more, with
-//! another one.
+//! Executes the program once more with another environment: a process finds libraries by the environment that it started with.
 
 use super::{Libraries, Which, ready};
 use std::{

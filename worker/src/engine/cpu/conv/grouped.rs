@@ -27,7 +27,7 @@ pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a
     to
 }
 
-/// Of the gradients of `merged`'s weights those that are weights of `s`.
+/// Takes the gradients of the weights of `s` from those of `merged`'s weights.
 pub(super) fn part(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
     each_weight(s, merged, |own, at| dw[own] = wide[at]);
 }

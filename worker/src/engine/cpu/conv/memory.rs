@@ -101,7 +101,7 @@ impl Benches {
 #[derive(Clone, Copy)]
 pub(super) struct Shared(*mut f32);
 
-// SAFETY: whoever dereferences the pointer answers for the places being disjoint.
+// SAFETY: dereferencing the pointer requires that the places are disjoint.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}

@@ -12,7 +12,7 @@ use super::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Packed pictures that stay in the second-level cache beside the weights, in floats.
+/// Packed pictures that stay in the second-level cache together with the weights, in floats.
 const PACKED: usize = 64 * 1024;
 /// All of the source, when it is small enough that tasks had better share the weights out.
 const PACKED_WHOLE: usize = 160 * 1024;
@@ -316,7 +316,7 @@ fn pack_pixels_first(
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &src[first..first + pixels * channels];
-        // SAFETY: `from` has the pixels; `to` has room for them, checked above.
+        // SAFETY: `from` has the pixels; `to` is large enough for them, checked above.
         unsafe {
             tiles.pack(&Pack {
                 from: from.as_ptr(),

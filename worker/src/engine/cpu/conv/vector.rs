@@ -3,7 +3,7 @@
 /// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
 ///
 /// # Safety
-/// Pointers must be valid for the floats that a method reads or writes (16, or as many as it is told),
+/// Pointers must be valid for the floats that a method reads or writes (16, or the given number),
 /// with no alignment asked for; the machine must have the instructions.
 pub(super) trait Vector: Copy {
     unsafe fn zero() -> Self;
@@ -76,12 +76,12 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: `to` has room for sixteen floats, as the trait asks.
+        // SAFETY: `to` points to sixteen floats, as the trait requires.
         unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
     }
     #[inline(always)]
     unsafe fn store_first(self, to: *mut f32, count: usize) {
-        // SAFETY: `to` has room for `count` floats, as the trait asks, of at most sixteen.
+        // SAFETY: `to` points to `count` floats, at most sixteen, as the trait requires.
         unsafe { std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count) }
     }
 }
@@ -136,12 +136,12 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` has room for sixteen floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `to` points to sixteen floats and the machine has the instructions, as the trait requires.
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
-            // SAFETY: `to` has room for `count` floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `to` points to `count` floats and the machine has the instructions, as the trait requires.
             unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
         }
         #[inline(always)]
@@ -236,7 +236,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` has room for sixteen floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `to` points to sixteen floats and the machine has the instructions, as the trait requires.
             unsafe {
                 _mm256_storeu_ps(to, self.0);
                 _mm256_storeu_ps(to.add(8), self.1);
@@ -245,7 +245,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
             let mut out = [0.0; 16];
-            // SAFETY: `to` has room for `count` floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `to` points to `count` floats and the machine has the instructions, as the trait requires.
             unsafe {
                 self.store(out.as_mut_ptr());
                 std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);

@@ -20,7 +20,7 @@ const PIXELS: usize = 256;
 const GROUP: usize = 4;
 /// Weights, up to which tasks share pixels out and keep gradients of their own in the second-level cache.
 const OWN: usize = 80 * 1024;
-/// Packed floats that a task keeps in the second-level cache beside them, input and gradient each.
+/// Packed floats of a task that stay in the second-level cache with it, input and gradient each.
 const PACKED: usize = 48 * 1024;
 /// Own gradients, at most; they are added in order at the end.
 const SLOTS: usize = 16;
@@ -235,7 +235,7 @@ impl Plan<'_> {
         let dy_row = s.out_w() * pictures * LANES;
         let taps = s.kernel * s.kernel;
         let in_c = s.group_in_c();
-        // Of several groups each has whole blocks.
+        // With several groups, each has whole blocks.
         let x_block = panel.start * LANES / s.group_out_c() * in_c / LANES + in_block;
         let lanes = LANES.min(s.out_c - panel.start * LANES);
         let in_channels = LANES.min(in_c - in_block * LANES);
@@ -292,7 +292,7 @@ fn pack(
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &from[first..first + pixels * channels];
-        // SAFETY: `from` has the pixels; `to` has room for them, checked above.
+        // SAFETY: `from` has the pixels; `to` is large enough for them, checked above.
         unsafe {
             tiles.pack(&Pack {
                 from: from.as_ptr(),

@@ -1,4 +1,4 @@
-//! Pictures of a dataset: as they lie there, or as a job sees them.
+//! Pictures of a dataset: as stored, or as a job sees them.
 
 use crate::data::{DataError, Picture, loader::DataSource, stored};
 use base64::Engine as _;

@@ -1,4 +1,4 @@
-//! A checkpoint on its job's validation pictures: who is taken for whom.
+//! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::data::loader::DataSource;
@@ -56,7 +56,7 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
-            // Of equals the first, as PyTorch's argmax has it.
+            // The first of equals, as in PyTorch's argmax.
             let predicted = (0..classes).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0);
             let truth = *label as usize;
             confusion[truth][predicted] += 1;

@@ -1,4 +1,4 @@
-//! A trained model as its safetensors file tells it: weights, class names, and how its pictures were prepared.
+//! A trained model as its safetensors file describes it: weights, class names, and how its pictures were prepared.
 
 use crate::{
     checkpoint,
@@ -45,7 +45,7 @@ impl Model {
         let text = |key: &str| {
             about.get(key).ok_or_else(|| {
                 format!(
-                    "{}: its metadata has no {key}; only what Lockstep has trained tells it",
+                    "{}: its metadata has no {key}; only files that Lockstep has written can be used",
                     path.display()
                 )
             })
@@ -71,7 +71,7 @@ impl Model {
         }
         let config = EngineConfig {
             batch_size: BATCH,
-            // Of no matter: it is never trained.
+            // It does not matter, as the model is never trained.
             optimizer: Optimizer::default(),
             label_smoothing: 0.0,
             accumulate: 1,

@@ -1,6 +1,6 @@
-//! Looking at models and data for people: an agent answers each of these questions with a process of its own
-//! (`lockstep look`), so that whatever a picture or a model does to it, the agent and its ranks go on, and what it
-//! held in memory is gone when it has answered. Models run on the CPU engine: GPUs are for training.
+//! Inspects models and datasets. An agent handles each request with a process of its own (`lockstep inspect`), so a bad picture
+//! or model cannot disturb the agent and its ranks, and its memory is freed with the reply. Models run on the CPU engine: GPUs are
+//! for training.
 
 mod evaluate;
 mod model;
@@ -28,43 +28,43 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Long questions and short ones wait for their own kind alone.
+/// Long requests and short ones wait for their own kind alone.
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// A dataset of a million pictures takes all cores for minutes.
 static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// Looks at paths; a file system that hangs holds one up for ever.
+/// Checks of paths: on a file system that hangs, each blocks for ever.
 static PATHS: Semaphore = Semaphore::const_new(8);
-/// How far a look is, is asked again and again, of the very paths whose file system may hang.
+/// Progress is requested again and again, for the very paths whose file system may hang.
 static PROGRESS: Semaphore = Semaphore::const_new(1);
-/// Training comes first: what people look at waits for idle cores.
+/// Training comes first: requests of people wait for idle cores.
 const NICENESS: i32 = 10;
-/// How often it is looked whether a process has answered.
-const ASK_EVERY: Duration = Duration::from_millis(5);
+/// How often it is checked whether a process has replied.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Has a process of its own answer. It ends when this is dropped.
+/// Handles a request in a process of its own, which ends when the future is dropped.
 ///
 /// # Errors
-/// A sentence: what is wrong with the question, or with the process.
-pub async fn ask(program: &Path, question: &AgentRequest) -> Result<AgentReply, String> {
-    let room = match question {
+/// A sentence: what is wrong with the request, or with the process.
+pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentReply, String> {
+    let permits = match request {
         AgentRequest::HasFiles { .. } => {
-            let turn = PATHS.acquire().await.map_err(|e| e.to_string())?;
-            return at_once(question.clone(), turn).await;
+            let permit = PATHS.acquire().await.map_err(|e| e.to_string())?;
+            return in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectProgress { .. } => {
-            let Ok(turn) = PROGRESS.try_acquire() else { return Ok(AgentReply::Progress { looked: None }) };
-            return at_once(question.clone(), turn).await;
+            let Ok(permit) = PROGRESS.try_acquire() else { return Ok(AgentReply::Progress { looked: None }) };
+            return in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectDataset { .. } => &DATASETS,
-        _ if question.is_long() => &LONG,
+        _ if request.is_long() => &LONG,
         _ => &SHORT,
     };
-    let _turn = room.acquire().await.map_err(|e| e.to_string())?;
-    let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
-    let failed = |what: &str, e: std::io::Error| format!("the process that looks at files {what}: {e}");
+    let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
+    let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
+    let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
     let mut child = Command::new(program)
-        .arg("look")
+        .arg("inspect")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -86,36 +86,39 @@ pub async fn ask(program: &Path, question: &AgentRequest) -> Result<AgentReply, 
     }
 }
 
-/// Without a process of its own: nothing is read of what somebody brings.
-async fn at_once(question: AgentRequest, turn: SemaphorePermit<'static>) -> Result<AgentReply, String> {
+/// Handles a request in this process, for requests that read no file's content.
+async fn in_this_process(
+    request: AgentRequest,
+    permit: SemaphorePermit<'static>,
+) -> Result<AgentReply, String> {
     let looked = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
-        answer(question)
+        let _permit = permit;
+        answer(request)
     });
     looked.await.map_err(|e| e.to_string())?
 }
 
-/// Has a process of its own answer while the caller waits, until `cancelled`. The answer itself may be what is wrong with
-/// the question or the files.
+/// As [`request`], blocking the caller until the reply or until `cancelled`. The inner error is what is wrong with the request
+/// or the files.
 ///
 /// # Errors
 /// A sentence: what is wrong with the process.
-pub(crate) fn ask_and_wait(
+pub(crate) fn request_blocking(
     program: &Path,
-    question: &AgentRequest,
+    request: &AgentRequest,
     cancelled: &AtomicBool,
 ) -> Result<Result<AgentReply, String>, String> {
-    let failed = |e: std::io::Error| format!("the process that looks at files failed: {e}");
-    let words = serde_json::to_vec(question).map_err(|e| e.to_string())?;
+    let failed = |e: std::io::Error| format!("the inspecting process failed: {e}");
+    let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let mut child = std::process::Command::new(program)
-        .arg("look")
+        .arg("inspect")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .map_err(failed)?;
     if let Some(mut to) = child.stdin.take() {
-        // One that ended before it read everything is told of below.
+        // A process that ended before it read everything is reported below.
         let _ = to.write_all(&words);
     }
     // An answer may be longer than what a pipe holds.
@@ -133,37 +136,37 @@ pub(crate) fn ask_and_wait(
             let _ = child.wait();
             return Err("cancelled".into());
         }
-        std::thread::sleep(ASK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     };
     let ended = || format!("{PROCESS_ENDED}{status}");
     let said = reading.join().map_err(|_| ended())?.map_err(failed)?;
     serde_json::from_slice(&said).map_err(|_| ended())
 }
 
-/// The process itself: a question on standard input, the answer on standard output, both JSON.
+/// The process itself: the request on standard input, the reply on standard output, both JSON.
 ///
 /// # Errors
 /// Those pipes.
 pub fn run() -> std::io::Result<()> {
     let mut words = Vec::new();
     std::io::stdin().read_to_end(&mut words)?;
-    let question = serde_json::from_slice(&words).map_err(|e| format!("a question that is none: {e}"));
-    // A job waits for this one.
-    if !matches!(question, Ok(AgentRequest::Fingerprint { .. })) {
-        // Without the right to, it is as urgent as the rest.
+    let request = serde_json::from_slice(&words).map_err(|e| format!("not a request: {e}"));
+    // A job waits for this reply.
+    if !matches!(request, Ok(AgentRequest::Fingerprint { .. })) {
+        // Without permission to lower it, the priority stays as it is.
         let _ = rustix::process::nice(NICENESS);
     }
-    let answer = question.and_then(answer);
+    let answer = request.and_then(answer);
     let words = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
     std::io::stdout().write_all(&words)
 }
 
-/// Answers a question here and now.
+/// Handles a request in this thread.
 ///
 /// # Errors
-/// A sentence: what is wrong with the question or with the files.
-pub fn answer(question: AgentRequest) -> Result<AgentReply, String> {
-    match question {
+/// A sentence: what is wrong with the request or with the files.
+pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
+    match request {
         AgentRequest::HasFiles { paths } => {
             Ok(AgentReply::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
         }
@@ -173,7 +176,7 @@ pub fn answer(question: AgentRequest) -> Result<AgentReply, String> {
             Ok(AgentReply::Progress { looked })
         }
         AgentRequest::Fingerprint { path, known } => {
-            let look = if known { data::Look::Folders } else { data::Look::Files };
+            let look = if known { data::ChangeDetection::Folders } else { data::ChangeDetection::Files };
             let found = data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
@@ -188,11 +191,11 @@ pub fn answer(question: AgentRequest) -> Result<AgentReply, String> {
         AgentRequest::Samples { path, pick } => {
             samples::pick(Path::new(&path), pick).map(AgentReply::Samples).map_err(|e| e.to_string())
         }
-        AgentRequest::FitWeights(question) => {
-            Ok(AgentReply::Weights { mistake: pretrained::mistake(&question) })
+        AgentRequest::FitWeights(request) => {
+            Ok(AgentReply::Weights { mistake: pretrained::mistake(&request) })
         }
-        AgentRequest::Evaluate(question) => {
-            evaluate::evaluate(&question).map(|found| AgentReply::Evaluation(Box::new(found)))
+        AgentRequest::Evaluate(request) => {
+            evaluate::evaluate(&request).map(|found| AgentReply::Evaluation(Box::new(found)))
         }
         AgentRequest::Predict { model, pictures } => {
             let predictions = predict::named(Path::new(&model), pictures)?;
@@ -207,24 +210,24 @@ mod tests {
     use lockstep_protocol::inspect::{Pick, was_killed};
 
     #[tokio::test]
-    async fn short_questions_do_not_wait_for_long_ones() {
+    async fn short_requests_do_not_wait_for_long_ones() {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let here = env!("CARGO_MANIFEST_DIR");
         let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
-        let looked = ask(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
+        let looked = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(looked, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
-        let question = AgentRequest::Samples { path: here.into(), pick };
-        let answering = ask(Path::new("/bin/false"), &question);
+        let asked = AgentRequest::Samples { path: here.into(), pick };
+        let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
     }
 
     #[tokio::test]
-    async fn who_asks_how_far_a_look_is_never_waits_for_another() {
+    async fn a_request_for_progress_never_waits_for_another() {
         let _hanging = PROGRESS.acquire().await.unwrap();
-        let question = AgentRequest::InspectProgress { path: "/nothing there".into() };
-        let answering = ask(Path::new("/bin/false"), &question);
+        let asked = AgentRequest::InspectProgress { path: "/nothing there".into() };
+        let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
         assert_eq!(answer, Ok(AgentReply::Progress { looked: None }));
     }
@@ -243,8 +246,8 @@ mod tests {
             assert!(made.unwrap().success());
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let question = AgentRequest::Fingerprint { path: "/data".into(), known: false };
-                let _ = tell.send(ask_and_wait(&program, &question, &AtomicBool::new(false)));
+                let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };
+                let _ = tell.send(request_blocking(&program, &asked, &AtomicBool::new(false)));
             });
             told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
         };

@@ -1,4 +1,4 @@
-//! `lockstep look`: answers one question about a model or a dataset, for the agent that asks.
+//! `lockstep inspect`: handles one request about a model or a dataset, for the agent that starts it.
 
 /// Handle a request about a model or a dataset (started by agents)
 #[derive(clap::Args)]
@@ -9,5 +9,5 @@ pub(crate) struct Args {}
 /// # Errors
 /// Those pipes.
 pub(crate) fn run(_: Args) -> anyhow::Result<()> {
-    Ok(lockstep_worker::look::run()?)
+    Ok(lockstep_worker::inspect::run()?)
 }

@@ -1,4 +1,4 @@
-//! Pictures that somebody brings: what a model says of them.
+//! Classifies pictures of users.
 
 use super::model::{BATCH, Model, softmax};
 use crate::data::{Picture, loader::Batch};

@@ -1,12 +1,14 @@
-//! What people are told of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the
-//! same way that the agent's helper takes.
+//! Inspections of a model, against PyTorch (`tests/pytorch/fixtures/looking.json`): real files on disk, the same way that an
+//! agent's requests take.
+
+mod pictures;
 
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
-use lockstep_worker::{look, made_up, net::resnet};
+use lockstep_worker::{inspect, made_up, net::resnet};
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, io::Write, path::Path};
@@ -134,7 +136,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
     let mut pictures: Vec<_> =
         (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&of, i))).collect();
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
-    let mut found = look::predict(dir.path(), pictures).unwrap();
+    let mut found = inspect::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
     assert!(
         broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
@@ -153,7 +155,7 @@ fn predictions_are_pytorch_s_to_four_digits() {
             );
         }
     }
-    let missing = look::predict(&dir.path().join("nowhere"), Vec::new()).unwrap_err();
+    let missing = inspect::predict(&dir.path().join("nowhere"), Vec::new()).unwrap_err();
     assert!(missing.contains("nowhere"), "{missing}");
 }
 
@@ -169,7 +171,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
         dataset: here,
         spec: Box::new(spec(&of)),
     });
-    let Ok(AgentReply::Evaluation(found)) = look::answer(question) else { panic!("it can be evaluated") };
+    let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
     assert!((found.loss - of.loss).abs() < 1e-3, "{} instead of {}", found.loss, of.loss);
     let correct: u64 = (0..10).map(|c| of.confusion[c][c]).sum();
@@ -183,7 +185,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
     let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec) };
-    match look::answer(AgentRequest::Evaluate(question)) {
+    match inspect::answer(AgentRequest::Evaluate(question)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
         Err(words) => Err(words),
@@ -212,9 +214,10 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
             },
         );
         let picture = || vec![("0.png".to_owned(), png(&of, 0))];
-        for words in
-            [look::predict(dir.path(), picture()).unwrap_err(), evaluate(dir.path(), spec(&of)).unwrap_err()]
-        {
+        for words in [
+            inspect::predict(dir.path(), picture()).unwrap_err(),
+            evaluate(dir.path(), spec(&of)).unwrap_err(),
+        ] {
             assert!(words.contains("model.safetensors") && words.contains(said), "{words}");
         }
     }
@@ -229,7 +232,7 @@ fn a_model_that_diverged_has_no_answers_and_says_which_tensor_of_which_file() {
             }
         },
     );
-    let found = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
+    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap();
     let words = found[0].error.clone().unwrap();
     assert!(found[0].classes.is_empty() && words.contains("inf for class \"0\""), "{words}");
     let words = evaluate(dir.path(), spec(&of)).unwrap_err();
@@ -304,137 +307,7 @@ fn metadata_that_no_model_has_is_refused_by_file() {
         ("classes", "no JSON", "metadata"),
     ] {
         write_changed(dir.path(), &of, |about| about[key] = json!(value), |_, _| {});
-        let words = look::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
+        let words = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
         assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
     }
-}
-
-#[test]
-fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
-    let of = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    // A packed set of pictures half as high as wide, which jobs scale to a square as a whole.
-    let (height, width, count) = (of.side / 2, of.side, 40);
-    let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
-    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
-    let mut job = spec(&of);
-    job.data.image_size = Some((of.side as u32).into());
-    let evaluated = evaluate(dir.path(), job).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
-    let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
-        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
-    }
-    assert_eq!(confusion, evaluated.confusion);
-}
-
-#[test]
-fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
-    let of = expected();
-    let dir = tempfile::tempdir().unwrap();
-    let resize = of.side + 5;
-    write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
-    let (height, width, count) = (of.side / 2, of.side, 40);
-    let size = height * width;
-    let pictures = &pixels(&of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
-    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
-    // Whatever has become of the job's own keys since.
-    let mut job = spec(&of);
-    job.data.resize_size = Some(2 * of.side as u32);
-    let evaluated = evaluate(dir.path(), job.clone()).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
-    let mut confusion = vec![vec![0; 10]; 10];
-    for (i, prediction) in look::predict(dir.path(), files).unwrap().iter().enumerate() {
-        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
-    }
-    assert_eq!(confusion, evaluated.confusion);
-
-    // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
-    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
-    let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
-    job.data.image_size = Some((of.side as u32).into());
-    job.data.random_resized_crop = true;
-    assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
-    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);
-}
-
-fn samples(path: &Path, pick: Pick) -> Samples {
-    let path = path.to_string_lossy().into_owned();
-    match look::answer(AgentRequest::Samples { path, pick }) {
-        Ok(AgentReply::Samples(samples)) => samples,
-        other => panic!("{other:?}"),
-    }
-}
-
-#[test]
-fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
-    let of = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &of);
-    let labels = made_up::labels("looking.labels", of.count, 10);
-    let decoded = |png: &str| {
-        use base64::Engine as _;
-        let bytes = base64::engine::general_purpose::STANDARD.decode(png).unwrap();
-        image::load_from_memory(&bytes).unwrap().into_luma8().into_raw()
-    };
-    let size = of.side * of.side;
-    let stored = Pick::Stored { split: "train".into(), class: Some("3".into()), offset: 1, limit: 4 };
-    let found = samples(dir.path(), stored);
-    let threes: Vec<usize> = (0..of.count).filter(|i| labels[*i] == 3).collect();
-    assert_eq!(found.total, threes.len() as u64);
-    for (sample, index) in found.samples.iter().zip(&threes[1..]) {
-        assert_eq!((sample.index, sample.label), (*index as u64, 3));
-        assert_eq!(decoded(&sample.png), pixels(&of)[index * size..][..size], "to the last bit");
-    }
-    let seen = |epochs: Vec<u32>| {
-        let data = Box::new(spec(&of).data);
-        samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places: vec![7], epochs })
-    };
-    assert_eq!(
-        decoded(&seen(vec![]).samples[0].png),
-        pixels(&of)[7 * size..][..size],
-        "and back from the network"
-    );
-    let versions = seen(vec![0, 1, 2, 3, 4]);
-    assert_eq!(versions.samples.len(), 5);
-    assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
-    assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
-    let wrong = Pick::Stored { split: "test2".into(), class: None, offset: 0, limit: 1 };
-    let path = dir.path().to_string_lossy().into_owned();
-    assert!(look::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test"));
-    let picture = NamedPicture { name: "a".into(), content: String::new() };
-    let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };
-    assert!(look::answer(none).is_err());
 }

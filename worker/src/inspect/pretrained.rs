@@ -1,5 +1,5 @@
-//! Whether weights can be begun from (`model.pretrained`), told when a job is submitted. Only the file's header is read: ranks
-//! look at the numbers too, and say the same of names and shapes (`train/pretrained.rs`).
+//! Whether a job can start from given weights (`model.pretrained`), checked when it is submitted. Only the file's header is read;
+//! ranks check the values too, with the same messages for names and shapes (`train/pretrained.rs`).
 
 use crate::{
     checkpoint, net,
@@ -20,10 +20,10 @@ pub(super) fn mistake(question: &FitWeights) -> Option<String> {
         Err(why) => return Some(why),
     };
     let FitWeights { model, image_size, channels, classes, .. } = question;
-    // A network that cannot be built is told of elsewhere.
+    // A network that cannot be built is reported elsewhere.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = compare(&given, &wanted, network.head()).problems;
+    let problems = compare(&given, &wanted, Some(network.head())).problems;
     if problems.is_empty() {
         return None;
     }

@@ -1,0 +1,42 @@
+//! Enums whose values are words of a specification.
+
+/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. Serde's names must be the same; a test of each enum
+/// compares them.
+macro_rules! named {
+    ($kind:ident: $($variant:ident = $name:literal),+ $(,)?) => {
+        impl $kind {
+            /// Every value with its name in a specification.
+            pub const ALL: [($kind, &'static str); [$($name),+].len()] = [$(($kind::$variant, $name)),+];
+
+            /// The names alone, in the same order.
+            pub const NAMES: [&'static str; [$($name),+].len()] = [$($name),+];
+
+            /// Its name in a specification.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $($kind::$variant => $name),+
+                }
+            }
+        }
+    };
+}
+
+pub(super) use named;
+
+#[cfg(test)]
+mod tests {
+    use crate::spec::{Arch, OptimizerKind, Recipe, Stem};
+    use serde_json::json;
+
+    #[test]
+    fn names_are_those_that_serde_writes() {
+        macro_rules! compare {
+            ($($kind:ident),+) => {
+                $(for ((value, name), listed) in std::iter::zip($kind::ALL, $kind::NAMES) {
+                    assert_eq!((json!(value), value.name()), (json!(name), listed));
+                })+
+            };
+        }
+        compare!(Arch, Stem, OptimizerKind, Recipe);
+    }
+}

@@ -1,0 +1,171 @@
+//! Connections that say nothing, too much, or something else than the protocol.
+
+use super::*;
+
+/// The code and reason of the close frame that a socket gets.
+async fn closed_with(
+    socket: &mut (impl StreamExt<Item = Result<Message, tokio_tungstenite::tungstenite::Error>> + Unpin),
+) -> (u16, String) {
+    loop {
+        match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+            Some(Ok(Message::Close(Some(frame)))) => return (frame.code.into(), frame.reason.to_string()),
+            Some(Ok(_)) => {}
+            other => panic!("no close frame: {other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
+    let server = TestServer::new().await;
+    let url = format!("ws://{}/api/v1/agent/socket", server.address);
+    // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
+    let mut deep = b"\x82\xa1x".to_vec();
+    deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
+    deep.extend(b"\xc0\xa4type\xa7leaving");
+    let twice = wire::encode(&hello("twice", 1, Vec::new())).unwrap();
+    let part = |bytes: Vec<u8>| {
+        let part = wire::Part { message: 1, last: true, bytes };
+        Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
+    };
+    let cases: Vec<(Vec<Message>, u16, &str)> = vec![
+        (vec![Message::text("hello")], 1003, "text"),
+        (vec![Message::Binary(vec![0xc1].into())], 1002, "cannot be read"),
+        (vec![Message::Binary(deep.clone().into())], 1002, "depth limit"),
+        (vec![part(deep)], 1002, "depth limit"),
+        (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
+        (vec![Message::Binary(vec![0; (16 << 20) + 1].into())], 1009, "too long"),
+        (vec![Message::Binary(twice.clone().into()), Message::Binary(twice.into())], 1002, "Hello twice"),
+    ];
+    for (messages, code, words) in cases {
+        let (mut socket, _) = connect_async(&url).await.unwrap();
+        for message in messages {
+            // One that is too long may be refused before all of it is sent.
+            let _ = socket.send(message).await;
+        }
+        if code == 1009 {
+            continue; // What is left unread makes the system drop the close frame now and then.
+        }
+        let (found, reason) = closed_with(&mut socket).await;
+        assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
+    }
+    assert_eq!(server.text("/healthz").await.0, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_reader_of_a_stream_may_send_little_and_is_told() {
+    let server = TestServer::new().await;
+    let mut stream = Stream::open(format!("ws://{}/api/v1/stream", server.address)).await;
+    assert_eq!(stream.next().await.unwrap()["type"], "live");
+    stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
+    stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
+    match timeout(DEADLINE, stream.0.next()).await.unwrap() {
+        Some(Ok(Message::Pong(answer))) => assert_eq!(&answer[..], b"still there"),
+        other => panic!("{other:?}"),
+    }
+    stream.0.send(Message::text("x".repeat(4097))).await.unwrap();
+    assert_eq!(closed_with(&mut stream.0).await.0, 1009);
+    server.stop().await;
+}
+
+fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
+    text.into()
+}
+
+/// Whether the server ends this connection, and when.
+async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
+    let mut all = Vec::new();
+    timeout(within, socket.read_to_end(&mut all)).await.is_ok()
+}
+
+#[tokio::test]
+async fn connections_that_say_nothing_end_in_time() {
+    let patience = Duration::from_millis(400);
+    let server = TestServer::with(|c| c.head_patience = patience).await;
+    let began = Instant::now();
+    let mut sockets = Vec::new();
+    for said in [
+        "",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ] {
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
+        socket.write_all(said.as_bytes()).await.unwrap();
+        sockets.push(tokio::spawn(ends_within(socket, DEADLINE)));
+    }
+    for socket in sockets {
+        assert!(socket.await.unwrap(), "it is not kept for ever");
+    }
+    assert!(began.elapsed() >= patience, "nor ended before its time");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn idle_connections_make_room_for_others() {
+    let server = TestServer::with(|c| {
+        c.connections = Some(8);
+        c.head_patience = Duration::from_secs(600);
+    })
+    .await;
+    // As many as there may be stay.
+    let mut idle = Vec::new();
+    for i in 0..8 {
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
+        if i % 2 == 0 {
+            socket.write_all(b"GET /healthz HTTP/1.1\r\nHost: loc").await.unwrap();
+        }
+        idle.push(socket);
+    }
+    let mut first = idle.remove(0);
+    let mut byte = [0];
+    assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
+    // One more, and the oldest goes.
+    for _ in 0..3 {
+        let fresh = reqwest::Client::new();
+        let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+        assert_eq!(answer.unwrap().status().as_u16(), 200);
+    }
+    assert!(ends_within(first, DEADLINE).await);
+    // Ten times as many, and there still is an answer.
+    for _ in 0..80 {
+        idle.push(TcpStream::connect(server.address).await.unwrap());
+    }
+    let fresh = reqwest::Client::new();
+    let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+    assert_eq!(answer.unwrap().status().as_u16(), 200);
+    drop(idle);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_body_that_stops_coming_is_answered_in_time() {
+    let patience = Duration::from_millis(400);
+    let server = TestServer::with(|c| c.body_patience = patience).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    for (path, kind) in [
+        ("/api/v1/jobs".to_owned(), "application/json"),
+        (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),
+        (format!("/api/v1/checkpoints/{checkpoint}/predict"), "multipart/form-data; boundary=B"),
+    ] {
+        let began = Instant::now();
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n"
+        );
+        socket.write_all(head.as_bytes()).await.unwrap();
+        // What comes in parts has come: the time counts from the last one.
+        for part in ["--", "B"] {
+            tokio::time::sleep(patience * 3 / 4).await;
+            socket.write_all(part.as_bytes()).await.unwrap();
+        }
+        let mut answer = Vec::new();
+        timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("it ends").unwrap();
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.starts_with("HTTP/1.1 408"), "{path}: {answer}");
+        assert!(answer.contains("application/problem+json") && answer.contains("no byte of the body"));
+        assert!(began.elapsed() >= patience * 5 / 2, "not before its time");
+    }
+    server.stop().await;
+}

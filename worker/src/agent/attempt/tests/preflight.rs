@@ -1,0 +1,107 @@
+//! The check before ranks start.
+
+use super::*;
+
+#[tokio::test]
+async fn what_is_missing_is_said_before_anything_starts() {
+    let mut place = place(2, "exit 0");
+    place.around.check = crate::agent::preflight::check;
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    match place.end_of(&attempt).await {
+        Ending::Failed { reason, retriable: false } => {
+            assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
+            assert_eq!(*reason.code(), ReasonCode::DatasetUnusable);
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+}
+
+#[test]
+fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
+    use crate::agent::preflight::check;
+    let looked = |script: &str| {
+        let mut place = place(1, script);
+        let data = place.dir.path().join("data/train/cat");
+        fs::create_dir_all(&data).unwrap();
+        fs::write(data.join("a.png"), "no picture").unwrap();
+        place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
+        let said =
+            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
+    };
+    let (said, note) = looked("kill -9 $$");
+    let refusal = said.unwrap_err();
+    assert!(refusal.detail.contains("was not examined") && note.is_none(), "{refusal:?} {note:?}");
+    // What is no dataset is left to the ranks.
+    let (said, note) = looked("echo '{\"Err\":\"holds nothing\"}'");
+    assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
+}
+
+#[test]
+fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_ones() {
+    use crate::agent::preflight::check;
+    use lockstep_protocol::{agent::AgentReply, dataset::PicturesFingerprint};
+    let found = PicturesFingerprint {
+        pictures: 1,
+        picture_bytes: 2,
+        names_sha256: "aa".into(),
+        contents_sha256: "bb".into(),
+    };
+    let answer =
+        serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found: Some(found) })).unwrap();
+    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{answer}'"));
+    fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
+    place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
+    let asked = || {
+        let said =
+            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        assert_eq!(said, Ok(()));
+        let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
+        fs::remove_file(place.dir.path().join("asked")).unwrap();
+        asked.contains("\"known\":true")
+    };
+    assert_eq!([asked(), asked(), asked()], [false, true, true]);
+}
+
+#[tokio::test]
+async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
+    for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
+        let mut place = place(2, "exit 0");
+        // Like stat(2) of a file on a dead server: it never returns, cancelled or not.
+        place.around.check = |_, _, _, _| loop {
+            std::thread::park();
+        };
+        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        attempt.order(order);
+        assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+        assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+    }
+}
+
+#[tokio::test]
+async fn a_look_that_is_cancelled_is_told_so() {
+    let mut place = place(1, "exit 0");
+    place.around.check = |stored, _, _, cancelled| {
+        let begun = stored.job_dir.join("begun");
+        fs::write(begun, "").unwrap();
+        while !cancelled.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        fs::write(stored.job_dir.join("given up"), "").unwrap();
+        Ok(())
+    };
+    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let until = Instant::now() + Duration::from_secs(30);
+    let reached = async |name: &str| {
+        while !place.stored.job_dir.join(name).exists() {
+            assert!(Instant::now() < until, "never {name}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    reached("begun").await;
+    attempt.order(Order::Stop { patient: false });
+    assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
+    reached("given up").await;
+    assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
+}

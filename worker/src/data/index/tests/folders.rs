@@ -1,0 +1,103 @@
+//! Folders that have not changed are not examined.
+
+use super::*;
+
+/// Sets the folders' times to one that no change has.
+fn long_ago(place: &Place) {
+    for entry in fs::read_dir(place.data.path().join("train")).unwrap() {
+        let folder = fs::File::open(entry.unwrap().path()).unwrap();
+        folder.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
+    }
+}
+
+#[test]
+fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_have_changed() {
+    let place = Place::new(2, 4);
+    // None is another's name, and a text that is no picture lies there.
+    let odd = place.picture("class-0001/odd.png");
+    image::RgbImage::new(9, 9).save(&odd).unwrap();
+    fs::write(place.picture("class-0001/notes"), "no picture").unwrap();
+    let print = |catalog: &Catalog| catalog.fingerprint(place.data.path());
+    assert_eq!(counts(&at_folders(&place)), (9, vec![]), "nothing is known yet");
+    let before = print(&place.open().unwrap());
+    place.say(|entry| entry.width = 77);
+    // In place: the folder does not change.
+    fs::write(&odd, "I am no picture any more").unwrap();
+    let catalog = at_folders(&place);
+    assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
+    let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+    assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "nothing was read");
+    assert!((0..8).all(|i| listing.read(i).is_ok()));
+    assert_eq!(counts(&at_folders(&place)).0, 9, "what has not changed is not examined");
+    let words = listing.read(8).unwrap_err().to_string();
+    assert!(words.contains("odd.png has changed since it was first looked at"), "{words}");
+    let now = at_folders(&place);
+    assert_eq!(counts(&now).0, 8);
+    assert!(counts(&now).1[0].contains("odd.png is text") && print(&now) != before, "{now:?}");
+    assert_eq!(print(&at_folders(&place)), print(&now));
+}
+
+#[test]
+fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
+    let place = Place::new(3, 4);
+    let look = || counts(&at_folders(&place));
+    // Opening with all files examined stores the folders each time.
+    let examine_all = || {
+        long_ago(&place);
+        assert_eq!(counts(&place.open().unwrap()), look());
+    };
+    examine_all();
+    image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
+    assert_eq!(look().0, 13);
+    examine_all();
+    fs::remove_file(place.picture("class-0002/000003.png")).unwrap();
+    assert_eq!(look().0, 12);
+    examine_all();
+    let other = place.data.path().join("other");
+    fs::write(&other, "not a picture").unwrap();
+    fs::rename(&other, place.picture("class-0000/000002.png")).unwrap();
+    let (pictures, broken) = look();
+    assert!(pictures == 11 && broken[0].contains("class-0000/000002.png is text"), "{broken:?}");
+    examine_all();
+    fs::create_dir(place.picture("class-0000/inner")).unwrap();
+    fs::write(place.picture("class-0000/inner/x.png"), "x").unwrap();
+    assert_eq!(look().1.len(), 2);
+    // A whole folder, and a new one.
+    fs::remove_dir_all(place.picture("class-0001")).unwrap();
+    fs::create_dir(place.picture("class-0009")).unwrap();
+    image::RgbImage::new(5, 5).save(place.picture("class-0009/a.png")).unwrap();
+    let found = at_folders(&place);
+    assert_eq!((counts(&found).0, found.classes.join(" ")), (7, "class-0000 class-0002 class-0009".into()));
+}
+
+#[test]
+fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_at() {
+    let place = Place::new(2, 4);
+    let hour = Duration::from_secs(3600);
+    Catalog::open_with(place.data.path(), &place.store().with_min_age(hour)).unwrap();
+    let odd = place.picture("class-0000/000001.png");
+    let rewrite = |side: u32| {
+        let mut bytes = std::io::Cursor::new(Vec::new());
+        image::RgbImage::new(side, 3).write_to(&mut bytes, image::ImageFormat::Png).unwrap();
+        fs::write(&odd, bytes.into_inner()).unwrap();
+    };
+    let first = || match &at_folders(&place).splits[0].samples {
+        Samples::Listed(listing) => listing.dimensions(1).0,
+        Samples::Memory { .. } => panic!("they are listed"),
+    };
+    // It could change again, and have the same time: it is not known.
+    rewrite(20);
+    assert_eq!(first(), 20);
+    // It has stored the folders, as it waits for nothing; an index that was made meanwhile is another.
+    rewrite(30);
+    assert_eq!(first(), 20, "the note is used");
+    place.open().unwrap();
+    let note = fs::read(place.kept("folders").unwrap()).unwrap();
+    rewrite(40);
+    for broken in [&b"nothing"[..], &note[..note.len() / 2], b""] {
+        fs::write(place.kept("folders").unwrap(), broken).unwrap();
+        assert_eq!(first(), 40);
+    }
+    fs::write(place.kept("folders").unwrap(), &note).unwrap();
+    assert_eq!(first(), 40, "the index is not the one that was noted");
+}

@@ -1,0 +1,153 @@
+//! The loops of the tiles, written once for all vector types. Everything is inlined into functions that enable the
+//! instructions of their vectors.
+
+use super::{Outer, Pack, Product, Vector};
+
+/// One input channel of all pictures. Functions rather than closures: what is not inlined into the function
+/// that enables the instructions calls a function for every one of them.
+#[inline(always)]
+unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
+    t: &Product<'_>,
+    sum: &mut [[S; V]; P],
+    x: *const f32,
+    w: *const f32,
+) {
+    // SAFETY: `x` and `w` are what `t` describes, and its pointers are valid for that.
+    unsafe {
+        let mut weights = [S::zero(); V];
+        for (v, weights) in weights.iter_mut().enumerate() {
+            *weights = if PART { S::load_first(w, t.lanes) } else { S::load(w.add(v * t.w_block)) };
+        }
+        for (p, sum) in sum.iter_mut().enumerate() {
+            let x = S::splat(x.add(p * 16));
+            for (sum, weights) in sum.iter_mut().zip(weights) {
+                *sum = x.mul_add(weights, *sum);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    unsafe {
+        let lanes = if PART { t.lanes } else { 16 };
+        // The lines of the output are far apart and new to the cache: have them come during the sums.
+        for p in 0..P {
+            for v in 0..V {
+                S::prefetch(t.y.add(p * t.y_picture + v * 16));
+            }
+        }
+        let mut sum = [[S::zero(); V]; P];
+        for tap in t.taps {
+            let mut x = t.x.add(tap.position as usize * t.line * P);
+            let mut w = t.w.add(tap.tap as usize * t.channels * lanes);
+            for _ in 0..t.channels / 16 {
+                let end = x.add(16);
+                while x < end {
+                    step::<S, P, V, PART>(t, &mut sum, x, w);
+                    step::<S, P, V, PART>(t, &mut sum, x.add(1), w.add(lanes));
+                    step::<S, P, V, PART>(t, &mut sum, x.add(2), w.add(2 * lanes));
+                    step::<S, P, V, PART>(t, &mut sum, x.add(3), w.add(3 * lanes));
+                    x = x.add(4);
+                    w = w.add(4 * lanes);
+                }
+                x = x.add((P - 1) * 16);
+            }
+            for _ in 0..t.channels % 16 {
+                step::<S, P, V, PART>(t, &mut sum, x, w);
+                x = x.add(1);
+                w = w.add(lanes);
+            }
+        }
+        if !t.sums.is_null() {
+            for v in 0..V {
+                let to = t.sums.add(v * 48);
+                let (mut total, mut squares) = (S::zero(), S::zero());
+                if t.first {
+                    sum[0][v].store(to);
+                } else {
+                    (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));
+                }
+                let pivot = S::load(to);
+                for sum in &sum {
+                    let off = sum[v].sub(pivot);
+                    total = total.add(off);
+                    squares = off.mul_add(off, squares);
+                }
+                total.store(to.add(16));
+                squares.store(to.add(32));
+            }
+        }
+        for (p, sum) in sum.iter().enumerate() {
+            let y = t.y.add(p * t.y_picture);
+            for (v, sum) in sum.iter().enumerate() {
+                if PART {
+                    sum.store_first(y, lanes);
+                } else {
+                    sum.store(y.add(v * 16));
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    unsafe {
+        let mut sum = [[S::zero(); V]; I];
+        for run in t.runs {
+            let mut x = t.x.add(run.x as usize * 16);
+            let mut dy = t.dy.add(run.dy as usize * 16);
+            for _ in 0..run.len {
+                let mut gradients = [S::zero(); V];
+                for (v, gradients) in gradients.iter_mut().enumerate() {
+                    *gradients = S::load(dy.add(v * t.dy_block));
+                }
+                for (i, sum) in sum.iter_mut().enumerate() {
+                    let x = S::splat(x.add(i));
+                    for (sum, gradients) in sum.iter_mut().zip(gradients) {
+                        *sum = x.mul_add(gradients, *sum);
+                    }
+                }
+                x = x.add(16);
+                dy = dy.add(16);
+            }
+        }
+        for v in 0..V {
+            let dw = t.dw.add(v * t.dw_block);
+            if V > 1 || t.lanes == 16 {
+                for (i, sum) in sum.iter().enumerate().take(t.channels) {
+                    let dw = dw.add(i * 16);
+                    let sum = if t.accumulate { sum[v].add(S::load(dw)) } else { sum[v] };
+                    sum.store(dw);
+                }
+            } else {
+                for (i, sum) in sum.iter().enumerate().take(t.channels) {
+                    let dw = dw.add(i * t.lanes);
+                    let sum = if t.accumulate { sum[v].add(S::load_first(dw, t.lanes)) } else { sum[v] };
+                    sum.store_first(dw, t.lanes);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn pack<S: Vector>(t: &Pack) {
+    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    unsafe {
+        let (full, rest) = (t.channels / 16, t.channels % 16);
+        for pixel in 0..t.pixels {
+            let from = t.from.add(pixel * t.channels);
+            let to = t.to.add(pixel * t.to_pixel);
+            for block in 0..full {
+                S::load(from.add(block * 16)).store(to.add(block * t.to_block));
+            }
+            if rest > 0 {
+                S::load_first(from.add(full * 16), rest).store(to.add(full * t.to_block));
+            }
+        }
+    }
+}

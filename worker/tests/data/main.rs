@@ -1,0 +1,194 @@
+//! Datasets as people have them: the bundled pictures, CIFAR files, folders, and all of them broken.
+
+mod formats;
+mod mixing;
+
+use flate2::{Compression, write::GzEncoder};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
+use lockstep_worker::data::{
+    inspect,
+    loader::{Batch, DataSource, EpochPlan, Form, Mixing},
+};
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+};
+use tempfile::TempDir;
+
+fn bundled() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist")
+}
+
+fn plan(rank: u32, world_size: u32) -> EpochPlan {
+    EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank,
+        world_size,
+        batch_size: 64 / world_size as usize,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 2,
+    }
+}
+
+fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
+    source.epoch(plan).map(|b| b.expect("readable")).collect()
+}
+
+fn error(path: &Path, spec: &DataSpec) -> String {
+    DataSource::open(path, spec, 0).expect_err("must not open").to_string()
+}
+
+#[track_caller]
+fn says(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "{text:?} should contain {word:?}");
+    }
+}
+
+#[test]
+fn the_bundled_pictures_are_what_they_say() {
+    let info = inspect(&bundled()).expect("readable");
+    assert_eq!((info.format.as_str(), info.height, info.width, info.channels), ("idx", 28, 28, 1));
+    assert_eq!(info.classes[9], "Ankle boot");
+    assert_eq!(info.splits[0].per_class, [800; 10]);
+    assert_eq!(info.splits[1].samples, 1000);
+    // Fashion-MNIST's published statistics over all its pictures are 0.2860 and 0.3530.
+    assert!((info.mean[0] - 0.286).abs() < 0.01 && (info.std[0] - 0.353).abs() < 0.01, "{info:?}");
+}
+
+#[test]
+fn shards_are_disjoint_equal_and_the_same_pictures_a_step_at_any_number_of_ranks() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 7).expect("opens");
+    let alone = batches(&source, plan(0, 1));
+    assert_eq!(alone.len(), 125);
+    assert_eq!(
+        alone.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
+        8000,
+        "every picture once"
+    );
+    for world_size in [2, 4] {
+        let ranks: Vec<_> = (0..world_size).map(|r| batches(&source, plan(r, world_size))).collect();
+        for (step, whole) in alone.iter().enumerate() {
+            let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
+            assert!(
+                joined == whole.images,
+                "step {step} of {world_size} ranks differs in its pictures or their augmentation"
+            );
+            assert!(ranks.iter().all(|b| b[step].labels.len() == 64 / world_size as usize));
+        }
+    }
+}
+
+#[test]
+fn epochs_and_seeds_shuffle_anew_and_repeat_exactly() {
+    let open = |seed| DataSource::open(&bundled(), &DataSpec::default(), seed).expect("opens");
+    let first = |source: &DataSource, epoch| {
+        source.epoch(EpochPlan { epoch, ..plan(0, 1) }).next().expect("a batch").expect("readable")
+    };
+    let source = open(1);
+    assert_eq!(first(&source, 0), first(&open(1), 0));
+    assert_ne!(first(&source, 0).indices, first(&source, 1).indices);
+    assert_ne!(first(&source, 0).indices, first(&open(2), 0).indices);
+}
+
+#[test]
+fn an_epoch_continued_in_its_middle_is_the_rest_of_it() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    let plan = EpochPlan { accumulate: 2, batch_size: 16, ..plan(1, 2) };
+    let whole = batches(&source, plan);
+    let rest = batches(&source, EpochPlan { first_step: 50, ..plan });
+    assert!(rest == whole[100..]);
+}
+
+#[test]
+fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    // 8000 = 15 * 513 + 305; then 8000 = 2 * 3999 + 2, fewer than ranks.
+    for (batch_size, last) in [(171, [101, 102, 102]), (1333, [1, 1, 1])] {
+        let count = |rank| {
+            let plan = EpochPlan { batch_size, drop_remainder: false, world_size: 3, rank, ..plan(0, 1) };
+            batches(&source, plan).last().expect("a batch").labels.len()
+        };
+        assert_eq!([count(0), count(1), count(2)], last);
+    }
+}
+
+#[test]
+fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    for (world_size, accumulate, batch_size) in
+        [(1, 1, 64), (3, 1, 171), (3, 1, 1333), (2, 4, 77), (5, 3, 41)]
+    {
+        let plan = |rank| EpochPlan {
+            batch_size,
+            accumulate,
+            drop_remainder: false,
+            world_size,
+            rank,
+            ..plan(0, 1)
+        };
+        let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
+        for number in 0..ranks[0].len() {
+            let all: usize = ranks.iter().map(|batches| batches[number].labels.len()).sum();
+            for batches in &ranks {
+                assert_eq!(batches[number].global_samples, all, "{world_size} ranks, micro-batch {number}");
+            }
+        }
+    }
+}
+
+#[test]
+fn validation_counts_every_picture_on_one_rank_and_leaves_it_as_it_is() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 0).expect("opens");
+    let shares: Vec<Vec<Batch>> =
+        (0..3).map(|r| source.validation(r, 3, 50, 2).map(|b| b.expect("readable")).collect()).collect();
+    let seen: Vec<u64> = shares.iter().flatten().flat_map(|b| b.indices.clone()).collect();
+    assert_eq!(seen, (0..1000).collect::<Vec<_>>());
+    let mean = shares.iter().flatten().flat_map(|b| &b.images).sum::<f32>() / (1000.0 * 784.0);
+    assert!(mean.abs() < 0.05, "normalised pictures have a mean near 0, this is {mean}");
+}
+
+#[test]
+fn a_fraction_is_held_out_and_never_trained_on() {
+    let spec = DataSpec { validation: Validation::Fraction(0.1), ..DataSpec::default() };
+    let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
+    assert_eq!((source.shape.train_samples, source.shape.validation_samples), (7200, 800));
+    let held: BTreeSet<u64> =
+        source.validation(0, 1, 100, 1).flat_map(|b| b.expect("readable").indices).collect();
+    assert!(batches(&source, plan(0, 1)).iter().flat_map(|b| &b.indices).all(|i| !held.contains(i)));
+    assert_eq!(held.len(), 800);
+}
+
+#[test]
+fn pictures_are_scaled_to_the_size_that_the_job_wants() {
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
+    let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
+    assert_eq!(batches(&source, plan(0, 1))[0].images.len(), 64 * 56 * 56);
+}
+
+#[test]
+fn normalisation_must_fit_the_channels() {
+    let spec = DataSpec { mean: Some(vec![0.1, 0.2, 0.3]), ..DataSpec::default() };
+    says(&error(&bundled(), &spec), &["data.mean has 3 values", "1 channel"]);
+}
+
+#[test]
+fn padding_wider_than_the_picture_is_refused() {
+    let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
+    says(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
+    let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
+    assert_eq!(batches(&DataSource::open(&bundled(), &spec, 0).expect("opens"), plan(0, 1)).len(), 125);
+}
+
+#[test]
+fn batches_come_in_order_from_any_number_of_threads_and_a_dropped_epoch_ends_them() {
+    let source = DataSource::open(&bundled(), &DataSpec::default(), 9).expect("opens");
+    let one = batches(&source, EpochPlan { threads: 1, ..plan(0, 1) });
+    assert!(one == batches(&source, EpochPlan { threads: 5, ..plan(0, 1) }));
+    let mut epoch = source.epoch(EpochPlan { threads: 3, ..plan(0, 1) });
+    assert!(epoch.next().expect("a batch").expect("readable") == one[0]);
+}

@@ -1,0 +1,106 @@
+//! mixup and cutmix.
+
+use super::*;
+
+/// The bundled pictures, mixed by both at once.
+fn mixed(spec: &DataSpec) -> DataSource {
+    let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
+    source.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
+    source
+}
+
+#[test]
+fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batches() {
+    let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
+    let source = mixed(&spec);
+    // 8000 = 133 * 60 + 20: the last step is a small one.
+    let whole = EpochPlan { batch_size: 60, drop_remainder: false, ..plan(0, 1) };
+    let alone = batches(&source, whole);
+    for (world_size, accumulate) in [(2, 1), (4, 1), (1, 3), (2, 2)] {
+        let plan = |rank| EpochPlan {
+            batch_size: 60 / (world_size as usize * accumulate),
+            accumulate,
+            rank,
+            world_size,
+            ..whole
+        };
+        let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
+        for (step, whole) in alone.iter().enumerate() {
+            let parts =
+                (0..accumulate).flat_map(|micro| ranks.iter().map(move |r| &r[step * accumulate + micro]));
+            let mut joined = Batch::default();
+            for part in parts {
+                assert_eq!(part.lambda, whole.lambda);
+                joined.images.extend(&part.images);
+                joined.labels.extend(&part.labels);
+                joined.mixed_labels.extend(&part.mixed_labels);
+                joined.indices.extend(&part.indices);
+            }
+            assert!(joined.images == whole.images, "step {step}, {world_size} ranks x {accumulate}");
+            assert_eq!(
+                (joined.labels, joined.mixed_labels, joined.indices),
+                (whole.labels.clone(), whole.mixed_labels.clone(), whole.indices.clone())
+            );
+        }
+    }
+    // It continues in its middle, and in another epoch the same pictures would be mixed otherwise.
+    let rest = batches(&source, EpochPlan { first_step: 100, ..whole });
+    assert!(rest == alone[100..]);
+    let lambdas =
+        |epoch| batches(&source, EpochPlan { epoch, ..whole }).iter().map(|b| b.lambda).collect::<Vec<_>>();
+    assert_ne!(lambdas(0), lambdas(1));
+}
+
+#[test]
+fn each_picture_of_a_step_is_mixed_with_the_one_before_it_and_the_first_with_the_last() {
+    let spec = DataSpec { crop_padding: 2, ..DataSpec::default() };
+    let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
+    let (plain, mixed) = (batches(&plain, plan(0, 1)), batches(&mixed(&spec), plan(0, 1)));
+    let size = 28 * 28;
+    let (mut blended, mut cut) = (0, 0);
+    for (plain, mixed) in plain.iter().zip(&mixed) {
+        assert_eq!((&plain.labels, &plain.indices), (&mixed.labels, &mixed.indices));
+        let others: Vec<u32> = (0..64).map(|i| plain.labels[(i + 63) % 64]).collect();
+        assert_eq!(mixed.mixed_labels, others);
+        let lambda = mixed.lambda;
+        assert!((0.0..=1.0).contains(&lambda), "{lambda}");
+        let picture = |i: usize| &plain.images[i % 64 * size..][..size];
+        let all = || {
+            (0..64)
+                .flat_map(|i| picture(i).iter().zip(picture(i + 63)).zip(&mixed.images[i * size..][..size]))
+        };
+        let is_blend =
+            all().all(|((own, other), v)| (own * lambda + other * (1.0 - lambda) - v).abs() < 1e-5);
+        let is_cut = all().all(|((own, other), v)| v == own || v == other);
+        assert!(is_blend || is_cut, "lambda {lambda}");
+        blended += usize::from(is_blend && !is_cut);
+        cut += usize::from(is_cut && !is_blend);
+    }
+    assert!(blended > 40 && cut > 40, "{blended} steps are blended and {cut} cut");
+}
+
+#[test]
+fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
+    let spec =
+        DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
+    let mut source = mixed(&spec);
+    assert!(source.resident().is_none(), "an engine does not mix by itself");
+    let normalised = batches(&source, plan(0, 1));
+    source.set_form(Form::Bytes);
+    for (bytes, normalised) in batches(&source, plan(0, 1)).iter().zip(&normalised) {
+        assert_eq!((bytes.lambda, bytes.bytes.len()), (normalised.lambda, 64 * 28 * 28));
+        for (byte, value) in bytes.bytes.iter().zip(&normalised.images) {
+            assert!((f32::from(*byte) - value * 255.0).abs() < 0.51, "{byte} instead of {}", value * 255.0);
+        }
+    }
+}
+
+#[test]
+fn validation_pictures_are_never_mixed() {
+    let source = mixed(&DataSpec::default());
+    let plain = DataSource::open(&bundled(), &DataSpec::default(), 5).expect("opens");
+    let all = |source: &DataSource| {
+        source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>()
+    };
+    assert!(all(&source) == all(&plain));
+}

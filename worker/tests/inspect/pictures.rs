@@ -1,0 +1,135 @@
+//! Pictures are resized and cropped as in training, for predictions and for previews.
+
+use super::*;
+
+#[test]
+fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    // A packed set of pictures half as high as wide, which jobs scale to a square as a whole.
+    let (height, width, count) = (of.side / 2, of.side, 40);
+    let size = height * width;
+    let pictures = &pixels(&of)[..count * size];
+    let word = |n: usize| (n as u32).to_be_bytes();
+    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
+    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
+    for split in ["train", "t10k"] {
+        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+    }
+    let mut job = spec(&of);
+    job.data.image_size = Some((of.side as u32).into());
+    let evaluated = evaluate(dir.path(), job).unwrap();
+    let files: Vec<_> = pictures
+        .chunks(size)
+        .map(|pixels| {
+            let mut png = std::io::Cursor::new(Vec::new());
+            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
+            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
+            (String::new(), png.into_inner())
+        })
+        .collect();
+    let mut confusion = vec![vec![0; 10]; 10];
+    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
+        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
+    }
+    assert_eq!(confusion, evaluated.confusion);
+}
+
+#[test]
+fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    let resize = of.side + 5;
+    write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
+    let (height, width, count) = (of.side / 2, of.side, 40);
+    let size = height * width;
+    let pictures = &pixels(&of)[..count * size];
+    let word = |n: usize| (n as u32).to_be_bytes();
+    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
+    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
+    for split in ["train", "t10k"] {
+        fs::write(dir.path().join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
+        fs::write(dir.path().join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
+    }
+    // Whatever has become of the job's own keys since.
+    let mut job = spec(&of);
+    job.data.resize_size = Some(2 * of.side as u32);
+    let evaluated = evaluate(dir.path(), job.clone()).unwrap();
+    let files: Vec<_> = pictures
+        .chunks(size)
+        .map(|pixels| {
+            let mut png = std::io::Cursor::new(Vec::new());
+            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
+            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
+            (String::new(), png.into_inner())
+        })
+        .collect();
+    let mut confusion = vec![vec![0; 10]; 10];
+    for (i, prediction) in inspect::predict(dir.path(), files).unwrap().iter().enumerate() {
+        confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
+    }
+    assert_eq!(confusion, evaluated.confusion);
+
+    // A model that says nothing of it was trained on pictures scaled as a whole: nobody resizes them now.
+    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    let scaled = evaluate(dir.path(), JobSpec { data: spec(&of).data, ..job.clone() });
+    job.data.image_size = Some((of.side as u32).into());
+    job.data.random_resized_crop = true;
+    assert_eq!(evaluate(dir.path(), job).unwrap().loss, scaled.unwrap().loss);
+    assert_ne!(evaluated.loss, evaluate(dir.path(), spec(&of)).unwrap().loss);
+}
+
+fn samples(path: &Path, pick: Pick) -> Samples {
+    let path = path.to_string_lossy().into_owned();
+    match inspect::answer(AgentRequest::Samples { path, pick }) {
+        Ok(AgentReply::Samples(samples)) => samples,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_dataset(dir.path(), &of);
+    let labels = made_up::labels("looking.labels", of.count, 10);
+    let decoded = |png: &str| {
+        use base64::Engine as _;
+        let bytes = base64::engine::general_purpose::STANDARD.decode(png).unwrap();
+        image::load_from_memory(&bytes).unwrap().into_luma8().into_raw()
+    };
+    let size = of.side * of.side;
+    let stored = Pick::Stored { split: "train".into(), class: Some("3".into()), offset: 1, limit: 4 };
+    let found = samples(dir.path(), stored);
+    let threes: Vec<usize> = (0..of.count).filter(|i| labels[*i] == 3).collect();
+    assert_eq!(found.total, threes.len() as u64);
+    for (sample, index) in found.samples.iter().zip(&threes[1..]) {
+        assert_eq!((sample.index, sample.label), (*index as u64, 3));
+        assert_eq!(decoded(&sample.png), pixels(&of)[index * size..][..size], "to the last bit");
+    }
+    let seen = |epochs: Vec<u32>| {
+        let data = Box::new(spec(&of).data);
+        samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places: vec![7], epochs })
+    };
+    assert_eq!(
+        decoded(&seen(vec![]).samples[0].png),
+        pixels(&of)[7 * size..][..size],
+        "and back from the network"
+    );
+    let versions = seen(vec![0, 1, 2, 3, 4]);
+    assert_eq!(versions.samples.len(), 5);
+    assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
+    assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
+    let wrong = Pick::Stored { split: "test2".into(), class: None, offset: 0, limit: 1 };
+    let path = dir.path().to_string_lossy().into_owned();
+    assert!(
+        inspect::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test")
+    );
+    let picture = NamedPicture { name: "a".into(), content: String::new() };
+    let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };
+    assert!(inspect::answer(none).is_err());
+}

@@ -9,6 +9,7 @@ pub mod cuda;
 mod finite;
 mod fuse;
 mod optimizer;
+mod prologue;
 pub mod registry;
 mod shape;
 mod state_dict;

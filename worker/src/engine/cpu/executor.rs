@@ -7,6 +7,7 @@ use crate::{
     engine::{
         EngineConfig, EngineError, EvalResult, StepResult,
         fuse::{self, Capabilities, FusedOp},
+        prologue::{Prologue, StepPart},
     },
     net::Network,
 };
@@ -57,7 +58,7 @@ impl Spare {
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
-    world_size: f64,
+    world_size: u32,
     pub(super) ops: Vec<FusedOp>,
     capabilities: Capabilities,
     pub(super) layout: Layout,
@@ -96,7 +97,7 @@ impl Executor {
         let f64_gradients = layout.len() <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let world_size = f64::from(comm.size());
+        let world_size = comm.size();
         let (state, shm_unavailable_reason) =
             State::new(&layout, f64_gradients, config.optimizer, comm.as_ref())?;
         let reducer = Reducer::new(comm, state.memory())
@@ -152,40 +153,19 @@ impl Executor {
     }
 
     /// One optimizer step; see [`crate::engine::Engine::train_step`].
-    ///
-    /// Loss gradients are divided by the pictures of the whole step over all ranks, so that their sum
-    /// over ranks and micro-batches is the gradient of the global batch's mean loss whatever the
-    /// sizes of the parts; as a sum over ranks (`gradients_mean` false) it is that times the ranks.
     pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
-        let slots = self.config.accumulate.max(1);
-        if batches.len() > slots {
-            return Err(EngineError::Parameters(format!(
-                "{} micro-batches in a step of {slots}",
-                batches.len()
-            )));
-        }
-        // An epoch's end may leave this rank no pictures: it still takes part.
-        let world_size = self.world_size as u32;
-        let counts = batches.iter().map(|b| b.of_all_ranks(world_size)).collect::<Result<Vec<_>, _>>();
-        let counts = counts.map_err(EngineError::Parameters)?;
-        let total: usize = counts.iter().sum();
-        let Some(last) = counts.iter().rposition(|&n| n > 0) else {
+        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.world_size)?;
+        if parts.is_empty() {
             return Ok(StepResult::default());
-        };
-        let scale = if self.config.gradients_mean { 1.0 } else { self.world_size } / total as f64;
-
+        }
         self.state.begin(lr);
         let mut measured = loss::Loss::default();
-        let mut first = true;
-        for (slot, batch) in batches.iter().enumerate().filter(|(slot, _)| counts[*slot] > 0) {
-            // The pictures that a batch norm's statistics are computed from.
-            let of = if self.config.sync_batch_norm { counts[slot] } else { batch.labels.len() } as f64;
-            self.forward(&batch.images, batch.labels.len(), Some(of))?;
-            let part = self.loss_and_gradient(batch, scale);
+        for StepPart { batch, first, last, statistics_of } in parts {
+            self.forward(&batch.images, batch.labels.len(), Some(statistics_of))?;
+            let part = self.loss_and_gradient(batch, gradient_scale);
             measured.sum += part.sum;
             measured.correct += part.correct;
-            let micro_batch = MicroBatch { first: std::mem::take(&mut first), last: slot == last };
-            self.backward(batch.labels.len(), of, micro_batch)?;
+            self.backward(batch.labels.len(), statistics_of, MicroBatch { first, last })?;
         }
         let square_sum = self.update()?;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();

@@ -1,11 +1,19 @@
 //! Where activations and their gradients lie: allocations in one piece of memory, in the order of the step. The same step
 //! allocates and frees in the same order every time, so its offsets are the same, too.
 
+use super::command::{Operand, Region};
+
 /// A range of the arena, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Allocation {
     pub(super) offset: usize,
     pub(super) bytes: usize,
+}
+
+impl Allocation {
+    pub(super) fn operand(self) -> Operand {
+        Operand::new(Region::Arena, self.offset, self.bytes)
+    }
 }
 
 /// Allocates by best fit; knows no memory.

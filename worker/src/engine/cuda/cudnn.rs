@@ -3,115 +3,27 @@
 //!
 //! Follows NVIDIA's cuDNN backend documentation: every descriptor is created, given attributes and
 //! finalised; a plan is an engine with its knobs, ready to run.
-//!
-//! Past 400 lines because all of the backend's interface that we use is behind this one door.
 
 #![allow(unsafe_code)] // The backend's interface is C: attributes are given as pointers to arrays of a stated type.
 
 use super::{
+    convolution::{Convolution, Direction, Tensors},
     device::{Ptr, Stream},
+    dtype::DType,
     error::CudaError,
-    kernels::DType,
 };
 use cudarc::cudnn::sys::{
     self, cudnnBackendAttributeName_t as Name, cudnnBackendAttributeType_t as Type,
-    cudnnBackendDescriptorType_t as Kind, cudnnDataType_t, cudnnStatus_t,
+    cudnnBackendDescriptorType_t as Kind, cudnnDataType_t,
 };
+use descriptor::{Descriptor, check};
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
 
+mod descriptor;
+
 /// Most engine configurations that one heuristic is asked for.
 const MOST: usize = 24;
-
-/// What a convolution computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) enum Direction {
-    /// y from x and w.
-    Forward,
-    /// dx from dy and w.
-    Input,
-    /// dw from x and dy.
-    Weight,
-}
-
-/// A convolution: shapes, type and direction. Its `Debug` text is its name in the cache.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Convolution {
-    pub(super) direction: Direction,
-    pub(super) dtype: DType,
-    /// Pictures.
-    pub(super) batch: usize,
-    pub(super) in_h: usize,
-    pub(super) in_w: usize,
-    pub(super) in_c: usize,
-    pub(super) out_h: usize,
-    pub(super) out_w: usize,
-    pub(super) out_c: usize,
-    pub(super) kernel: usize,
-    pub(super) stride: usize,
-    pub(super) padding: usize,
-    /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
-    pub(super) groups: usize,
-    /// Forward only: it takes the sums of y and of y * y by channel along, for the batch norm after it. cuDNN has
-    /// that for float16.
-    pub(super) sums: bool,
-}
-
-impl Convolution {
-    /// Bytes of (x, w, y).
-    pub(super) fn bytes(&self) -> [usize; 3] {
-        let size = self.dtype.size();
-        [
-            self.batch * self.in_h * self.in_w * self.in_c * size,
-            self.out_c * self.kernel * self.kernel * self.group_in_c() * size,
-            self.batch * self.out_h * self.out_w * self.out_c * size,
-        ]
-    }
-
-    /// Input channels that an output is made from.
-    fn group_in_c(&self) -> usize {
-        self.in_c / self.groups
-    }
-}
-
-impl std::fmt::Debug for Convolution {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut text = f.debug_struct("Convolution");
-        text.field("direction", &self.direction).field("dtype", &self.dtype).field("batch", &self.batch);
-        text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
-        text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
-        text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // Choices that were stored before there were groups stay known.
-        if self.groups != 1 {
-            text.field("groups", &self.groups);
-        }
-        text.field("sums", &self.sums).finish()
-    }
-}
-
-impl std::fmt::Display for Convolution {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { in_h, in_w, in_c, out_c, kernel, stride, groups, .. } = self;
-        let of = match self.direction {
-            Direction::Forward => "convolution",
-            Direction::Input => "convolution, gradient of input,",
-            Direction::Weight => "convolution, gradient of weight,",
-        };
-        let grouped = if *groups == 1 { String::new() } else { format!(" in {groups} groups") };
-        let sums = if self.sums { " with sums" } else { "" };
-        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{grouped}{sums}")
-    }
-}
-
-/// Where a convolution finds its tensors, NHWC and KRSC (C of w: a group's).
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Tensors {
-    pub(super) x: Ptr,
-    pub(super) w: Ptr,
-    pub(super) y: Ptr,
-    /// Float32 `[2, out_c]`: where [`Convolution::sums`] go.
-    pub(super) sums: Ptr,
-}
 
 /// An engine and its knobs: all that is needed to build the same plan again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -156,7 +68,7 @@ impl Cudnn {
         &self,
         stream: Stream,
         plan: &Plan,
-        at: Tensors,
+        at: Tensors<Ptr>,
         workspace: Ptr,
     ) -> Result<(), CudaError> {
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
@@ -458,139 +370,4 @@ fn suits(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
     exact
         && !(deterministic && has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC))
         && !has(Note::CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION)
-}
-
-/// One object of the backend.
-struct Descriptor(sys::cudnnBackendDescriptor_t);
-
-// SAFETY: a descriptor belongs to no thread; one at a time uses it, as there is no `Sync`.
-unsafe impl Send for Descriptor {}
-
-impl Descriptor {
-    fn new(kind: Kind) -> Result<Self, CudaError> {
-        let mut descriptor = std::ptr::null_mut();
-        // SAFETY: destroyed when this is dropped.
-        check(unsafe { sys::cudnnBackendCreateDescriptor(kind, &mut descriptor) }, || {
-            format!("creating a {kind:?}")
-        })?;
-        Ok(Self(descriptor))
-    }
-
-    /// Gives an attribute; the backend copies the values.
-    fn set<T>(&self, name: Name, kind: Type, values: &[T]) -> Result<(), CudaError> {
-        // SAFETY: as many values as said, of the type that the attribute has.
-        let status = unsafe {
-            sys::cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
-        };
-        check(status, || format!("setting {name:?}"))
-    }
-
-    fn set_descriptors(&self, name: Name, values: &[&Descriptor]) -> Result<(), CudaError> {
-        let handles: Vec<_> = values.iter().map(|d| d.0).collect();
-        self.set(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &handles)
-    }
-
-    /// Asks for an attribute; gives how many values there are (and writes as many as fit).
-    fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize, CudaError> {
-        let mut found = 0i64;
-        // SAFETY: room for as many values as said, of the type that the attribute has.
-        let status = unsafe {
-            sys::cudnnBackendGetAttribute(
-                self.0,
-                name,
-                kind,
-                values.len() as i64,
-                &mut found,
-                values.as_mut_ptr().cast(),
-            )
-        };
-        check(status, || format!("asking for {name:?}"))?;
-        Ok((found.max(0) as usize).min(values.len()))
-    }
-
-    fn finalize(&self, what: &str) -> Result<(), CudaError> {
-        // SAFETY: the descriptor is alive.
-        check(unsafe { sys::cudnnBackendFinalize(self.0) }, || format!("preparing {what}"))
-    }
-}
-
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        // SAFETY: created by `new`.
-        let _ = unsafe { sys::cudnnBackendDestroyDescriptor(self.0) };
-    }
-}
-
-fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result<(), CudaError> {
-    if status == cudnnStatus_t::CUDNN_STATUS_SUCCESS {
-        return Ok(());
-    }
-    let mut text = [0u8; 512];
-    // SAFETY: room for as many bytes as said; the library ends them with a zero.
-    unsafe { sys::cudnnGetLastErrorString(text.as_mut_ptr().cast(), text.len()) };
-    let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
-    let detail = if text.is_empty() { text } else { format!(": {text}") };
-    Err(CudaError::cudnn(doing(), status, detail))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PLAIN: Convolution = Convolution {
-        direction: Direction::Forward,
-        dtype: DType::F16,
-        batch: 32,
-        in_h: 56,
-        in_w: 56,
-        in_c: 128,
-        out_h: 28,
-        out_w: 28,
-        out_c: 256,
-        kernel: 3,
-        stride: 2,
-        padding: 1,
-        groups: 1,
-        sums: false,
-    };
-
-    /// A plan is for as many groups as it was found with, and one that was stored before there were groups stays known.
-    #[test]
-    fn plans_are_stored_by_everything_that_tells_convolutions_apart() {
-        let name = |c: &Convolution| format!("{c:?}");
-        assert_eq!(
-            name(&PLAIN),
-            "Convolution { direction: Forward, dtype: F16, batch: 32, in_h: 56, in_w: 56, in_c: 128, out_h: 28, \
-             out_w: 28, out_c: 256, kernel: 3, stride: 2, padding: 1, sums: false }"
-        );
-        let all = [
-            PLAIN,
-            Convolution { direction: Direction::Input, ..PLAIN },
-            Convolution { dtype: DType::Bf16, ..PLAIN },
-            Convolution { batch: 33, ..PLAIN },
-            Convolution { in_h: 55, ..PLAIN },
-            Convolution { in_w: 55, ..PLAIN },
-            Convolution { in_c: 256, ..PLAIN },
-            Convolution { out_h: 27, ..PLAIN },
-            Convolution { out_w: 27, ..PLAIN },
-            Convolution { out_c: 128, ..PLAIN },
-            Convolution { kernel: 5, ..PLAIN },
-            Convolution { stride: 1, ..PLAIN },
-            Convolution { padding: 0, ..PLAIN },
-            Convolution { groups: 32, ..PLAIN },
-            Convolution { groups: 64, ..PLAIN },
-            Convolution { sums: true, ..PLAIN },
-        ];
-        let names: std::collections::BTreeSet<String> = all.iter().map(name).collect();
-        assert_eq!(names.len(), all.len(), "{names:?}");
-    }
-
-    #[test]
-    fn a_grouped_weight_has_a_group_s_share_of_the_inputs() {
-        let grouped = Convolution { groups: 32, ..PLAIN };
-        let ([x, w, y], plain) = (grouped.bytes(), PLAIN.bytes());
-        assert_eq!((x, 32 * w, y), (plain[0], plain[1], plain[2]));
-        assert_eq!(w, 256 * 9 * 4 * 2);
-        assert_eq!(grouped.to_string(), "convolution 56x56x128 -> 256, 3x3/2 in 32 groups");
-    }
 }

@@ -26,6 +26,9 @@ pub enum CudaError {
     /// A shape or setting that the engine does not run.
     #[error("{0}")]
     Unsupported(String),
+    /// A step that would read what is not there, or overtake itself.
+    #[error("the commands of a step are wrong (a bug in lockstep): {0}")]
+    Commands(String),
     /// A library that is not there.
     #[error("{0}")]
     Missing(String),
@@ -65,6 +68,7 @@ impl CudaError {
             CudaError::Compile { .. }
             | CudaError::OutOfMemory { .. }
             | CudaError::Unsupported(_)
+            | CudaError::Commands(_)
             | CudaError::Missing(_) => false,
             // A full disk, a folder that another user owns: a person has to look.
             CudaError::Cache { .. } => false,

@@ -4,8 +4,11 @@
 
 use super::{
     cache,
+    command::Geometry,
     device::{Device, Stream},
+    dtype::DType,
     error::CudaError,
+    ops::WARPGROUPS,
     profile::Profile,
 };
 use cudarc::{driver::sys, nvrtc};
@@ -15,44 +18,8 @@ use std::{
     ffi::{CStr, CString, c_void},
 };
 
-/// What activations and weights are computed in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DType {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl DType {
-    /// Bytes of a value.
-    pub fn size(self) -> usize {
-        match self {
-            DType::F32 => 4,
-            DType::F16 | DType::Bf16 => 2,
-        }
-    }
-
-    /// `fp32`, `fp16` or `bf16`.
-    pub fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "fp32",
-            DType::F16 => "fp16",
-            DType::Bf16 => "bf16",
-        }
-    }
-
-    /// The number that kernels know it by.
-    fn number(self) -> u32 {
-        match self {
-            DType::F32 => 0,
-            DType::F16 => 1,
-            DType::Bf16 => 2,
-        }
-    }
-}
-
 /// Every kernel: files are parts of one source.
-const SOURCE: &str = concat!(
+pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/instructions.cu"),
     include_str!("../../../kernels/numbers.cu"),
     include_str!("../../../kernels/peers.cu"),
@@ -74,19 +41,9 @@ const SOURCE: &str = concat!(
     include_str!("../../../kernels/step.cu"),
 );
 
-/// Blocks and threads of a launch.
+/// One argument of a kernel as it is passed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Geometry {
-    pub(super) grid: [u32; 3],
-    pub(super) block: [u32; 3],
-    /// Blocks of a cluster along x; 1 for none.
-    pub(super) cluster: u32,
-    pub(super) shared_bytes: u32,
-}
-
-/// One argument of a kernel.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Arg {
+pub(super) enum Value {
     Ptr(u64),
     U32(u32),
     F32(f32),
@@ -94,13 +51,13 @@ pub(super) enum Arg {
     F64(f64),
 }
 
-impl Arg {
+impl Value {
     fn bits(self) -> u64 {
         match self {
-            Arg::Ptr(v) | Arg::U64(v) => v,
-            Arg::U32(v) => u64::from(v),
-            Arg::F32(v) => u64::from(v.to_bits()),
-            Arg::F64(v) => v.to_bits(),
+            Value::Ptr(v) | Value::U64(v) => v,
+            Value::U32(v) => u64::from(v),
+            Value::F32(v) => u64::from(v.to_bits()),
+            Value::F64(v) => v.to_bits(),
         }
     }
 }
@@ -109,8 +66,6 @@ impl Arg {
 pub(super) struct Kernels {
     module: sys::CUmodule,
     functions: std::sync::Mutex<HashMap<&'static str, sys::CUfunction>>,
-    multiprocessors: u32,
-    dtype: DType,
     /// Whether kernels are set up early.
     early: bool,
     pub(super) profile: Profile,
@@ -124,9 +79,6 @@ unsafe impl Sync for Kernels {}
 /// Dynamic shared memory that kernels may ask for: what Hopper gives a block, less some of their own.
 const MOST_SHARED_BYTES: i32 = 216 << 10;
 
-/// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
-const WARPGROUPS: u32 = 90;
-
 impl Kernels {
     /// Loads the kernels, compiling them when the cache does not have them.
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
@@ -136,16 +88,8 @@ impl Kernels {
         unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
             .result()
             .map_err(CudaError::driver("loading kernels"))?;
-        let multiprocessors = device.multiprocessors;
         let early = device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
-        Ok(Self {
-            module,
-            functions: Default::default(),
-            multiprocessors,
-            dtype,
-            early,
-            profile: Profile::default(),
-        })
+        Ok(Self { module, functions: Default::default(), early, profile: Profile::default() })
     }
 
     /// The same, each of which begins when what was started before it has ended.
@@ -154,26 +98,13 @@ impl Kernels {
         self
     }
 
-    pub(super) fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
-    }
-
-    pub(super) fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Whether GPUs of this compute capability run the kernels that need them.
-    pub(super) fn has_warpgroups(capability: u32) -> bool {
-        capability == WARPGROUPS
-    }
-
     /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type.
     pub(super) fn launch(
         &self,
         stream: Stream,
         name: &'static str,
         geometry: Geometry,
-        args: &[Arg],
+        args: &[Value],
     ) -> Result<(), CudaError> {
         let function = self.function(name, geometry)?;
         let mut bits = [0u64; 40];

@@ -51,6 +51,13 @@ pub(super) struct Slot {
     pub(super) is_weight: bool,
 }
 
+impl Slot {
+    /// With what lies behind it up to the next one.
+    pub(super) fn padded(&self) -> Range<usize> {
+        self.range.start..self.range.end.next_multiple_of(ALIGN)
+    }
+}
+
 /// All trained parameters.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {

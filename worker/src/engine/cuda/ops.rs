@@ -1,9 +1,9 @@
-//! The kernels of `worker/kernels/` as operations: each method works out a launch and starts it.
+//! The kernels of `worker/kernels/` as operations: each method works out a launch. Nothing here touches a GPU.
 //!
 //! Activations are NHWC in the format that the kernels were compiled for, `T` below, channels a multiple of
 //! 8, rows = pictures x pixels. Everything is deterministic: sums are taken in an order that depends on
 //! shapes alone. Nothing depends on a host value that changes from step to step, so a captured sequence of
-//! these calls can be replayed; what changes is in the [control block](self#control).
+//! these launches can be replayed; what changes is in the [control block](self#control).
 //!
 //! # Control
 //! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, draw and
@@ -12,8 +12,9 @@
 //! pictures batch norm's statistics are of (over all ranks when they are synchronised), `grad_scale`
 //! 1 / pictures of the whole step.
 //!
-//! # Pointers
-//! 0 stands for "absent" where a field says that it may be.
+//! # Operands
+//! [`Operand::NONE`] stands for "absent" where a field says that it may be. An argument says what its kernel does with the
+//! memory, which the check of a step's commands relies on.
 
 mod adam;
 mod block_end;
@@ -40,74 +41,69 @@ pub(super) use step::{Fetch, Record};
 pub(super) use through::Through;
 
 use super::{
-    device::{Ptr, Stream},
-    error::CudaError,
-    kernels::{Arg, DType, Geometry, Kernels},
-    profile::Profile,
+    command::{Arg, Geometry, Kernel, Operand, Region},
+    dtype::DType,
 };
 
 /// Counters at the start of the scratch memory, `u32` each: one a column of channels, then these two.
-const COUNTERS: u64 = 1024;
-const LOSS_COUNTER: u64 = 1022;
-const NORM_COUNTER: u64 = 1023;
+const COUNTERS: usize = 1024;
+const LOSS_COUNTER: usize = 1022;
+const NORM_COUNTER: usize = 1023;
 
-/// Starts operations. One stream at a time: they share scratch memory.
+/// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
+pub(super) const WARPGROUPS: u32 = 90;
+
+/// Works out launches for one kind of GPU. They are started on one stream at a time: they share scratch memory.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Ops {
-    kernels: Kernels,
-    scratch: Ptr,
+    dtype: DType,
+    multiprocessors: u32,
     clusters: bool,
 }
 
 impl Ops {
-    /// `scratch`: [`Ops::scratch_bytes`] of device memory, zeros at first, for this alone. `clusters`:
-    /// whether the device has thread block clusters (compute capability 9.0 and up).
-    pub(super) fn new(kernels: Kernels, scratch: Ptr, clusters: bool) -> Self {
-        Self { kernels, scratch, clusters }
+    /// `capability`: 90 for 9.0, from which on devices have thread block clusters.
+    pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
+        Self { dtype, multiprocessors, clusters: capability >= 90 }
     }
 
-    /// Scratch memory for `pictures` a micro-batch, classes padded to `padded`, and `segments` parameters.
-    pub(super) fn scratch_bytes(multiprocessors: u32, pictures: u32, padded: u32, segments: u32) -> u64 {
-        let sums = u64::from(multiprocessors.max(256)) * 512 * 4;
+    /// Scratch memory for `pictures` a micro-batch, classes padded to `padded`, and `segments` parameters: zeros at first, for
+    /// these operations alone.
+    pub(super) fn scratch_bytes(&self, pictures: u32, padded: u32, segments: u32) -> usize {
+        let sums = u64::from(self.multiprocessors.max(256)) * 512 * 4;
         let loss = u64::from(loss::blocks(pictures)) * (16 + u64::from(padded) * 4);
         let norms = u64::from(segments) * optimizer::NORM_PARTS as u64 * 16;
-        COUNTERS * 4 + sums.max(loss).max(norms)
+        COUNTERS * 4 + sums.max(loss).max(norms) as usize
     }
 
-    /// Times calls, if somebody asks.
-    pub(super) fn profile(&self) -> &Profile {
-        &self.kernels.profile
+    /// The counters of kernels that sum over rows, and what blocks tell each other.
+    pub(super) fn scratch(&self) -> [Operand; 2] {
+        [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
 
-    fn counters(&self) -> Ptr {
-        self.scratch
+    /// Blocks find in them which is the last to end; all are zeros again afterwards.
+    fn counters(&self) -> Arg {
+        let [counters, _] = self.scratch();
+        Arg::InOut(counters)
     }
 
-    fn partials(&self) -> Ptr {
-        self.scratch + COUNTERS * 4
+    fn counter(&self, number: usize) -> Arg {
+        Arg::InOut(Operand::new(Region::Scratch, number * 4, 4))
     }
 
-    fn counter(&self, number: u64) -> Arg {
-        Arg::Ptr(self.scratch + number * 4)
-    }
-
-    fn launch(
-        &self,
-        stream: Stream,
-        name: &'static str,
-        geometry: Geometry,
-        args: &[Arg],
-    ) -> Result<(), CudaError> {
-        self.kernels.launch(stream, name, geometry, args)
+    /// What blocks tell the one that ends last.
+    fn partials(&self) -> Operand {
+        Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 
     /// Whether there are kernels that multiply matrices themselves on a GPU of this compute capability.
     pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
-        Kernels::has_warpgroups(capability) && dtype != DType::F32
+        capability == WARPGROUPS && dtype != DType::F32
     }
 
     /// Values of a row that one thread has in flight at a time; `IN_FLIGHT` of `numbers.cu`.
     fn in_flight(&self) -> u32 {
-        match self.kernels.dtype() {
+        match self.dtype {
             DType::F32 => 2,
             DType::F16 | DType::Bf16 => 4,
         }
@@ -118,7 +114,7 @@ impl Ops {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
         let (y, columns) = (threads / x, groups.div_ceil(x).max(1));
-        let most = (self.kernels.multiprocessors() * per_multiprocessor / columns).max(1);
+        let most = (self.multiprocessors * per_multiprocessor / columns).max(1);
         plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
     }
 
@@ -129,7 +125,7 @@ impl Ops {
 
     /// Blocks of 256 threads for `items` independent ones.
     fn items(&self, items: u64, per_multiprocessor: u32) -> Geometry {
-        let most = u64::from(self.kernels.multiprocessors() * per_multiprocessor);
+        let most = u64::from(self.multiprocessors * per_multiprocessor);
         plain([items.div_ceil(256).clamp(1, most) as u32, 1, 1], [256, 1, 1])
     }
 }
@@ -137,4 +133,8 @@ impl Ops {
 /// A launch without a cluster or dynamic shared memory.
 fn plain(grid: [u32; 3], block: [u32; 3]) -> Geometry {
     Geometry { grid, block, cluster: 1, shared_bytes: 0 }
+}
+
+fn kernel(name: &'static str, geometry: Geometry, args: impl Into<Vec<Arg>>) -> Kernel {
+    Kernel { name, geometry, args: args.into() }
 }

@@ -1,9 +1,10 @@
 //! What the convolutions of a network cost on this GPU: the least that a step could take.
 
 use super::{
-    cudnn::{Convolution, Direction},
+    convolution::{Convolution, Direction},
     device::Device,
-    kernels::{DType, Kernels},
+    dtype::DType,
+    kernels::Kernels,
     program::{StepPlan, capabilities},
     tuner::Tuner,
 };

@@ -1,41 +1,47 @@
-//! The step: what is started on the GPU, in order. Read it from top to bottom and know what a step does.
+//! The step: what is started on the GPU, in order.
 //!
-//! What runs as one is decided before (`engine/fuse.rs`), what follows from the network alone is [`StepPlan`], and
-//! [`GraphEmitter`] goes through both directions. Everything here is deterministic in its calls: emitted twice, it uses the
-//! same memory, so it may be run as it is or captured and replayed.
+//! What runs as one is decided before (`engine/fuse.rs`), what follows from the network alone is [`StepPlan`]. [`emitter`] goes
+//! through both directions and gives a list of commands, knowing only [`Facts`]; the list is checked, and [`execute`] starts
+//! it. Emitted twice, a list uses the same memory, so it may be run as it is or captured and replayed.
 
 use super::{
     arena::{Allocation, Arena},
-    cudnn::{Convolution, Direction, Tensors},
+    command::{Command, Kernel, Operand, Region, verify},
+    convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
+    dtype::DType,
     error::CudaError,
-    kernels::{DType, Kernels},
+    kernels::Kernels,
     layout::Layout,
     ops::{self, NormSite, Ops, ScaleTable},
     reduce::Reducer,
-    rings::{Inputs, Results},
+    rings::{self, Inputs, Results},
+    running::Running,
     state::State,
+    statistics::Statistics,
     tuner::Tuner,
 };
 use crate::{
     comm::ProcessGroup,
     data::loader::Form,
     engine::{
-        EngineConfig, EngineError, GpuConfig,
+        EngineConfig, EngineError, GpuConfig, NamedTensors,
         fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     },
     net::{Network, TensorId},
 };
-use emitter::{GraphEmitter, arena_bytes};
+use emitter::{arena_bytes, emit};
+use facts::{Facts, norm_sites};
 use std::{collections::HashMap, sync::Arc};
 
+mod build;
 mod emitter;
+mod execute;
+mod facts;
 mod step_plan;
+mod text;
 
 pub(super) use step_plan::{StepPlan, capabilities};
-
-/// Weight gradients on the side stream that the backward pass does not wait for to use their memory again.
-const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,6 +61,13 @@ pub(super) enum Phase {
     Evaluate,
 }
 
+impl Phase {
+    /// Whether it goes on from what a micro-batch before it has left: gradients and totals.
+    fn carries_over(self) -> bool {
+        matches!(self, Phase::Train(MicroBatch { first: false, .. }))
+    }
+}
+
 /// Where the pictures of a micro-batch are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Input {
@@ -64,29 +77,11 @@ pub(super) enum Input {
     Staged { at: Ptr, form: Form },
 }
 
-/// Gradients of an activation that wait for its producer.
-#[derive(Debug, Clone, Copy)]
-enum Gradient {
-    /// Of every value.
-    Whole(Allocation),
-    /// Of the mean over all pixels.
-    Pooled(Allocation),
-    /// Of the output of a 1x1 convolution with so many outputs and these weights, whose dgrad batch norm computes.
-    ThroughConv { dy: Allocation, weights: Ptr, outputs: usize },
-    /// Past a ReLU; the sums of the batch norm before it are known.
-    Summed(Allocation),
-    /// Of a batch norm's output; the sums are known, and the convolution before it applies them.
-    Deferred { g: Allocation, x: Allocation, norm: usize },
-}
-
-impl Gradient {
-    fn allocation(self) -> Allocation {
+impl Input {
+    fn address(self) -> Ptr {
         match self {
-            Gradient::Whole(at)
-            | Gradient::Pooled(at)
-            | Gradient::Summed(at)
-            | Gradient::ThroughConv { dy: at, .. }
-            | Gradient::Deferred { g: at, .. } => at,
+            Input::Dataset { pictures, .. } => pictures,
+            Input::Staged { at, .. } => at,
         }
     }
 }
@@ -109,8 +104,8 @@ pub(super) struct Program {
     pub(super) dynamic_scale: Option<bool>,
     deterministic: bool,
     pub(super) ops: Ops,
-    /// Partial sums of the kernels.
-    #[allow(dead_code)] // Its address is with `ops`.
+    kernels: Kernels,
+    /// Counters and partial sums of the kernels.
     scratch: Buffer,
     /// For LARS and LAMB: where each parameter lies, and its rate.
     segments: Buffer,
@@ -126,7 +121,6 @@ pub(super) struct Program {
     vector_gradients: Buffer,
     /// Float32 sums over micro-batches of the matrices' gradients.
     accumulated: Option<Buffer>,
-    #[allow(dead_code)] // Their addresses are with `norms`.
     norm_values: Buffer,
     /// Float32 `[2, channels]`: what a convolution leaves for the batch norm after it.
     channel_sums: Buffer,
@@ -153,176 +147,6 @@ pub(super) struct Program {
 }
 
 impl Program {
-    #[allow(clippy::too_many_arguments)] // What an engine is built from.
-    pub(super) fn new(
-        device: &Device,
-        network: Arc<Network>,
-        config: &EngineConfig,
-        dtype: DType,
-        loss_scale: Option<(f32, bool)>,
-        comm: Arc<dyn ProcessGroup>,
-        gpu: &GpuConfig,
-    ) -> Result<Self, EngineError> {
-        let plan = StepPlan::new(
-            network.clone(),
-            config.batch_size,
-            dtype,
-            capabilities(Ops::multiplies_matrices(device.capability, dtype)),
-        )?;
-        let layout = Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
-        let kernels = Kernels::load(device, dtype)?;
-        let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
-        let state =
-            State::new(device, &network, plan.norms(), layout.clone(), dtype, first_scale, config.optimizer)?;
-        let vector_gradients = device.zeros(4 * (layout.len - layout.matrices).max(1))?;
-        let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
-
-        // Mean, 1/std, scale, bias, slope and offset.
-        let values_of = |channels: usize| 4 * 6 * channels;
-        let norm_ops: Vec<&Norm> = plan.norms().collect();
-        let channels_of = |norm: &Norm| network.tensors[norm.input].channels;
-        let norm_values =
-            device.zeros(norm_ops.iter().map(|n| values_of(channels_of(n))).sum::<usize>().max(4))?;
-        let vector_at = |name: &str, suffix: &str| {
-            vector_gradients.ptr + 4 * (layout.slot(name, suffix).range.start - layout.matrices) as u64
-        };
-        let mut values = norm_values.ptr;
-        let mut norms: Vec<(usize, NormSite)> = norm_ops
-            .iter()
-            .map(|node| {
-                let shape = network.tensors[node.input];
-                let (running_mean, running_var) = state.running(node.norm);
-                let run = |number: usize| values + (4 * number * shape.channels) as u64;
-                let norm = NormSite {
-                    gamma: state.vector(&node.name, "weight"),
-                    beta: state.vector(&node.name, "bias"),
-                    running_mean,
-                    running_var,
-                    mean: run(0),
-                    inv_std: run(1),
-                    scale: run(2),
-                    bias: run(3),
-                    dgamma: vector_at(&node.name, "weight"),
-                    dbeta: vector_at(&node.name, "bias"),
-                    slope: run(4),
-                    offset: run(5),
-                };
-                values += values_of(shape.channels) as u64;
-                (node.norm, norm)
-            })
-            .collect();
-        norms.sort_by_key(|(number, _)| *number);
-        let norms: Vec<NormSite> = norms.into_iter().map(|(_, norm)| norm).collect();
-
-        let sync = config.sync_batch_norm && comm.size() > 1;
-        let reducer = match comm.size() {
-            1 => None,
-            _ => {
-                let mut channels: Vec<(usize, usize)> =
-                    norm_ops.iter().map(|n| (n.norm, channels_of(n))).collect();
-                channels.sort_unstable();
-                let channels: Vec<usize> = channels.into_iter().map(|(_, c)| c).collect();
-                Some(Reducer::new(
-                    device,
-                    gpu,
-                    comm.as_ref(),
-                    layout.buckets.len(),
-                    sync.then_some(&channels[..]),
-                )?)
-            }
-        };
-        let accumulated = match config.accumulate {
-            0 | 1 => None,
-            _ => Some(device.zeros(4 * layout.matrices)?),
-        };
-        let segments: Vec<u64> = layout
-            .slots
-            .iter()
-            .flat_map(|s| {
-                let adapted = config.optimizer.treatment(s.is_weight).adapted;
-                [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
-            })
-            .collect();
-        let count = layout.slots.len();
-        let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        let (pictures, classes) = (config.batch_size as u32, plan.padded_classes as u32);
-        let scratch =
-            device
-                .zeros(Ops::scratch_bytes(device.multiprocessors, pictures, classes, count as u32) as usize)?;
-        let mut program = Self {
-            ops: Ops::new(kernels, scratch.ptr, device.capability >= 90),
-            scratch,
-            segments,
-            rates,
-            tuner: Tuner::new(device, gpu.deterministic)?,
-            inputs: Inputs::new(device, config.batch_size)?,
-            results: Results::new(device)?,
-            normalisation: device.zeros(4 * 256 * network.channels)?,
-            scalings: HashMap::new(),
-            found: device.zeros(256)?,
-            totals: device.zeros(256)?,
-            stamps: device.zeros(256)?,
-            arena: device.alloc(256)?,
-            workspace: device.alloc(256)?,
-            side_workspace: device.alloc(256)?,
-            main: OwnedStream::new(false)?,
-            side: OwnedStream::new(false)?,
-            side_begin: Event::new(false)?,
-            side_end: Event::new(false)?,
-            side_done: plan.ops.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
-            evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
-            deterministic: gpu.deterministic,
-            dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
-            config: config.clone(),
-            dtype,
-            state,
-            reducer,
-            matrix_gradients,
-            vector_gradients,
-            accumulated,
-            norm_values,
-            channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
-            norms,
-            sizes: vec![network],
-            plan,
-        };
-        program.reserve(device)?;
-        Ok(program)
-    }
-
-    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
-    /// moves.
-    pub(super) fn take_sizes(
-        &mut self,
-        device: &Device,
-        training: &[usize],
-        evaluation: &[usize],
-    ) -> Result<(), EngineError> {
-        let own = self.plan.network.clone();
-        if let Some(odd) =
-            training.iter().chain(evaluation).find(|size| self.plan.folded && !size.is_multiple_of(2))
-        {
-            let text = format!(
-                "pictures of {odd} pixels beside those of {}: sizes of one run are even",
-                own.image_size
-            );
-            return Err(CudaError::Unsupported(text).into());
-        }
-        // The memory is that of the largest.
-        let mut bytes = self.arena.bytes;
-        for (sizes, trains) in [(training, true), (evaluation, false)] {
-            for size in sizes {
-                let network = Arc::new(own.resized(*size));
-                self.sizes.push(network.clone());
-                self.plan.set_network(network);
-                self.prepare_plans(device, trains)?;
-                bytes = bytes.max(arena_bytes(&self.plan, trains)?);
-            }
-        }
-        self.plan.set_network(own);
-        self.allocate(device, bytes)
-    }
-
     /// Continues with pictures of another size; gives its network.
     pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
         let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
@@ -333,47 +157,6 @@ impl Program {
     /// Values of a picture of the largest size.
     pub(super) fn most_values(&self) -> usize {
         self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
-    }
-
-    /// Prepares plans and memory.
-    fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
-        self.prepare_plans(device, true)?;
-        let bytes = arena_bytes(&self.plan, true)?;
-        self.allocate(device, bytes)
-    }
-
-    /// Finds a plan for each convolution of the current size; of all passes where it `trains`.
-    fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
-        let mut wanted = Vec::new();
-        for op in &self.plan.ops {
-            let Some((convolution, first)) = self.plan.convolution(op) else { continue };
-            wanted.push(Convolution { direction: Direction::Forward, ..convolution });
-            if !trains {
-                continue;
-            }
-            if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
-            {
-                wanted.push(Convolution { sums: true, ..convolution });
-            }
-            wanted.push(Convolution { direction: Direction::Weight, ..convolution });
-            if !first {
-                wanted.push(Convolution { direction: Direction::Input, ..convolution });
-            }
-        }
-        Ok(self.tuner.prepare(device, &wanted)?)
-    }
-
-    /// Room for activations and for all plans.
-    fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
-        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
-        self.workspace = device.alloc(own)?;
-        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
-        // The old one first: both may not fit.
-        self.arena = device.alloc(256)?;
-        self.arena = device.zeros(bytes)?;
-        let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
-        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
-        Ok(())
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -407,17 +190,50 @@ impl Program {
         Ok(())
     }
 
-    /// [`Program::emit`] with each call timed, one after another.
+    /// What a step's commands depend on.
+    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
+        let scaling = self.scalings.get(&self.plan.network.image_size);
+        look(&Facts {
+            plan: &self.plan,
+            layout: &self.state.layout,
+            norms: &self.norms,
+            ops: self.ops,
+            optimizer: self.config.optimizer,
+            label_smoothing: self.config.label_smoothing,
+            accumulates: self.accumulated.is_some(),
+            dynamic_scale: self.dynamic_scale.unwrap_or(false),
+            ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),
+            takes_sums: &|convolution| self.tuner.has(convolution),
+            scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
+        })
+    }
+
+    fn arena_bytes(&self, trains: bool) -> Result<usize, EngineError> {
+        self.with_facts(|facts| arena_bytes(facts, trains))
+    }
+
+    /// The commands of a micro-batch, checked.
+    fn commands(&self, phase: Phase, input: Input, side_stream: bool) -> Result<Vec<Command>, EngineError> {
+        self.with_facts(|facts| {
+            let commands = emit(facts, phase, input, side_stream)?.commands;
+            tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &commands));
+            verify::verify(&commands, phase.carries_over()).map_err(CudaError::Commands)?;
+            Ok(commands)
+        })
+    }
+
+    /// [`Program::run`] with each call timed, one after another.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<(String, f64)>, EngineError> {
-        self.ops.profile().begin();
-        let result = GraphEmitter::new(&self.plan, Some(self), false).network(phase, input);
-        let calls = self.ops.profile().end()?;
+        let commands = self.commands(phase, input, false)?;
+        self.kernels.profile.begin();
+        let result = self.start(&commands, input.address());
+        let calls = self.kernels.profile.end()?;
         result.map(|()| calls)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].
-    pub(super) fn emit(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        GraphEmitter::new(&self.plan, Some(self), true).network(phase, input)
+    pub(super) fn run(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
+        self.start(&self.commands(phase, input, true)?, input.address())
     }
 
     /// Loss and right answers of the micro-batch that was evaluated last.
@@ -431,7 +247,39 @@ impl Program {
 
     /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
-        self.state.is_finite(&self.ops, self.main.0, &self.found)
+        self.found.write(&[0u32])?;
+        self.launch(self.state.find_not_finite(&self.ops))?;
+        self.main.0.synchronize()?;
+        let mut spoilt = [0u32];
+        self.found.read(0, &mut spoilt)?;
+        Ok(spoilt == [0])
+    }
+
+    /// Replaces weights and running statistics, which are known to be whole.
+    pub(super) fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        let left = self.state.set_parameters(&self.ops, values)?;
+        self.complete(left)
+    }
+
+    /// The same, one after another in the order of [`State::read_flat`].
+    pub(super) fn write_flat(&mut self, flat: &[f32]) -> Result<(), EngineError> {
+        let left = self.state.write_flat(&self.ops, flat)?;
+        self.complete(left)
+    }
+
+    /// Runs what is left of a change of the state.
+    fn complete(&self, left: Option<Kernel>) -> Result<(), EngineError> {
+        if let Some(kernel) = left {
+            self.launch(kernel)?;
+            self.main.0.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// After the steps that were started: see [`crate::engine::Engine::average`].
+    pub(super) fn average(&mut self, device: &Device, decay: f64) -> Result<(), CudaError> {
+        let kernels = self.state.average(device, &self.ops, decay)?;
+        self.launch(kernels)
     }
 
     /// The logits of its first `pictures` pictures.
@@ -440,40 +288,5 @@ impl Program {
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
         self.evaluated_logits.read(0, &mut logits)?;
         Ok(logits)
-    }
-
-    /// Whether statistics may come with a convolution, one without groups. cuDNN adds them up as its blocks come to an end, so not where the
-    /// same bits are wanted every time; small ones are taken by the kernel that uses them.
-    fn takes_sums(&self, convolution: &Convolution) -> bool {
-        let shape = ops::Shape {
-            pictures: convolution.batch as u32,
-            pixels: (convolution.out_h * convolution.out_w) as u32,
-            channels: convolution.out_c as u32,
-        };
-        let waits = self.reducer.as_ref().is_some_and(|r| r.meeting(0, false).is_some());
-        let plain = convolution.groups == 1;
-        plain && self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
-    }
-
-    /// Starts a convolution that stays on the main stream.
-    fn convolve(
-        &self,
-        stream: Stream,
-        convolution: Convolution,
-        tensors: Tensors,
-    ) -> Result<(), EngineError> {
-        self.convolve_with(stream, convolution, tensors, self.workspace.ptr)
-    }
-
-    fn convolve_with(
-        &self,
-        stream: Stream,
-        convolution: Convolution,
-        tensors: Tensors,
-        workspace: Ptr,
-    ) -> Result<(), EngineError> {
-        let plan = self.tuner.plan(&convolution)?;
-        let run = || Ok(self.tuner.cudnn().run(stream, plan, tensors, workspace)?);
-        self.ops.profile().around(stream, || convolution.to_string(), run)
     }
 }

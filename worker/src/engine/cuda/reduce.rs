@@ -4,13 +4,14 @@
 #![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
 
 use super::{
+    command::Region,
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
-    error::CudaError,
-    kernels::DType,
+    dtype::DType,
+    statistics::Statistics,
 };
 use crate::{
     comm::{
-        CommError, DataType, Exchange, ProcessGroup, Reduction,
+        CommError, Exchange, ProcessGroup, Reduction,
         nccl::{self, Nccl},
         peers::Peers,
     },
@@ -34,29 +35,15 @@ unsafe impl bytemuck::Zeroable for Table {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Table {}
 
-/// Where one batch norm's sums meet those of the other ranks.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Meeting {
-    /// The table of all ranks' buffers.
-    pub(super) peers: Ptr,
-    /// Of this batch norm in each of them.
-    pub(super) offset: u64,
-    /// Exchanges so far, by value.
-    pub(super) sequence: Ptr,
-}
-
-/// How batch norm's sums are added.
-enum Statistics {
-    /// They are not.
-    Apart,
-    Exchanged {
+/// Memory for batch norm's sums.
+enum Memory {
+    None,
+    Peers {
         _peers: Box<Peers>,
         table: Buffer,
         sequences: Buffer,
-        /// By batch norm: forward's and backward's.
-        meetings: Vec<[(u64, u64); 2]>,
     },
-    ByNccl {
+    Nccl {
         sums: Buffer,
         /// Why not through memory.
         reason: String,
@@ -65,12 +52,15 @@ enum Statistics {
 
 pub(super) struct Reducer {
     nccl: Arc<Nccl>,
-    statistics: Statistics,
+    pub(super) statistics: Statistics,
+    memory: Memory,
     /// Not 0: nobody waits for others any more.
     abort: Arc<Pinned>,
-    stream: OwnedStream,
-    ready: Vec<Event>,
-    done: Event,
+    /// For gradients, beside the backward pass.
+    pub(super) stream: OwnedStream,
+    /// By bucket: its gradients are there.
+    pub(super) ready: Vec<Event>,
+    pub(super) done: Event,
 }
 
 impl Reducer {
@@ -95,11 +85,10 @@ impl Reducer {
             }
         });
         let world = comm.size() as usize;
-        let statistics = match sync {
-            None => Statistics::Apart,
+        let (statistics, memory) = match sync {
+            None => (Statistics::Apart, Memory::None),
             Some(channels) => {
-                let bytes = |channels: usize| (2 * world * 2 * channels * 8).next_multiple_of(256);
-                let all = channels.iter().map(|c| 2 * bytes(*c)).sum::<usize>();
+                let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
                 let wanted = std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_none();
                 let shared = match wanted {
                     true => Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256)?,
@@ -115,21 +104,13 @@ impl Reducer {
                             flags: peers.flags,
                             abort: abort.device,
                         };
-                        let (mut offset, mut sequence) = (0u64, 0u64);
-                        let mut next = |channels: usize| {
-                            let at = (offset, sequence);
-                            offset += bytes(channels) as u64;
-                            sequence += 4 * 2 * channels as u64;
-                            at
-                        };
-                        let meetings = channels.iter().map(|c| [next(*c), next(*c)]).collect();
                         let table = device.upload(&[table])?;
-                        let sequences = device.zeros(sequence as usize)?;
-                        Statistics::Exchanged { _peers: Box::new(peers), table, sequences, meetings }
+                        let sequences = device.zeros(sequences)?;
+                        (exchanged, Memory::Peers { _peers: Box::new(peers), table, sequences })
                     }
                     Err(reason) => {
                         let most = channels.iter().max().copied().unwrap_or(1);
-                        Statistics::ByNccl { sums: device.zeros(4 * 2 * most)?, reason }
+                        (Statistics::ByNccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
                     }
                 }
             }
@@ -139,6 +120,7 @@ impl Reducer {
         Ok(Self {
             nccl,
             statistics,
+            memory,
             abort,
             stream: OwnedStream::new(true)?,
             ready: (0..=buckets).map(|_| Event::new(false)).collect::<Result<_, _>>()?,
@@ -146,85 +128,36 @@ impl Reducer {
         })
     }
 
-    /// Where batch norm `norm` meets its like, forward or backward, if through memory.
-    pub(super) fn meeting(&self, norm: usize, backward: bool) -> Option<Meeting> {
-        match &self.statistics {
-            Statistics::Exchanged { table, sequences, meetings, .. } => {
-                let (offset, sequence) = meetings[norm][usize::from(backward)];
-                Some(Meeting { peers: table.ptr, offset, sequence: sequences.ptr + sequence })
-            }
+    /// Where a region that ranks meet in is, if there is one.
+    pub(super) fn address(&self, region: Region) -> Option<Ptr> {
+        match (region, &self.memory) {
+            (Region::PeerTable, Memory::Peers { table, .. }) => Some(table.ptr),
+            (Region::PeerSequences, Memory::Peers { sequences, .. }) => Some(sequences.ptr),
+            (Region::StatisticsSums, Memory::Nccl { sums, .. }) => Some(sums.ptr),
             _ => None,
         }
     }
 
-    /// Where kernels leave sums that [`Reducer::add_statistics`] adds.
-    pub(super) fn sums(&self) -> Option<Ptr> {
-        match &self.statistics {
-            Statistics::ByNccl { sums, .. } => Some(sums.ptr),
-            _ => None,
-        }
-    }
-
-    /// Adds `count` sums over all ranks.
-    pub(super) fn add_statistics(&self, main: Stream, count: usize) -> Result<(), CommError> {
-        match &self.statistics {
-            Statistics::ByNccl { sums, .. } => self.all_reduce(main, sums.ptr, count, DType::F32),
-            _ => Ok(()),
-        }
-    }
-
-    /// Adds a range of gradients over all ranks, once what `producer` was given so far is done.
-    pub(super) fn start(
+    /// Adds `count` values over all ranks, in place.
+    pub(super) fn all_reduce(
         &self,
-        number: usize,
-        producer: Stream,
+        stream: Stream,
         at: Ptr,
         count: usize,
         dtype: DType,
-    ) -> Result<(), EngineError> {
-        // One group of ranks must not be used from two streams at once.
-        if matches!(self.statistics, Statistics::ByNccl { .. }) {
-            return Ok(self.all_reduce(producer, at, count, dtype)?);
-        }
-        self.ready[number].record(producer)?;
-        self.stream.0.wait(&self.ready[number])?;
-        Ok(self.all_reduce(self.stream.0, at, count, dtype)?)
-    }
-
-    /// Whether [`Reducer::start`] must be called for the main stream alone.
-    pub(super) fn is_ordered(&self) -> bool {
-        matches!(self.statistics, Statistics::ByNccl { .. })
-    }
-
-    /// Has `main` wait for everything that was started.
-    pub(super) fn finish(&self, main: Stream) -> Result<(), CudaError> {
-        if !self.is_ordered() {
-            self.done.record(self.stream.0)?;
-            main.wait(&self.done)?;
-        }
-        Ok(())
-    }
-
-    fn all_reduce(&self, stream: Stream, at: Ptr, count: usize, dtype: DType) -> Result<(), CommError> {
-        let dtype = match dtype {
-            DType::F32 => DataType::F32,
-            DType::F16 => DataType::F16,
-            DType::Bf16 => DataType::Bf16,
-        };
+    ) -> Result<(), CommError> {
         // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
-        unsafe { self.nccl.all_reduce(at, count, dtype, Reduction::Sum, stream.0) }
+        unsafe { self.nccl.all_reduce(at, count, dtype.into(), Reduction::Sum, stream.0) }
     }
 
     /// How gradients and statistics reach other ranks, for the log.
     pub(super) fn exchange(&self) -> String {
-        match &self.statistics {
-            Statistics::Apart => {
-                "gradients go through NCCL; each rank has its own batch norm statistics".into()
-            }
-            Statistics::Exchanged { .. } => {
+        match &self.memory {
+            Memory::None => "gradients go through NCCL; each rank has its own batch norm statistics".into(),
+            Memory::Peers { .. } => {
                 "gradients go through NCCL, batch norm's statistics through the GPUs' memory".into()
             }
-            Statistics::ByNccl { reason, .. } => {
+            Memory::Nccl { reason, .. } => {
                 format!(
                     "gradients and batch norm's statistics go through NCCL, which is slower for statistics: {reason}"
                 )

@@ -4,7 +4,8 @@
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
 
 use super::{
-    device::{Buffer, Device, Pinned, Ptr},
+    command::{Operand, Region},
+    device::{Buffer, Device, Pinned},
     error::CudaError,
     ops,
 };
@@ -71,13 +72,13 @@ unsafe impl bytemuck::Pod for Record {}
 
 /// Micro-batches on their way in.
 pub(super) struct Inputs {
-    ring: Pinned,
+    pub(super) ring: Pinned,
     /// Where the GPU keeps the one that is under way.
     pub(super) control: Buffer,
     /// Which slot is next, counted by the GPU.
-    counter: Buffer,
+    pub(super) counter: Buffer,
     /// The same number, written by the GPU where the host reads it.
-    taken: Pinned,
+    pub(super) taken: Pinned,
     /// Pictures that a micro-batch has room for.
     batch: usize,
     /// Micro-batches sent so far, modulo 2^32 like the GPU's count.
@@ -137,8 +138,8 @@ impl Inputs {
 
 /// Results on their way out.
 pub(super) struct Results {
-    ring: Pinned,
-    counter: Buffer,
+    pub(super) ring: Pinned,
+    pub(super) counter: Buffer,
     read: u32,
 }
 
@@ -187,30 +188,26 @@ fn wait_until<E: From<CudaError>>(
     Ok(())
 }
 
-impl Inputs {
-    /// How the GPU takes the next one.
-    pub(super) fn fetch(&self) -> ops::Fetch {
-        ops::Fetch {
-            control: self.control.ptr,
-            ring: self.ring.device,
-            counter: self.counter.ptr,
-            taken: self.taken.device,
-            slots: SLOTS as u32,
-            words: self.words() as u32,
-        }
+/// How the GPU takes the next micro-batch, of up to `batch` pictures.
+pub(super) fn fetch(batch: usize) -> ops::Fetch {
+    ops::Fetch {
+        control: Operand::whole(Region::Control),
+        ring: Operand::whole(Region::InputRing),
+        counter: Operand::new(Region::InputCounter, 0, 4),
+        taken: Operand::new(Region::InputsTaken, 0, 4),
+        slots: SLOTS as u32,
+        words: Inputs::words_for(batch) as u32,
     }
 }
 
-impl Results {
-    /// How the GPU puts the next one.
-    pub(super) fn record(&self, totals: Ptr, scaler: Ptr, stamps: Ptr) -> ops::Record {
-        ops::Record {
-            ring: self.ring.device,
-            counter: self.counter.ptr,
-            slots: RESULTS as u32,
-            totals,
-            scaler,
-            stamps,
-        }
+/// How the GPU tells the next result.
+pub(super) fn record() -> ops::Record {
+    ops::Record {
+        ring: Operand::whole(Region::ResultRing),
+        counter: Operand::new(Region::ResultCounter, 0, 4),
+        slots: RESULTS as u32,
+        totals: Operand::whole(Region::Totals),
+        scaler: Operand::whole(Region::LossScale),
+        stamps: Operand::new(Region::Stamps, 0, size_of::<[u64; 4]>()),
     }
 }

@@ -3,26 +3,15 @@
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
 
 use super::{
-    device::{Buffer, Device, Ptr, Stream},
+    command::{Kernel, Operand, Region},
+    device::{Buffer, Device, Ptr},
+    dtype::DType,
     error::CudaError,
-    kernels::DType,
     layout::Layout,
     ops::Ops,
+    running::Running,
 };
-use crate::{
-    engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState, fuse::Norm},
-    net::Network,
-};
-
-/// Running statistics of one batch norm, as ranges of the flat buffer of all.
-#[derive(Debug, Clone)]
-struct Running {
-    name: String,
-    /// Of the mean; the variance follows after `stride`.
-    at: usize,
-    channels: usize,
-    stride: usize,
-}
+use crate::engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState};
 
 /// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
 #[derive(Debug, Clone, Copy)]
@@ -46,7 +35,6 @@ unsafe impl bytemuck::Pod for Scaling {}
 
 pub(super) struct State {
     pub(super) layout: Layout,
-    dtype: DType,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
@@ -63,24 +51,14 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new<'a>(
+    pub(super) fn new(
         device: &Device,
-        network: &Network,
-        norms: impl IntoIterator<Item = &'a Norm>,
+        running: Vec<Running>,
         layout: Layout,
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,
     ) -> Result<Self, CudaError> {
-        let mut running: Vec<(usize, Running)> = Vec::new();
-        let mut at = 0;
-        for Norm { name, norm, input, .. } in norms {
-            let channels = network.tensors[*input].channels;
-            let stride = channels.next_multiple_of(64);
-            running.push((*norm, Running { name: name.clone(), at, channels, stride }));
-            at += 2 * stride;
-        }
-        running.sort_by_key(|(norm, _)| *norm);
         let low_precision = match dtype {
             DType::F32 => None,
             _ => Some(device.zeros(layout.matrices * dtype.size())?),
@@ -95,36 +73,32 @@ impl State {
                 .map(|_| device.zeros(4 * layout.len))
                 .collect::<Result<_, _>>()?,
             low_precision,
-            running_values: device.zeros(4 * at.max(1))?,
-            running: running.into_iter().map(|(_, r)| r).collect(),
+            running_values: device.zeros(4 * Running::values(&running).max(1))?,
+            running,
             scaling: device.upload(&[scaling])?,
             average: None,
             layout,
-            dtype,
         })
     }
 
-    /// The weights of a convolution or linear layer in the type that is computed in.
-    pub(super) fn matrix(&self, name: &str) -> Ptr {
-        let at = self.layout.slot(name, "weight").range.start;
-        self.low_precision().map_or(self.weights.ptr + 4 * at as u64, |s| s + (at * self.dtype.size()) as u64)
+    /// Where a region of what training changes is, if there is one.
+    pub(super) fn address(&self, region: Region) -> Option<Ptr> {
+        let average = |which: usize| self.average.as_ref().map(|both| &both[which]);
+        let buffer = match region {
+            Region::Weights => Some(&self.weights),
+            Region::LowPrecision => self.low_precision.as_ref(),
+            Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
+            Region::RunningStatistics => Some(&self.running_values),
+            Region::AverageWeights => average(0),
+            Region::AverageStatistics => average(1),
+            Region::LossScale => Some(&self.scaling),
+            _ => None,
+        };
+        buffer.map(|buffer| buffer.ptr)
     }
 
-    /// Where the update leaves the matrices in 16 bits.
-    pub(super) fn low_precision(&self) -> Option<Ptr> {
-        self.low_precision.as_ref().map(|s| s.ptr)
-    }
-
-    /// A bias, or a parameter of a batch norm, float32.
-    pub(super) fn vector(&self, name: &str, suffix: &str) -> Ptr {
-        self.weights.ptr + 4 * self.layout.slot(name, suffix).range.start as u64
-    }
-
-    /// Running mean and variance of batch norm number `norm`.
-    pub(super) fn running(&self, norm: usize) -> (Ptr, Ptr) {
-        let r = &self.running[norm];
-        let mean = self.running_values.ptr + 4 * r.at as u64;
-        (mean, mean + 4 * r.stride as u64)
+    fn has_low_precision(&self) -> bool {
+        self.low_precision.is_some()
     }
 
     /// Weights, biases and running statistics.
@@ -145,15 +119,14 @@ impl State {
         Ok(all)
     }
 
-    /// Replaces them; `values` are known to be whole.
+    /// Replaces them; `values` are known to be whole. Gives what is left to be run.
     pub(super) fn set_parameters(
         &mut self,
         ops: &Ops,
-        stream: Stream,
         values: &NamedTensors,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Option<Kernel>, EngineError> {
         let flat = self.flat_of(values)?;
-        self.write_flat(ops, stream, &flat)
+        self.write_flat(ops, &flat)
     }
 
     /// Weights and running statistics of `values`, one after another.
@@ -171,23 +144,26 @@ impl State {
         Ok(flat)
     }
 
-    /// After the steps that were started: see [`crate::engine::Engine::average`].
+    /// What is to be run after the steps that were started: see [`crate::engine::Engine::average`].
     pub(super) fn average(
         &mut self,
         device: &Device,
         ops: &Ops,
-        stream: Stream,
         decay: f64,
-    ) -> Result<(), CudaError> {
+    ) -> Result<[Kernel; 2], CudaError> {
         let first = self.average.is_none();
         if first {
             self.make_room_for_average(device)?;
         }
         let decay = if first { 0.0 } else { decay };
-        for (average, values) in self.average.iter().flatten().zip([&self.weights, &self.running_values]) {
-            ops.average(stream, average.ptr, values.ptr, values.bytes as u64 / 4, decay)?;
-        }
-        Ok(())
+        let all = [
+            (Region::AverageWeights, Region::Weights, &self.weights),
+            (Region::AverageStatistics, Region::RunningStatistics, &self.running_values),
+        ];
+        Ok(all.map(|(average, values, buffer)| {
+            let [average, values] = [average, values].map(|region| Operand::new(region, 0, buffer.bytes));
+            ops.average(average, values, buffer.bytes as u64 / 4, decay)
+        }))
     }
 
     fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
@@ -227,15 +203,14 @@ impl State {
         Ok(flat)
     }
 
-    pub(super) fn write_flat(&mut self, ops: &Ops, stream: Stream, flat: &[f32]) -> Result<(), EngineError> {
+    /// Replaces both. Gives what is left to be run.
+    pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
         self.weights.write(weights)?;
         self.running_values.write(statistics)?;
-        if let Some(low_precision) = self.low_precision() {
-            ops.to_low_precision(stream, self.weights.ptr, low_precision, self.layout.matrices as u64)?;
-            stream.synchronize()?;
-        }
-        Ok(())
+        let [weights, low_precision] = [Region::Weights, Region::LowPrecision].map(Operand::whole);
+        let length = self.layout.matrices as u64;
+        Ok(self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length)))
     }
 
     /// Loss scaling as the next step will use it.
@@ -255,19 +230,20 @@ impl State {
         Ok(now[0])
     }
 
-    /// Whether all weights, biases, running statistics, what the optimizer keeps and the average are finite.
-    pub(super) fn is_finite(&self, ops: &Ops, stream: Stream, found: &Buffer) -> Result<bool, CudaError> {
-        found.write(&[0u32])?;
+    /// Looks at all weights, biases, running statistics, what the optimizer keeps and the average, one after another: which are
+    /// not finite, [`Region::Found`] tells.
+    pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
+        let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();
-        for values in
-            [&self.weights, &self.running_values].into_iter().chain(&self.optimizer_slots).chain(average)
-        {
-            ops.find_not_finite(stream, values.ptr, values.bytes as u64 / 4, found.ptr)?;
-        }
-        stream.synchronize()?;
-        let mut spoilt = [0u32];
-        found.read(0, &mut spoilt)?;
-        Ok(spoilt == [0])
+        [(Region::Weights, &self.weights), (Region::RunningStatistics, &self.running_values)]
+            .into_iter()
+            .chain(slots.map(|(slot, buffer)| (Region::OptimizerSlot(slot), buffer)))
+            .chain([Region::AverageWeights, Region::AverageStatistics].into_iter().zip(average))
+            .map(|(region, buffer)| {
+                let values = Operand::new(region, 0, buffer.bytes);
+                ops.find_not_finite(values, buffer.bytes as u64 / 4, Operand::new(Region::Found, 0, 4))
+            })
+            .collect()
     }
 
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {

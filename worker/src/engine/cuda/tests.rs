@@ -1,7 +1,5 @@
 //! The CUDA engine against the CPU engine. These need a GPU: they are ignored in an ordinary run, and
 //! `tests/gpu/bundle` carries them to a machine that has one.
-//!
-//! Past 400 lines: every test is a comparison of the same networks.
 
 use crate::{
     comm::SingleRank,
@@ -13,12 +11,19 @@ use crate::{
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
 use std::{path::PathBuf, sync::Arc};
 
+mod data;
 mod defaults;
 mod mixing;
+mod networks;
 mod optimizers;
+mod runs;
 mod scaling;
 mod sizes;
 mod unfused;
+
+use data::fashion_mnist;
+pub(super) use networks::operations;
+use runs::losses;
 
 fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
@@ -226,67 +231,6 @@ impl CpuStep {
     }
 }
 
-/// Small networks that have every operation and fusion, and next to nothing else.
-pub(super) fn operations() -> Vec<Arc<Network>> {
-    let mut all = Vec::new();
-    let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
-    for (name, kernel, stride, pooled, width) in stems {
-        for block in ["", "basic", "projected", "bottleneck", "bottlenecks", "grouped", "grouped bottlenecks"]
-        {
-            all.push((format!("{name} {block}"), kernel, stride, pooled, width, block));
-        }
-    }
-    // Wider ones: what is fused depends on it.
-    for width in [64, 128, 256] {
-        all.push((format!("stem 3x3 bottlenecks of {width}"), 3, 2, false, width, "bottlenecks"));
-    }
-    let network = |(name, kernel, stride, pooled, width, block): (String, _, _, _, _, &str)| {
-        let mut net = Network::new(&name, 32, 3, 10);
-        let mut x = net.conv("conv1", net.input(), width, kernel, stride);
-        x = net.batch_norm("bn1", x);
-        x = net.relu(x);
-        if pooled {
-            x = net.max_pool(x, 3, 2);
-        }
-        // Kernel, stride, channels and groups: 4 channels a group at stride 1, as in ResNeXt's first stage, 8 at stride 2.
-        let widening: &[_] = &[(1, 1, width, 1), (3, 1, width, 1), (1, 1, 4 * width, 1)];
-        let grouped: &[_] = &[(1, 1, 2 * width, 1), (3, 1, 2 * width, width / 2), (1, 1, 4 * width, 1)];
-        let blocks: &[&[(usize, usize, usize, usize)]] = match block {
-            "basic" => &[&[(3, 1, width, 1), (3, 1, width, 1)]],
-            "projected" => &[&[(3, 2, 2 * width, 1), (3, 1, 2 * width, 1)]],
-            "bottleneck" => &[&[(1, 1, width, 1), (3, 2, width, 1), (1, 1, 4 * width, 1)]],
-            "bottlenecks" => &[widening, widening, widening],
-            "grouped" => &[&[(1, 1, 2 * width, 1), (3, 2, 2 * width, width / 4), (1, 1, 4 * width, 1)]],
-            "grouped bottlenecks" => &[grouped, grouped, grouped],
-            _ => &[],
-        };
-        for (b, convolutions) in blocks.iter().enumerate() {
-            let (mut branch, mut shortcut) = (x, x);
-            for (i, &(kernel, stride, channels, groups)) in convolutions.iter().enumerate() {
-                branch = net.grouped_conv(format!("{b}.conv{i}"), branch, channels, kernel, stride, groups);
-                branch = net.batch_norm(format!("{b}.bn{i}"), branch);
-                if i + 1 < convolutions.len() {
-                    branch = net.relu(branch);
-                }
-            }
-            if block != "basic" && b == 0 {
-                let stride = if block.ends_with("bottlenecks") { 1 } else { 2 };
-                shortcut = net.conv("down.0", x, convolutions.last().map_or(0, |c| c.2), 1, stride);
-                shortcut = net.batch_norm("down.1", shortcut);
-            }
-            let sum = net.add(branch, shortcut);
-            x = net.relu(sum);
-        }
-        x = net.global_average_pool(x);
-        net.linear("fc", x, 10);
-        Arc::new(net)
-    };
-    let mut all: Vec<Arc<Network>> = all.into_iter().map(network).collect();
-    // A residual block must end the network, as the CUDA engine's pooling expects.
-    all.retain(|net| net.ops.iter().any(|op| matches!(op, crate::net::Op::Add { .. })));
-    all
-}
-
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_operations_in_float32_are_the_cpu_engine_s() {
@@ -369,50 +313,6 @@ fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
     }
 }
 
-fn losses(engine: &mut dyn Engine, network: &Network, batch: usize, steps: usize, lr: f32) -> Vec<f32> {
-    let batches: Vec<Batch> = (0..8).map(|number| pictures(network, batch, number)).collect();
-    (0..steps).map(|s| engine.train_step(&batches[s % 8..][..1], lr).unwrap().loss).collect()
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
-    // From its usual start ResNet-50 says nothing about an engine: moving every weight by 1e-7 moves PyTorch's
-    // float64 losses by 7e-2 within 100 steps. With the last batch norm of each block at zero it is well-conditioned.
-    for (arch, stem, side, batch, lr, zero_init_residual) in [
-        (Arch::ResNet18, Stem::Cifar, 32, 32, 0.0003, false),
-        (Arch::ResNet50, Stem::Imagenet, 64, 32, 0.0003, true),
-    ] {
-        let (network, config) = (network(arch, stem, side), config(batch));
-        let initial = init::initial_parameters(&network, zero_init_residual, 1);
-        let wanted = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 100, lr);
-        let mut gpu = cuda_from(&initial, &network, &config, Precision::Fp32);
-        let ours = losses(gpu.as_mut(), &network, batch, 100, lr);
-        let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
-        eprintln!("{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}", ours[99], wanted[99]);
-        assert!(worst < 1e-3, "{arch:?}: {worst}");
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_two_runs_are_the_same_bit_for_bit() {
-    let runs = [Precision::Fp32, Precision::Fp16, Precision::Bf16]
-        .into_iter()
-        .flat_map(|precision| [Arch::ResNet18, Arch::ResNeXt50_32x4d].map(|arch| (arch, precision)));
-    for (arch, precision) in runs {
-        let (network, config) = (network(arch, Stem::Cifar, 32), config(64));
-        let run = || {
-            let mut engine = cuda(&network, &config, precision);
-            let losses = losses(engine.as_mut(), &network, 64, 12, 0.05);
-            (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
-        };
-        let (first, second) = (run(), run());
-        assert_eq!(first.0, second.0, "{arch:?} {precision:?}: losses");
-        assert!(first.1 == second.1 && first.2 == second.2, "{arch:?} {precision:?}: weights or momentum");
-    }
-}
-
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
@@ -457,111 +357,4 @@ fn gpu_state_goes_to_the_cpu_engine_and_back() {
     let (a, b) = (gpu.train_step(std::slice::from_ref(&batch), 0.05), other.train_step(&[batch], 0.05));
     assert_eq!(a.unwrap().loss, b.unwrap().loss);
     assert!(gpu.parameters().unwrap() == other.parameters().unwrap(), "continuing is exact");
-}
-
-/// The bundled pictures, wherever the tests were carried to.
-fn fashion_mnist() -> PathBuf {
-    let here = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/fashion-mnist");
-    std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| here.into(), PathBuf::from)
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_pictures_are_augmented_as_on_the_cpu() {
-    // Cropped and flipped; also enlarged; also made smaller.
-    for side in [28, 64, 16] {
-        let spec = DataSpec {
-            crop_padding: 3,
-            horizontal_flip: true,
-            image_size: Some(ImageSize::Fixed(side)),
-            ..DataSpec::default()
-        };
-        let network = Arc::new(
-            resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, side as usize, 1, 10)
-                .unwrap(),
-        );
-        let config = config(64);
-        let plan = EpochPlan {
-            epoch: 1,
-            first_step: 0,
-            rank: 0,
-            world_size: 1,
-            batch_size: 64,
-            accumulate: 1,
-            drop_remainder: true,
-            threads: 2,
-        };
-        let mut wanted = Vec::new();
-        for (form, on_gpu) in [(Form::Normalised, false), (Form::Draws, true), (Form::Bytes, true)] {
-            let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
-            let mut engine =
-                if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
-            assert_eq!(engine.take_data(&data).unwrap() == Form::Draws, on_gpu);
-            data.set_form(form);
-            let batch = data.epoch(plan).next().unwrap().unwrap();
-            let result = engine.train_step(&[batch], 0.01).unwrap();
-            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
-            let evaluated = engine.eval_step(&checked).unwrap();
-            eprintln!(
-                "{side} px, {form:?}: loss {}, gradient {}, {evaluated:?}",
-                result.loss, result.grad_norm
-            );
-            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));
-        }
-        for ours in &wanted[1..] {
-            // A byte may be rounded the other way after scaling.
-            assert!(
-                (ours.0 - wanted[0].0).abs() < 2e-3 * wanted[0].0,
-                "{side} px: {ours:?} / {:?}",
-                wanted[0]
-            );
-            assert!(
-                (ours.2 - wanted[0].2).abs() < 5e-3 * wanted[0].2,
-                "{side} px: {ours:?} / {:?}",
-                wanted[0]
-            );
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_gradients_are_the_same_bit_for_bit_in_every_engine() {
-    let mut found = Vec::new();
-    for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
-        for (side, batch) in [(16, 16), (32, 64)] {
-            let (network, config) = (network(Arch::ResNet20, Stem::Cifar, side), config(batch));
-            let pictures = pictures(&network, batch, 0);
-            let mut first: Option<Vec<NamedTensors>> = None;
-            for _ in 0..4 {
-                let mut engine = cuda(&network, &config, precision);
-                // The first step runs as it is, the second is captured, the third replayed.
-                let states: Vec<NamedTensors> = (0..3)
-                    .map(|_| {
-                        engine.train_step(std::slice::from_ref(&pictures), 0.05).unwrap();
-                        engine.optimizer_state().unwrap().slots
-                    })
-                    .collect();
-                let Some(first) = &first else {
-                    first = Some(states);
-                    continue;
-                };
-                for (step, (a, b)) in states.iter().zip(first).enumerate() {
-                    let differ: Vec<String> = a
-                        .iter()
-                        .filter(|(n, t)| b[*n] != **t)
-                        .map(|(n, t)| {
-                            let d = difference(&t.values, &b[n].values) / square(&t.values);
-                            format!("{n} by {:.1e}", d.sqrt())
-                        })
-                        .collect();
-                    if !differ.is_empty() {
-                        found.push(format!("{precision:?} {side} px step {}: {differ:?}", step + 1));
-                        break;
-                    }
-                }
-            }
-        }
-    }
-    assert!(found.is_empty(), "{}", found.join("\n"));
 }

@@ -3,7 +3,8 @@
 
 use super::{
     cache,
-    cudnn::{Choice, Convolution, Cudnn, Direction, Plan, Tensors},
+    convolution::{Convolution, Direction, Tensors},
+    cudnn::{Choice, Cudnn, Plan},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
     error::CudaError,
 };
@@ -198,7 +199,7 @@ impl Bench {
     }
 
     /// Where a convolution's tensors are.
-    fn places(&self, convolution: &Convolution) -> Tensors {
+    fn places(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
         let [x, w, y, sums] = places(convolution).map(|bytes| {
             let at: Ptr = offset;

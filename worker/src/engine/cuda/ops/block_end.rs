@@ -1,8 +1,9 @@
 //! The end of a bottleneck block and the convolution that begins the next one; see `block_end.cu`.
 
 use super::{
-    Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Shortcut, Stream,
+    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut,
     bottleneck::{APART, EXPANDED, REDUCED, ROWS},
+    kernel,
     norm::shape_args,
 };
 
@@ -10,19 +11,19 @@ use super::{
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct BlockEnd {
     /// T `[rows, 256]`.
-    pub(in crate::engine::cuda) x: Ptr,
+    pub(in crate::engine::cuda) x: Operand,
     /// The batch norm of x; its scale and bias are known.
     pub(in crate::engine::cuda) site: NormSite,
     /// Not [`Shortcut::None`].
     pub(in crate::engine::cuda) shortcut: Shortcut,
-    pub(in crate::engine::cuda) y: Ptr,
+    pub(in crate::engine::cuda) y: Operand,
     /// A bit a value: whether it is above 0.
-    pub(in crate::engine::cuda) mask: Ptr,
+    pub(in crate::engine::cuda) mask: Operand,
     /// T `[64, 256]`.
-    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) weights: Operand,
     /// T `[rows, 64]`.
-    pub(in crate::engine::cuda) z: Ptr,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) z: Operand,
+    pub(in crate::engine::cuda) control: Operand,
     pub(in crate::engine::cuda) shape: Shape,
     /// The batch norm that reads z, and what becomes of its sums.
     pub(in crate::engine::cuda) behind: NormSite,
@@ -32,23 +33,23 @@ pub(in crate::engine::cuda) struct BlockEnd {
 impl Ops {
     /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the
     /// mask and z once.
-    pub(in crate::engine::cuda) fn block_end(&self, stream: Stream, p: BlockEnd) -> Result<(), CudaError> {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
-        let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::Ptr).to_vec();
+    pub(in crate::engine::cuda) fn block_end(&self, p: BlockEnd) -> Kernel {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
-        args.extend([p.y, p.mask, p.weights, p.z].map(Arg::Ptr));
+        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::In(p.weights), Arg::Out(p.z)]);
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
-        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
-        args.extend(p.behind.forward_args());
-        args.extend(p.reduce.site_args());
+        args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.behind.forward_args(p.reduce));
+        args.extend(p.reduce.args());
         // The weights, the tiles of y and z, two of x and the shortcut; coefficients.
         let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + APART + 2 * 2 * EXPANDED);
-        let shared_bytes = (1024 + values * self.kernels.dtype().size() + 4 * EXPANDED * 4) as u32;
+        let shared_bytes = (1024 + values * self.dtype.size() + 4 * EXPANDED * 4) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = match p.shortcut {
             Shortcut::Norm { .. } => "block_end_add_norm",
             Shortcut::Plain(_) | Shortcut::None => "block_end_add",
         };
-        self.launch(stream, name, geometry, &args)
+        kernel(name, geometry, args)
     }
 }

@@ -1,7 +1,7 @@
 //! A bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu` and
 //! `bottleneck_forward.cu`.
 
-use super::{Arg, CudaError, Geometry, NormSite, Ops, Ptr, Reduce, Shape, Stream, norm::shape_args, plain};
+use super::{Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, norm::shape_args, plain};
 
 /// Channels of the convolution's output and of its input; `EXPANDED` and `REDUCED` of `bottleneck.cu`.
 pub(super) use crate::engine::fuse::{EXPANDED, REDUCED};
@@ -22,37 +22,37 @@ pub(in crate::engine::cuda) struct Before {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Bottleneck {
     /// T `[rows, 256]`: its output, which the batch norm `behind` reads.
-    pub(in crate::engine::cuda) x: Ptr,
+    pub(in crate::engine::cuda) x: Operand,
     /// T `[rows, 256]`: the gradient that comes to `behind`, past its ReLU; its sums are known.
-    pub(in crate::engine::cuda) g: Ptr,
+    pub(in crate::engine::cuda) g: Operand,
     pub(in crate::engine::cuda) behind: NormSite,
     /// T `[256, 64]`.
-    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) weights: Operand,
     /// T `[rows, 64]`: its input; with `before`, that one's.
-    pub(in crate::engine::cuda) from: Ptr,
+    pub(in crate::engine::cuda) from: Operand,
     /// T `[rows, 64]`: the gradient of its input, before any ReLU.
-    pub(in crate::engine::cuda) dfrom: Ptr,
+    pub(in crate::engine::cuda) dfrom: Operand,
     /// T `[256, 64]`.
-    pub(in crate::engine::cuda) dweights: Ptr,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) dweights: Operand,
+    pub(in crate::engine::cuda) control: Operand,
     pub(in crate::engine::cuda) shape: Shape,
     pub(in crate::engine::cuda) before: Option<Before>,
     /// Of [`Ops::bottleneck_bytes`].
-    pub(in crate::engine::cuda) room: Ptr,
+    pub(in crate::engine::cuda) room: Operand,
 }
 
 /// The same, forward.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct BottleneckForward {
     /// T `[rows, 64]`: its input, or with `before` that one's.
-    pub(in crate::engine::cuda) from: Ptr,
+    pub(in crate::engine::cuda) from: Operand,
     /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias are known.
     pub(in crate::engine::cuda) before: Option<NormSite>,
     /// T `[256, 64]`.
-    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) weights: Operand,
     /// T `[rows, 256]`.
-    pub(in crate::engine::cuda) y: Ptr,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) y: Operand,
+    pub(in crate::engine::cuda) control: Operand,
     pub(in crate::engine::cuda) shape: Shape,
     /// The batch norm that reads y, and what becomes of its sums.
     pub(in crate::engine::cuda) behind: NormSite,
@@ -62,59 +62,58 @@ pub(in crate::engine::cuda) struct BottleneckForward {
 impl Ops {
     /// The convolution's output, and its batch norm's statistics as [`Ops::norm_statistics`] leaves them. Moves: `from`
     /// and y once.
-    pub(in crate::engine::cuda) fn bottleneck_forward(
-        &self,
-        stream: Stream,
-        p: BottleneckForward,
-    ) -> Result<(), CudaError> {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
-        let (scale, bias) = p.before.map_or((0, 0), |site| (site.scale, site.bias));
-        let mut args = [p.from, scale, bias, p.weights, p.y].map(Arg::Ptr).to_vec();
+    pub(in crate::engine::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
+        let mut args = [p.from, scale, bias, p.weights].map(Arg::In).to_vec();
+        args.push(Arg::Out(p.y));
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
-        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
-        args.extend(p.behind.forward_args());
-        args.extend(p.reduce.site_args());
+        args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.behind.forward_args(p.reduce));
+        args.extend(p.reduce.args());
         // The weights, two tiles of the input, one of the output.
         let values = REDUCED * EXPANDED + ROWS * (2 * REDUCED + EXPANDED + APART);
-        let shared_bytes = (1024 + values * self.kernels.dtype().size()) as u32;
+        let shared_bytes = (1024 + values * self.dtype.size()) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_forward" } else { "projection_forward" };
-        self.launch(stream, name, geometry, &args)
+        kernel(name, geometry, args)
     }
 
     /// Memory for the weight gradients of all blocks.
     pub(in crate::engine::cuda) fn bottleneck_bytes(&self) -> usize {
-        self.kernels.multiprocessors() as usize * EXPANDED * REDUCED * 4
+        self.multiprocessors as usize * EXPANDED * REDUCED * 4
     }
 
     /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
     /// from them, as [`Ops::norm_backward_sums`] leaves them. Moves: x, g and `from` once, `dfrom` once.
-    pub(in crate::engine::cuda) fn bottleneck_backward(
-        &self,
-        stream: Stream,
-        p: Bottleneck,
-    ) -> Result<(), CudaError> {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.kernels.multiprocessors());
-        let mut args =
-            [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from, p.dfrom, p.room]
-                .map(Arg::Ptr)
-                .to_vec();
+    pub(in crate::engine::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
+        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let mut args = [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from]
+            .map(Arg::In)
+            .to_vec();
+        args.extend([p.dfrom, p.room].map(Arg::Out));
         let [control, pixels, rows, _] = shape_args(p.control, p.shape);
-        args.extend([control, pixels, rows, Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
-        // Nothing is looked at of a batch norm that is not there.
-        let none = Before { site: p.behind, accumulate: false, reduce: Reduce::Local };
-        let before = p.before.unwrap_or(none);
-        args.extend(before.site.backward_args(before.accumulate));
-        args.extend(before.reduce.site_args());
+        args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
+        match p.before {
+            Some(before) => {
+                args.extend(before.site.backward_args(before.accumulate, before.reduce));
+                args.extend(before.reduce.args());
+            }
+            // Nothing is looked at of a batch norm that is not there.
+            None => {
+                args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
+                args.extend(Reduce::Local.args());
+            }
+        }
         // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
         let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + REDUCED + APART + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);
-        let shared_bytes = (1024 + values * self.kernels.dtype().size() + coefficients * 4) as u32;
+        let shared_bytes = (1024 + values * self.dtype.size() + coefficients * 4) as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
-        self.launch(stream, name, geometry, &args)?;
+        let gradients = kernel(name, geometry, args);
         let length = (EXPANDED * REDUCED) as u32;
-        let args = [Arg::Ptr(p.room), Arg::Ptr(p.dweights), Arg::U32(blocks), Arg::U32(length)];
-        self.launch(stream, "sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), &args)
+        let args = [Arg::In(p.room), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
+        [gradients, kernel("sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), args)]
     }
 }

@@ -1,6 +1,6 @@
 //! Operations by themselves, where nothing fits to fuse them with; `elementwise.cu`. `length` counts values, a multiple of 8.
 
-use super::{Arg, CudaError, GlobalAverage, Ops, Ptr, Shape, Stream, plain};
+use super::{Arg, GlobalAverage, Kernel, Operand, Ops, Shape, kernel, plain};
 
 /// A square max pooling of any window of up to 15 x 15 pixels.
 #[derive(Debug, Clone, Copy)]
@@ -30,102 +30,74 @@ impl PlainPool {
 
 impl Ops {
     /// y = max(x, 0). Moves: x and y once.
-    pub(in crate::engine::cuda) fn relu(
-        &self,
-        stream: Stream,
-        [x, y]: [Ptr; 2],
-        length: u64,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(x), Arg::Ptr(y), Arg::U64(length)];
-        self.launch(stream, "relu_forward", self.items(length / 8, 8), &args)
+    pub(in crate::engine::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
+        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
+        kernel("relu_forward", self.items(length / 8, 8), args)
     }
 
     /// dx = dy where y = relu(x) is above 0. Moves: y, dy and dx once.
-    pub(in crate::engine::cuda) fn relu_backward(
-        &self,
-        stream: Stream,
-        [y, dy, dx]: [Ptr; 3],
-        length: u64,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(y), Arg::Ptr(dy), Arg::Ptr(dx), Arg::U64(length)];
-        self.launch(stream, "relu_backward", self.items(length / 8, 8), &args)
+    pub(in crate::engine::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
+        let args = [Arg::In(y), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
+        kernel("relu_backward", self.items(length / 8, 8), args)
     }
 
     /// sum = a + b. Moves: all three once.
-    pub(in crate::engine::cuda) fn add_forward(
-        &self,
-        stream: Stream,
-        [a, b, sum]: [Ptr; 3],
-        length: u64,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(a), Arg::Ptr(b), Arg::Ptr(sum), Arg::U64(length)];
-        self.launch(stream, "add_forward", self.items(length / 8, 8), &args)
+    pub(in crate::engine::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
+        let args = [Arg::In(a), Arg::In(b), Arg::Out(sum), Arg::U64(length)];
+        kernel("add_forward", self.items(length / 8, 8), args)
     }
 
     /// y += bias, float32 `[channels]`. Moves: y twice.
-    pub(in crate::engine::cuda) fn add_bias(
-        &self,
-        stream: Stream,
-        y: Ptr,
-        bias: Ptr,
-        shape: Shape,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn add_bias(&self, y: Operand, bias: Operand, shape: Shape) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
-        let args = [Arg::Ptr(y), Arg::Ptr(bias), Arg::U32(rows), Arg::U32(channels)];
+        let args = [Arg::InOut(y), Arg::In(bias), Arg::U32(rows), Arg::U32(channels)];
         let items = u64::from(rows) * u64::from(channels / 8);
-        self.launch(stream, "add_bias", self.items(items, 8), &args)
+        kernel("add_bias", self.items(items, 8), args)
     }
 
     /// dbias, float32 `[channels]`: dy summed over rows, added to what is there with `accumulate`. Moves: dy once.
     pub(in crate::engine::cuda) fn bias_gradient(
         &self,
-        stream: Stream,
-        dy: Ptr,
-        dbias: Ptr,
+        dy: Operand,
+        dbias: Operand,
         shape: Shape,
         accumulate: bool,
-    ) -> Result<(), CudaError> {
+    ) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
-        let args =
-            [Arg::Ptr(dy), Arg::Ptr(dbias), Arg::U32(rows), Arg::U32(channels), Arg::U32(accumulate.into())];
+        let [dy, dbias] = [Arg::In(dy), Arg::out(dbias, accumulate)];
+        let args = [dy, dbias, Arg::U32(rows), Arg::U32(channels), Arg::U32(accumulate.into())];
         let grid = [(channels / 8).div_ceil(4).max(1), 1, 1];
-        self.launch(stream, "bias_gradient", plain(grid, [32, 4, 1]), &args)
+        kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
     }
 
     /// From `p.y`, the gradient of the mean, that of each pixel into `p.x`. Moves: `p.x` once.
-    pub(in crate::engine::cuda) fn global_average_backward(
-        &self,
-        stream: Stream,
-        p: GlobalAverage,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn global_average_backward(&self, p: GlobalAverage) -> Kernel {
         let args =
-            [Arg::Ptr(p.y), Arg::Ptr(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
+            [Arg::In(p.y), Arg::Out(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
         let items = u64::from(p.pictures) * u64::from(p.pixels) * u64::from(p.channels / 8);
-        self.launch(stream, "global_average_backward", self.items(items, 8), &args)
+        kernel("global_average_backward", self.items(items, 8), args)
     }
 
     /// y, and which place of its window each value came from (u8; 0 for inference). Moves: x, a few times from the
     /// second-level cache, y and argmax once.
     pub(in crate::engine::cuda) fn plain_max_pool(
         &self,
-        stream: Stream,
-        [x, y, argmax]: [Ptr; 3],
+        [x, y, argmax]: [Operand; 3],
         pool: PlainPool,
-    ) -> Result<(), CudaError> {
-        let mut args = [x, y, argmax].map(Arg::Ptr).to_vec();
+    ) -> Kernel {
+        let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
         args.extend(pool.args());
-        self.launch(stream, "plain_max_pool", self.items(pool.items(pool.output), 8), &args)
+        kernel("plain_max_pool", self.items(pool.items(pool.output), 8), args)
     }
 
     /// dx from dy and what [`Ops::plain_max_pool`] noted. Moves: dx once, dy and argmax a few times from the cache.
     pub(in crate::engine::cuda) fn plain_max_pool_backward(
         &self,
-        stream: Stream,
-        [dy, argmax, dx]: [Ptr; 3],
+        [dy, argmax, dx]: [Operand; 3],
         pool: PlainPool,
-    ) -> Result<(), CudaError> {
-        let mut args = [dy, argmax, dx].map(Arg::Ptr).to_vec();
+    ) -> Kernel {
+        let mut args = vec![Arg::In(dy), Arg::In(argmax), Arg::Out(dx)];
         args.extend(pool.args());
-        self.launch(stream, "plain_max_pool_backward", self.items(pool.items(pool.input), 8), &args)
+        kernel("plain_max_pool_backward", self.items(pool.items(pool.input), 8), args)
     }
 }

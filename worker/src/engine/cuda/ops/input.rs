@@ -1,6 +1,6 @@
 //! From uint8 pictures on the GPU to the network's input; `gather.cu`.
 
-use super::{Arg, CudaError, Geometry, Ops, Ptr, Stream, plain};
+use super::{Arg, Geometry, Kernel, Operand, Ops, kernel, plain};
 
 pub(in crate::engine::cuda) use crate::data::device::ScaleTable;
 
@@ -21,16 +21,16 @@ pub(in crate::engine::cuda) enum Which {
 pub(in crate::engine::cuda) struct Scaling<'a> {
     /// From height to side.
     pub(in crate::engine::cuda) rows: &'a ScaleTable,
-    pub(in crate::engine::cuda) rows_at: Ptr,
+    pub(in crate::engine::cuda) rows_at: Operand,
     /// From width to side.
     pub(in crate::engine::cuda) columns: &'a ScaleTable,
-    pub(in crate::engine::cuda) columns_at: Ptr,
+    pub(in crate::engine::cuda) columns_at: Operand,
 }
 
 /// A batch from pictures `uint8 [count, height, width, channels]`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Gather<'a> {
-    pub(in crate::engine::cuda) source: Ptr,
+    pub(in crate::engine::cuda) source: Operand,
     pub(in crate::engine::cuda) height: u32,
     pub(in crate::engine::cuda) width: u32,
     /// 1 or 3.
@@ -38,14 +38,14 @@ pub(in crate::engine::cuda) struct Gather<'a> {
     pub(in crate::engine::cuda) which: Which,
     /// None when height = width = side.
     pub(in crate::engine::cuda) scaling: Option<Scaling<'a>>,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) control: Operand,
     /// Pictures of the batch, padding included: that becomes zeros.
     pub(in crate::engine::cuda) pictures: u32,
     pub(in crate::engine::cuda) side: u32,
     /// float32 `[channels, 256]`: what each byte becomes.
-    pub(in crate::engine::cuda) table: Ptr,
+    pub(in crate::engine::cuda) table: Operand,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
-    pub(in crate::engine::cuda) to: Ptr,
+    pub(in crate::engine::cuda) to: Operand,
     /// 4 or 8 channels; those past `channels` are zeros. 4 when folded.
     pub(in crate::engine::cuda) padded: u32,
     pub(in crate::engine::cuda) folded: bool,
@@ -54,9 +54,9 @@ pub(in crate::engine::cuda) struct Gather<'a> {
 /// float32 `[pictures, side, side, channels]`, normalised already, to T as in [`Gather`].
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct PadChannels {
-    pub(in crate::engine::cuda) from: Ptr,
-    pub(in crate::engine::cuda) to: Ptr,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) from: Operand,
+    pub(in crate::engine::cuda) to: Operand,
+    pub(in crate::engine::cuda) control: Operand,
     pub(in crate::engine::cuda) pictures: u32,
     pub(in crate::engine::cuda) side: u32,
     /// Up to 4.
@@ -78,8 +78,8 @@ impl ScaleTable {
         spans.max().unwrap_or(1)
     }
 
-    fn args(&self, at: Ptr) -> [Arg; 3] {
-        [Arg::Ptr(at), Arg::U32(self.taps), Arg::U32(self.shift)]
+    fn args(&self, at: Operand) -> [Arg; 3] {
+        [Arg::In(at), Arg::U32(self.taps), Arg::U32(self.shift)]
     }
 }
 
@@ -93,35 +93,35 @@ impl Ops {
     ///
     /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
     /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
-    pub(in crate::engine::cuda) fn gather(&self, stream: Stream, p: Gather<'_>) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
         let (mode, crop_padding) = match p.which {
             Which::Drawn { crop_padding } => (0, crop_padding),
             Which::Indexed => (1, 0),
             Which::InOrder => (2, 0),
         };
-        let mut args = vec![Arg::Ptr(p.source)];
+        let mut args = vec![Arg::In(p.source)];
         args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
         args.extend([
-            Arg::Ptr(p.control),
+            Arg::In(p.control),
             Arg::U32(p.pictures),
-            Arg::Ptr(p.table),
-            Arg::Ptr(p.to),
+            Arg::In(p.table),
+            Arg::out(p.to, p.folded),
             Arg::U32(p.padded),
             Arg::U32(p.folded.into()),
         ]);
-        let blocks = self.kernels.multiprocessors() * 8;
+        let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
         let Some(s) = p.scaling else {
             // The table costs each block 3 KB, so a block makes several pixels a thread where there are enough.
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
-            return self.launch(stream, "gather", plain([x, pictures, 1], [256, 1, 1]), &args);
+            return kernel("gather", plain([x, pictures, 1], [256, 1, 1]), args);
         };
         let room = |band: u32| (s.rows.span(band) + band) * p.width * 4;
         let mut band = BAND.min(p.side);
         while band > 1 && room(band) > SHARED {
             band /= 2;
         }
-        while band > 4 && pictures * p.side.div_ceil(band) < self.kernels.multiprocessors() * 2 {
+        while band > 4 && pictures * p.side.div_ceil(band) < self.multiprocessors * 2 {
             band /= 2;
         }
         args.extend(s.rows.args(s.rows_at));
@@ -129,19 +129,15 @@ impl Ops {
         args.extend([Arg::U32(band), Arg::U32(s.rows.span(band))]);
         let geometry =
             Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
-        self.launch(stream, "gather_scaled", geometry, &args)
+        kernel("gather_scaled", geometry, args)
     }
 
     /// For batches that the host made as numbers.
-    pub(in crate::engine::cuda) fn pad_channels(
-        &self,
-        stream: Stream,
-        p: PadChannels,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn pad_channels(&self, p: PadChannels) -> Kernel {
         let args = [
-            Arg::Ptr(p.from),
-            Arg::Ptr(p.to),
-            Arg::Ptr(p.control),
+            Arg::In(p.from),
+            Arg::out(p.to, p.folded),
+            Arg::In(p.control),
             Arg::U32(p.pictures),
             Arg::U32(p.side),
             Arg::U32(p.channels),
@@ -149,36 +145,25 @@ impl Ops {
             Arg::U32(p.folded.into()),
         ];
         let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
-        self.launch(stream, "pad_channels", self.items(pixels, 8), &args)
+        kernel("pad_channels", self.items(pixels, 8), args)
     }
 
     /// Zeros around a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`, whose pixels
     /// [`Ops::gather`] or [`Ops::pad_channels`] writes: 2x2 of the picture's, row by row, of 4 channels each, after a
     /// border of two and before one of one.
-    pub(in crate::engine::cuda) fn fold_border(
-        &self,
-        stream: Stream,
-        to: Ptr,
-        pictures: u32,
-        side: u32,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn fold_border(&self, to: Operand, pictures: u32, side: u32) -> Kernel {
         let all = side / 2 + 3;
-        let args = [Arg::Ptr(to), Arg::U32(side)];
+        let args = [Arg::Out(to), Arg::U32(side)];
         let blocks = (all * all * 2).div_ceil(256).clamp(1, 8);
-        self.launch(stream, "fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), &args)
+        kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
     }
 
     /// Zeros where the gradient of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, stands for no
     /// weight of the 7x7 one.
-    pub(in crate::engine::cuda) fn fold_gradient(
-        &self,
-        stream: Stream,
-        gradient: Ptr,
-        values: u32,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn fold_gradient(&self, gradient: Operand, values: u32) -> Kernel {
         let groups = values / 8;
-        let args = [Arg::Ptr(gradient), Arg::U32(groups)];
-        self.launch(stream, "fold_gradient", plain([groups.div_ceil(256), 1, 1], [256, 1, 1]), &args)
+        let args = [Arg::InOut(gradient), Arg::U32(groups)];
+        kernel("fold_gradient", plain([groups.div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 }
 

@@ -3,7 +3,7 @@
 //! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
 //! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, CudaError, NORM_COUNTER, Ops, Ptr, Stream, plain};
+use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, kernel, plain};
 
 /// Blocks that share the norm of one parameter; `NORM_PARTS` of `optimizer.cu`.
 pub(super) const NORM_PARTS: u32 = 16;
@@ -12,9 +12,9 @@ pub(super) const NORM_PARTS: u32 = 16;
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Gradients {
     /// The first part: T, or float32 if `in_float32` (accumulated over micro-batches).
-    pub(in crate::engine::cuda) first: Ptr,
+    pub(in crate::engine::cuda) first: Operand,
     /// The second part: float32.
-    pub(in crate::engine::cuda) second: Ptr,
+    pub(in crate::engine::cuda) second: Operand,
     /// Values of the first part, and of both.
     pub(in crate::engine::cuda) first_length: u64,
     pub(in crate::engine::cuda) length: u64,
@@ -24,8 +24,8 @@ pub(in crate::engine::cuda) struct Gradients {
 impl Gradients {
     pub(super) fn args(self) -> [Arg; 5] {
         [
-            Arg::Ptr(self.first),
-            Arg::Ptr(self.second),
+            Arg::In(self.first),
+            Arg::In(self.second),
             Arg::U64(self.first_length),
             Arg::U64(self.length),
             Arg::U32(self.in_float32.into()),
@@ -39,7 +39,7 @@ impl Gradients {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,
-    pub(in crate::engine::cuda) scaler: Ptr,
+    pub(in crate::engine::cuda) scaler: Operand,
     /// Halves the scale when a gradient is not finite, doubles it after 2,000 steps.
     pub(in crate::engine::cuda) dynamic: bool,
 }
@@ -48,25 +48,32 @@ pub(in crate::engine::cuda) struct GradientNorm {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Flat {
     /// float32, like the optimizer's slots.
-    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) weights: Operand,
     /// The weights as T; may be 0.
-    pub(in crate::engine::cuda) low_precision: Ptr,
+    pub(in crate::engine::cuda) low_precision: Operand,
     pub(in crate::engine::cuda) gradients: Gradients,
     /// The learning rate is its `lr`.
-    pub(in crate::engine::cuda) control: Ptr,
-    pub(in crate::engine::cuda) scaler: Ptr,
+    pub(in crate::engine::cuda) control: Operand,
+    pub(in crate::engine::cuda) scaler: Operand,
     /// Weight decay of the first part and of the second.
     pub(in crate::engine::cuda) decay: [f32; 2],
+}
+
+impl Flat {
+    /// The weights and their copy, which a step that is not finite leaves as they are.
+    pub(super) fn weights_args(&self) -> [Arg; 2] {
+        [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
+    }
 }
 
 /// Each parameter's own learning rate.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Rates {
     /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
-    pub(in crate::engine::cuda) segments: Ptr,
+    pub(in crate::engine::cuda) segments: Operand,
     pub(in crate::engine::cuda) count: u32,
     /// `f32 rate, decay` for each parameter.
-    pub(in crate::engine::cuda) rates: Ptr,
+    pub(in crate::engine::cuda) rates: Operand,
 }
 
 impl Rates {
@@ -99,138 +106,120 @@ pub(in crate::engine::cuda) struct Sgd {
     pub(in crate::engine::cuda) update: Update,
     pub(in crate::engine::cuda) flat: Flat,
     /// The momentum buffers.
-    pub(in crate::engine::cuda) velocity: Ptr,
+    pub(in crate::engine::cuda) velocity: Operand,
     pub(in crate::engine::cuda) momentum: f32,
 }
 
 impl Ops {
     /// Moves: all gradients once.
-    pub(in crate::engine::cuda) fn gradient_norm(
-        &self,
-        stream: Stream,
-        p: GradientNorm,
-    ) -> Result<(), CudaError> {
-        let blocks =
-            (p.gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.kernels.multiprocessors()) * 2);
+    pub(in crate::engine::cuda) fn gradient_norm(&self, p: GradientNorm) -> Kernel {
+        let blocks = (p.gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
         let mut args = p.gradients.args().to_vec();
         args.extend([
-            Arg::Ptr(p.scaler),
+            Arg::InOut(p.scaler),
             Arg::U32(p.dynamic.into()),
-            Arg::Ptr(self.partials()),
+            Arg::Out(self.partials()),
             self.counter(NORM_COUNTER),
         ]);
-        self.launch(stream, "gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), &args)
+        kernel("gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), args)
     }
 
     /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
-    pub(in crate::engine::cuda) fn lars_rates(&self, stream: Stream, p: LarsRates) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn lars_rates(&self, p: LarsRates) -> [Kernel; 2] {
         let LarsRates { flat, rates, trust } = p;
-        let mut args = vec![Arg::Ptr(flat.weights)];
+        let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
-        args.extend([Arg::Ptr(rates.segments), Arg::Ptr(self.partials())]);
-        self.launch(stream, "lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), &args)?;
+        args.extend([Arg::In(rates.segments), Arg::Out(self.partials())]);
+        let norms = kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args);
         let args = [
-            Arg::Ptr(self.partials()),
-            Arg::Ptr(rates.segments),
+            Arg::In(self.partials()),
+            Arg::In(rates.segments),
             Arg::U32(rates.count),
-            Arg::Ptr(flat.scaler),
+            Arg::In(flat.scaler),
             Arg::F32(trust),
             Arg::F32(flat.decay[0]),
-            Arg::Ptr(rates.rates),
+            Arg::Out(rates.rates),
         ];
-        self.launch(stream, "lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), &args)
+        [norms, kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)]
     }
 
     /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes a
     /// value in the 16-bit formats.
-    pub(in crate::engine::cuda) fn sgd(&self, stream: Stream, p: Sgd) -> Result<(), CudaError> {
-        let none = Rates { segments: 0, count: 0, rates: 0 };
+    pub(in crate::engine::cuda) fn sgd(&self, p: Sgd) -> Kernel {
+        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE };
         let (name, Rates { segments, count, rates }) = match p.update {
             Update::Momentum => ("sgd_momentum", none),
             Update::Nesterov => ("sgd_nesterov", none),
             Update::Lars(rates) => ("sgd_lars", rates),
         };
         let flat = p.flat;
-        let mut args = vec![Arg::Ptr(flat.weights), Arg::Ptr(p.velocity), Arg::Ptr(flat.low_precision)];
+        let [weights, low_precision] = flat.weights_args();
+        let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
         args.extend(flat.gradients.args());
         args.extend([
-            Arg::Ptr(flat.control),
-            Arg::Ptr(flat.scaler),
+            Arg::In(flat.control),
+            Arg::In(flat.scaler),
             Arg::F32(p.momentum),
             Arg::F32(flat.decay[0]),
             Arg::F32(flat.decay[1]),
-            Arg::Ptr(segments),
-            Arg::Ptr(rates),
+            Arg::In(segments),
+            Arg::In(rates),
             Arg::U32(count),
         ]);
-        self.launch(stream, name, self.items(flat.gradients.length / 8, 6), &args)
+        kernel(name, self.items(flat.gradients.length / 8, 6), args)
     }
 
     /// sum (float32) += gradient (T), or = with `overwrite`; `length` values, a multiple of 8.
     pub(in crate::engine::cuda) fn accumulate_gradients(
         &self,
-        stream: Stream,
-        sum: Ptr,
-        gradient: Ptr,
+        sum: Operand,
+        gradient: Operand,
         length: u64,
         overwrite: bool,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(sum), Arg::Ptr(gradient), Arg::U64(length), Arg::U32(overwrite.into())];
-        self.launch(stream, "accumulate_gradients", self.items(length / 8, 8), &args)
+    ) -> Kernel {
+        let sum = Arg::out(sum, !overwrite);
+        let args = [sum, Arg::In(gradient), Arg::U64(length), Arg::U32(overwrite.into())];
+        kernel("accumulate_gradients", self.items(length / 8, 8), args)
     }
 
     /// to (T) += more (T): two gradients of one activation; `length` values, a multiple of 8.
-    pub(in crate::engine::cuda) fn add(
-        &self,
-        stream: Stream,
-        to: Ptr,
-        more: Ptr,
-        length: u64,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(to), Arg::Ptr(more), Arg::U64(length)];
-        self.launch(stream, "add", self.items(length / 8, 8), &args)
+    pub(in crate::engine::cuda) fn add(&self, to: Operand, more: Operand, length: u64) -> Kernel {
+        let args = [Arg::InOut(to), Arg::In(more), Arg::U64(length)];
+        kernel("add", self.items(length / 8, 8), args)
     }
 
     /// average = decay average + (1 - decay) values; `length` float32 values.
     pub(in crate::engine::cuda) fn average(
         &self,
-        stream: Stream,
-        average: Ptr,
-        values: Ptr,
+        average: Operand,
+        values: Operand,
         length: u64,
         decay: f64,
-    ) -> Result<(), CudaError> {
+    ) -> Kernel {
         let args = [
-            Arg::Ptr(average),
-            Arg::Ptr(values),
+            Arg::InOut(average),
+            Arg::In(values),
             Arg::U64(length),
             Arg::F32(decay as f32),
             Arg::F32((1.0 - decay) as f32),
         ];
-        self.launch(stream, "average_values", self.items(length, 8), &args)
+        kernel("average_values", self.items(length, 8), args)
     }
 
     /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.
     pub(in crate::engine::cuda) fn find_not_finite(
         &self,
-        stream: Stream,
-        values: Ptr,
+        values: Operand,
         length: u64,
-        found: Ptr,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(values), Arg::U64(length), Arg::Ptr(found)];
-        self.launch(stream, "find_not_finite", self.items(length, 8), &args)
+        found: Operand,
+    ) -> Kernel {
+        let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
+        kernel("find_not_finite", self.items(length, 8), args)
     }
 
     /// to (T) = from (float32); `length` values, a multiple of 8.
-    pub(in crate::engine::cuda) fn to_low_precision(
-        &self,
-        stream: Stream,
-        from: Ptr,
-        to: Ptr,
-        length: u64,
-    ) -> Result<(), CudaError> {
-        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::U64(length)];
-        self.launch(stream, "narrow", self.items(length / 8, 8), &args)
+    pub(in crate::engine::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
+        let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
+        kernel("narrow", self.items(length / 8, 8), args)
     }
 }

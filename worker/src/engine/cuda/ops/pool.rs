@@ -1,7 +1,7 @@
 //! Max pooling with the batch norm and ReLU before it, and the mean over all pixels; `pool.cu`.
 
 use super::{
-    Arg, CudaError, Geometry, Ops, Ptr, Stream,
+    Arg, Geometry, Kernel, Operand, Ops, kernel,
     norm::{NormSite, Reduce},
     plain,
 };
@@ -19,24 +19,24 @@ pub(in crate::engine::cuda) struct Pool {
 /// y = max_pool(relu(x * scale + bias)).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct MaxPool {
-    pub(in crate::engine::cuda) x: Ptr,
+    pub(in crate::engine::cuda) x: Operand,
     /// Scale and bias, float32 a channel each.
-    pub(in crate::engine::cuda) norm: (Ptr, Ptr),
-    pub(in crate::engine::cuda) y: Ptr,
+    pub(in crate::engine::cuda) norm: (Operand, Operand),
+    pub(in crate::engine::cuda) y: Operand,
     /// Which place of its window each value of y came from, a byte a value; 0 for inference.
-    pub(in crate::engine::cuda) argmax: Ptr,
+    pub(in crate::engine::cuda) argmax: Operand,
     pub(in crate::engine::cuda) pool: Pool,
 }
 
 /// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct NormBackwardMaxPool {
-    pub(in crate::engine::cuda) x: Ptr,
+    pub(in crate::engine::cuda) x: Operand,
     /// The pooled activation's gradient.
-    pub(in crate::engine::cuda) dy: Ptr,
-    pub(in crate::engine::cuda) argmax: Ptr,
-    pub(in crate::engine::cuda) dx: Ptr,
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) dy: Operand,
+    pub(in crate::engine::cuda) argmax: Operand,
+    pub(in crate::engine::cuda) dx: Operand,
+    pub(in crate::engine::cuda) control: Operand,
     pub(in crate::engine::cuda) pool: Pool,
     pub(in crate::engine::cuda) site: NormSite,
     pub(in crate::engine::cuda) accumulate: bool,
@@ -46,8 +46,8 @@ pub(in crate::engine::cuda) struct NormBackwardMaxPool {
 /// y `[pictures, C]` = mean of x over its pixels.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GlobalAverage {
-    pub(in crate::engine::cuda) x: Ptr,
-    pub(in crate::engine::cuda) y: Ptr,
+    pub(in crate::engine::cuda) x: Operand,
+    pub(in crate::engine::cuda) y: Operand,
     pub(in crate::engine::cuda) pictures: u32,
     pub(in crate::engine::cuda) pixels: u32,
     pub(in crate::engine::cuda) channels: u32,
@@ -67,7 +67,7 @@ impl Ops {
     fn strips(&self, pool: Pool, threads: u32, resident: u32) -> (Geometry, [Arg; 6]) {
         let (height, width) = pool.output();
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
-        let all = u64::from(self.kernels.multiprocessors() * threads * resident);
+        let all = u64::from(self.multiprocessors * threads * resident);
         let wanted = (columns * u64::from(height) / (all * 4).max(1)) as u32;
         let strip = wanted.clamp(1, STRIP.min(height.max(1)));
         let items = pool.pictures * width * height.div_ceil(strip);
@@ -77,71 +77,59 @@ impl Ops {
     }
 
     /// Moves: x once, y and argmax once.
-    pub(in crate::engine::cuda) fn max_pool(&self, stream: Stream, p: MaxPool) -> Result<(), CudaError> {
-        let name = if p.argmax == 0 { "norm_max_pool" } else { "norm_max_pool_argmax" };
+    pub(in crate::engine::cuda) fn max_pool(&self, p: MaxPool) -> Kernel {
+        let name = if p.argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
         let (scale, bias) = p.norm;
         let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let mut args: Vec<Arg> = [p.x, scale, bias, p.y, p.argmax].map(Arg::Ptr).to_vec();
+        let mut args = [p.x, scale, bias].map(Arg::In).to_vec();
+        args.extend([p.y, p.argmax].map(Arg::Out));
         args.extend(pool);
         args.push(Arg::U32(p.pool.channels));
-        self.launch(stream, name, geometry, &args)
+        kernel(name, geometry, args)
     }
 
     /// Both passes; with [`Reduce::Leave`] only the sums (then `norm_backward_finish`, then
     /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and argmax twice, dx once.
-    pub(in crate::engine::cuda) fn norm_backward_max_pool(
-        &self,
-        stream: Stream,
-        p: NormBackwardMaxPool,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
         let (geometry, pool) = self.strips(p.pool, 512, 1);
-        let mut args: Vec<Arg> = [p.x, p.dy, p.argmax, p.control].map(Arg::Ptr).to_vec();
+        let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
         args.extend(pool);
-        args.extend([Arg::U32(p.pool.channels), Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
-        args.extend(p.site.backward_args(p.accumulate));
-        args.extend(p.reduce.site_args());
-        self.launch(stream, "norm_backward_sums_max_pool", geometry, &args)?;
+        args.extend([Arg::U32(p.pool.channels), Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.site.backward_args(p.accumulate, p.reduce));
+        args.extend(p.reduce.args());
+        let sums = kernel("norm_backward_sums_max_pool", geometry, args);
         if matches!(p.reduce, Reduce::Leave { .. }) {
-            return Ok(());
+            return vec![sums];
         }
-        self.norm_backward_apply_max_pool(stream, p)
+        vec![sums, self.norm_backward_apply_max_pool(p)]
     }
 
     /// The second pass alone.
-    pub(in crate::engine::cuda) fn norm_backward_apply_max_pool(
-        &self,
-        stream: Stream,
-        p: NormBackwardMaxPool,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn norm_backward_apply_max_pool(&self, p: NormBackwardMaxPool) -> Kernel {
         let (geometry, pool) = self.strips(p.pool, 256, 2);
         let site = p.site;
-        let mut args: Vec<Arg> =
-            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset, p.dx, p.control]
-                .map(Arg::Ptr)
-                .to_vec();
+        let mut args =
+            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset].map(Arg::In).to_vec();
+        args.extend([Arg::Out(p.dx), Arg::In(p.control)]);
         args.extend(pool);
         args.push(Arg::U32(p.pool.channels));
-        self.launch(stream, "norm_backward_apply_max_pool", geometry, &args)
+        kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
     /// Moves: x once, y once.
-    pub(in crate::engine::cuda) fn global_average(
-        &self,
-        stream: Stream,
-        p: GlobalAverage,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn global_average(&self, p: GlobalAverage) -> Kernel {
         let groups = p.channels / 8;
         let lanes = groups.next_power_of_two().clamp(1, 8);
         let warps = p.pictures * groups.div_ceil(lanes);
         let args = [
-            Arg::Ptr(p.x),
-            Arg::Ptr(p.y),
+            Arg::In(p.x),
+            Arg::Out(p.y),
             Arg::U32(p.pictures),
             Arg::U32(p.pixels),
             Arg::U32(p.channels),
             Arg::U32(lanes),
         ];
         // Few warps a block, so that a small batch reaches every multiprocessor.
-        self.launch(stream, "global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), &args)
+        kernel("global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), args)
     }
 }

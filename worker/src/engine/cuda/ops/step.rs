@@ -1,18 +1,18 @@
 //! The ends of a step; `step.cu`.
 
-use super::{Arg, CudaError, Ops, Ptr, Stream, plain};
+use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
 /// The next control block from a ring in pinned host memory.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Fetch {
     /// Device memory, 16-byte aligned.
-    pub(in crate::engine::cuda) control: Ptr,
+    pub(in crate::engine::cuda) control: Operand,
     /// The ring as the device sees it, 16-byte aligned; slot n % slots is taken for the n-th fetch.
-    pub(in crate::engine::cuda) ring: Ptr,
+    pub(in crate::engine::cuda) ring: Operand,
     /// `u32` in device memory: fetches so far.
-    pub(in crate::engine::cuda) counter: Ptr,
+    pub(in crate::engine::cuda) counter: Operand,
     /// The same number as the host sees it: `u32` in pinned host memory.
-    pub(in crate::engine::cuda) taken: Ptr,
+    pub(in crate::engine::cuda) taken: Operand,
     pub(in crate::engine::cuda) slots: u32,
     /// Of a slot: 8 + 3 x pictures `u32`, rounded up to a multiple of 4.
     pub(in crate::engine::cuda) words: u32,
@@ -23,47 +23,47 @@ pub(in crate::engine::cuda) struct Fetch {
 /// `sequence`, the step's number from 1, is written last (released to the whole system).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Record {
-    pub(in crate::engine::cuda) ring: Ptr,
+    pub(in crate::engine::cuda) ring: Operand,
     /// `u32` in device memory, not [`Fetch`]'s: steps so far.
-    pub(in crate::engine::cuda) counter: Ptr,
+    pub(in crate::engine::cuda) counter: Operand,
     pub(in crate::engine::cuda) slots: u32,
     /// What the loss wrote.
-    pub(in crate::engine::cuda) totals: Ptr,
-    pub(in crate::engine::cuda) scaler: Ptr,
+    pub(in crate::engine::cuda) totals: Operand,
+    pub(in crate::engine::cuda) scaler: Operand,
     /// `u64 [4]`.
-    pub(in crate::engine::cuda) stamps: Ptr,
+    pub(in crate::engine::cuda) stamps: Operand,
 }
 
 impl Ops {
     /// Moves: 4 bytes a word over the bus.
-    pub(in crate::engine::cuda) fn fetch(&self, stream: Stream, p: Fetch) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn fetch(&self, p: Fetch) -> Kernel {
         let args = [
-            Arg::Ptr(p.control),
-            Arg::Ptr(p.ring),
-            Arg::Ptr(p.counter),
-            Arg::Ptr(p.taken),
+            Arg::Out(p.control),
+            Arg::In(p.ring),
+            Arg::InOut(p.counter),
+            Arg::Out(p.taken),
             Arg::U32(p.slots),
             Arg::U32(p.words),
         ];
         let threads = (p.words / 2).next_multiple_of(32).clamp(32, 1024);
-        self.launch(stream, "fetch", plain([1, 1, 1], [threads, 1, 1]), &args)
+        kernel("fetch", plain([1, 1, 1], [threads, 1, 1]), args)
     }
 
     /// Writes the GPU's clock, nanoseconds, to a `u64`.
-    pub(in crate::engine::cuda) fn stamp(&self, stream: Stream, at: Ptr) -> Result<(), CudaError> {
-        self.launch(stream, "stamp", plain([1, 1, 1], [1, 1, 1]), &[Arg::Ptr(at)])
+    pub(in crate::engine::cuda) fn stamp(&self, at: Operand) -> Kernel {
+        kernel("stamp", plain([1, 1, 1], [1, 1, 1]), [Arg::Out(at)])
     }
 
     /// The last kernel of a step.
-    pub(in crate::engine::cuda) fn record(&self, stream: Stream, p: Record) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn record(&self, p: Record) -> Kernel {
         let args = [
-            Arg::Ptr(p.ring),
-            Arg::Ptr(p.counter),
+            Arg::Out(p.ring),
+            Arg::InOut(p.counter),
             Arg::U32(p.slots),
-            Arg::Ptr(p.totals),
-            Arg::Ptr(p.scaler),
-            Arg::Ptr(p.stamps),
+            Arg::In(p.totals),
+            Arg::In(p.scaler),
+            Arg::In(p.stamps),
         ];
-        self.launch(stream, "record", plain([1, 1, 1], [1, 1, 1]), &args)
+        kernel("record", plain([1, 1, 1], [1, 1, 1]), args)
     }
 }

@@ -1,6 +1,6 @@
 //! Batch norm backward with the gradient of a 1x1 convolution's input made inside it; see `norm_through.cu`.
 
-use super::{Arg, CudaError, Geometry, NormBackward, Ops, Ptr, Shape, Stream, norm::shape_args};
+use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, norm::shape_args};
 
 /// Rows and channels of a tile; `TILE_ROWS` and `TILE_CHANNELS` of `norm_through.cu`.
 const TILE: (u32, u32) = (64, 256);
@@ -11,40 +11,35 @@ const APART: u32 = 8;
 /// that one's weights `[inner, channels]`, and `more` of the shortcut.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct Through {
-    pub(in crate::engine::cuda) dy: Ptr,
-    pub(in crate::engine::cuda) weights: Ptr,
+    pub(in crate::engine::cuda) dy: Operand,
+    pub(in crate::engine::cuda) weights: Operand,
     pub(in crate::engine::cuda) inner: u32,
     /// May be 0.
-    pub(in crate::engine::cuda) more: Ptr,
-    pub(in crate::engine::cuda) mask: Ptr,
+    pub(in crate::engine::cuda) more: Operand,
+    pub(in crate::engine::cuda) mask: Operand,
 }
 
 impl Ops {
     /// [`Ops::norm_backward_sums`] of `p`, whose gradient is `through`'s instead of its own; dz is wanted. Moves:
     /// x, `more` and dz once, dy a few times, mostly from the second-level cache.
-    pub(in crate::engine::cuda) fn norm_backward_through(
-        &self,
-        stream: Stream,
-        p: NormBackward,
-        through: Through,
-    ) -> Result<(), CudaError> {
+    pub(in crate::engine::cuda) fn norm_backward_through(&self, p: NormBackward, through: Through) -> Kernel {
         let Through { dy, weights, inner, more, mask } = through;
-        let mut args = vec![Arg::Ptr(p.x), Arg::Ptr(dy), Arg::Ptr(weights), Arg::U32(inner)];
-        args.extend([more, mask, p.dz].map(Arg::Ptr));
+        let mut args = vec![Arg::In(p.x), Arg::In(dy), Arg::In(weights), Arg::U32(inner)];
+        args.extend([Arg::In(more), Arg::In(mask), Arg::Out(p.dz)]);
         args.extend(shape_args(p.control, p.shape));
-        args.extend([Arg::Ptr(self.partials()), Arg::Ptr(self.counters())]);
-        args.extend(p.site.backward_args(p.accumulate));
-        args.extend(p.reduce.site_args());
-        self.launch(stream, "norm_backward_sums_through", self.tiles(p.shape, inner), &args)
+        args.extend([Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.site.backward_args(p.accumulate, p.reduce));
+        args.extend(p.reduce.args());
+        kernel("norm_backward_sums_through", self.tiles(p.shape, inner), args)
     }
 
     /// One block a multiprocessor: its columns of the weights, a tile of dy and one of the product.
     fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
         let (rows, channels) = TILE;
         let values = inner * (channels + rows) + rows * (channels + APART);
-        let shared_bytes = 1024 + values * self.kernels.dtype().size() as u32;
+        let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let columns = shape.channels / channels;
-        let most = (self.kernels.multiprocessors() / columns).max(1);
+        let most = (self.multiprocessors / columns).max(1);
         let blocks = shape.rows().div_ceil(rows).clamp(1, most);
         Geometry { grid: [blocks, columns, 1], block: [32, 16, 1], cluster: 1, shared_bytes }
     }

@@ -1,24 +1,54 @@
-//! A step's forward and backward pass, operation by operation, as the fused graph decides. Without a program nothing is
-//! started: that pass tells how much memory there must be, and tests what lies where.
+//! A step's forward and backward pass, operation by operation, as the fused graph decides: a list of [`Command`]s. Nothing is
+//! started, and the same facts give the same list.
 
 use super::*;
+use crate::engine::cuda::command::{Content, EventId, Kernel, Part, StreamId};
 use std::collections::VecDeque;
-use trace::{Content, Trace};
 
 mod backward;
 mod forward;
 mod fused;
+mod loss;
 mod plain;
 #[cfg(test)]
 mod tests;
-mod trace;
 mod update;
 
-pub(super) struct GraphEmitter<'a> {
+/// Weight gradients on the side stream that the backward pass does not wait for to use their memory again.
+const PENDING_WEIGHT_GRADIENTS: usize = 4;
+
+/// Gradients of an activation that wait for its producer.
+#[derive(Debug, Clone, Copy)]
+enum Gradient {
+    /// Of every value.
+    Whole(Allocation),
+    /// Of the mean over all pixels.
+    Pooled(Allocation),
+    /// Of the output of a 1x1 convolution with so many outputs and these weights, whose dgrad batch norm computes.
+    ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
+    /// Past a ReLU; the sums of the batch norm before it are known.
+    Summed(Allocation),
+    /// Of a batch norm's output; the sums are known, and the convolution before it applies them.
+    Deferred { g: Allocation, x: Allocation, norm: usize },
+}
+
+impl Gradient {
+    fn allocation(self) -> Allocation {
+        match self {
+            Gradient::Whole(at)
+            | Gradient::Pooled(at)
+            | Gradient::Summed(at)
+            | Gradient::ThroughConv { dy: at, .. }
+            | Gradient::Deferred { g: at, .. } => at,
+        }
+    }
+}
+
+struct GraphEmitter<'a> {
+    facts: &'a Facts<'a>,
     plan: &'a StepPlan,
-    /// What is started on; `None` where only memory is planned.
-    program: Option<&'a Program>,
-    pub(super) arena: Arena,
+    commands: Vec<Command>,
+    arena: Arena,
     /// Whether weight gradients run on a side stream, concurrently with the backward pass: kernels of small tensors leave most
     /// of the GPU idle.
     side_stream: bool,
@@ -43,16 +73,37 @@ pub(super) struct GraphEmitter<'a> {
     sent: usize,
     /// The convolution output whose sums cuDNN has taken along.
     summed: Option<TensorId>,
-    pub(super) trace: Option<Trace>,
+}
+
+/// A list of commands, and the bytes of [`Region::Arena`] that it needs.
+pub(super) struct Emitted {
+    pub(super) commands: Vec<Command>,
+    pub(super) arena_bytes: usize,
+}
+
+/// The commands of a micro-batch. `side_stream`: weight gradients run on a stream of their own.
+///
+/// # Errors
+/// An operation reads what none has made.
+pub(super) fn emit(
+    facts: &Facts<'_>,
+    phase: Phase,
+    input: Input,
+    side_stream: bool,
+) -> Result<Emitted, EngineError> {
+    let mut emitter = GraphEmitter::new(facts, side_stream);
+    emitter.network(phase, input)?;
+    Ok(Emitted { arena_bytes: emitter.arena.peak, commands: emitter.commands })
 }
 
 impl<'a> GraphEmitter<'a> {
-    /// Starts what it emits on `program`, or only plans memory.
-    pub(super) fn new(plan: &'a StepPlan, program: Option<&'a Program>, side_stream: bool) -> Self {
+    fn new(facts: &'a Facts<'a>, side_stream: bool) -> Self {
+        let plan = facts.plan;
         let tensors = plan.network.tensors.len();
         Self {
+            facts,
             plan,
-            program,
+            commands: Vec::new(),
             arena: Arena::default(),
             side_stream,
             pending: VecDeque::new(),
@@ -65,30 +116,30 @@ impl<'a> GraphEmitter<'a> {
             shared: Vec::new(),
             sent: 0,
             summed: None,
-            trace: None,
         }
     }
 
-    pub(super) fn network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    fn network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         self.count_readers(phase);
-        self.note(|_| "begin".into());
+        self.part(Part::Begin);
         self.begin(input)?;
         for index in 0..self.plan.ops.len() {
-            self.note(|plan| format!("forward {index} {}", plan.ops[index]));
+            self.part(Part::Forward(index));
             self.forward(index, phase)?;
         }
-        self.note(|_| "loss".into());
+        self.part(Part::Loss);
         match phase {
             Phase::Evaluate => self.evaluate(),
             Phase::Train(micro_batch) => {
                 self.loss(micro_batch)?;
-                self.fork()?;
+                self.fork();
                 for index in (0..self.plan.ops.len()).rev() {
-                    self.note(|plan| format!("backward {index} {}", plan.ops[index]));
+                    self.part(Part::Backward(index));
                     self.backward(index, micro_batch)?;
                 }
-                self.note(|_| "update".into());
-                self.finish(micro_batch)
+                self.part(Part::Update);
+                self.finish(micro_batch);
+                Ok(())
             }
         }
     }
@@ -109,58 +160,53 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Adds a line to the trace, if there is one.
-    fn note(&mut self, line: impl FnOnce(&StepPlan) -> String) {
-        if let Some(trace) = &mut self.trace {
-            trace.step(line(self.plan));
-        }
+    fn part(&mut self, part: Part) {
+        self.commands.push(Command::Part(part));
     }
 
-    /// Where an allocation is on the GPU; 0 where only memory is planned.
-    fn at(&self, allocation: Allocation) -> Ptr {
-        self.program.map_or(0, |p| p.arena.ptr + allocation.offset as u64)
+    fn start(&mut self, stream: StreamId, kernels: impl IntoIterator<Item = Kernel>) {
+        self.commands.extend(kernels.into_iter().map(|kernel| Command::Kernel { stream, kernel }));
+    }
+
+    /// Most kernels are the main stream's.
+    fn main(&mut self, kernels: impl IntoIterator<Item = Kernel>) {
+        self.start(StreamId::Main, kernels);
+    }
+
+    fn record(&mut self, stream: StreamId, event: EventId) {
+        self.commands.push(Command::Record { stream, event });
+    }
+
+    fn wait(&mut self, stream: StreamId, event: EventId) {
+        self.commands.push(Command::Wait { stream, event });
     }
 
     fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Allocation {
         let allocation = self.arena.alloc(bytes);
-        if let Some(trace) = &mut self.trace {
-            trace.alloc(content, allocation);
-        }
+        self.commands.push(Command::Alloc { content, at: allocation.operand() });
         allocation
     }
 
     /// Frees an allocation with one owner.
     fn free_now(&mut self, allocation: Allocation) {
-        if let Some(trace) = &mut self.trace {
-            trace.free(allocation);
-        }
+        self.commands.push(Command::Free { at: allocation.operand() });
         self.arena.free(allocation);
     }
 
     /// Room for a tensor of the whole batch. Before more memory is taken for it, the backward pass waits for the weight
     /// gradients that are far behind, and uses again what they have read.
-    fn alloc(
-        &mut self,
-        tensor: TensorId,
-        content: fn(TensorId) -> Content,
-    ) -> Result<Allocation, EngineError> {
+    fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
         let bytes = self.plan.batch * self.plan.values(tensor) * self.plan.dtype.size();
         if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self.pending.drain(..self.pending.len() - PENDING_WEIGHT_GRADIENTS).collect();
             if let Some((number, _)) = done.last() {
-                if let Some(p) = self.program {
-                    p.main.0.wait(&p.side_done[*number])?;
-                }
-                let number = *number;
-                if let Some(trace) = &mut self.trace {
-                    trace.wait(number);
-                }
+                self.wait(StreamId::Main, EventId::WeightGradient(*number));
             }
             for allocation in done.into_iter().flat_map(|(_, read)| read) {
                 self.free(allocation);
             }
         }
-        Ok(self.alloc_bytes(bytes, content(tensor)))
+        self.alloc_bytes(bytes, content(tensor))
     }
 
     /// Frees an allocation, which may have two owners that do so.
@@ -204,12 +250,11 @@ impl<'a> GraphEmitter<'a> {
 ///
 /// # Errors
 /// An operation reads what none has made.
-pub(super) fn arena_bytes(plan: &StepPlan, trains: bool) -> Result<usize, EngineError> {
+pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
     let only = MicroBatch { first: true, last: true, whole: true };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
-        let mut emitter = GraphEmitter::new(plan, None, side_stream);
-        emitter.network(phase, Input::Staged { at: 0, form: Form::Bytes })?;
-        Ok(emitter.arena.peak)
+        let input = Input::Staged { at: 0, form: Form::Bytes };
+        Ok(emit(facts, phase, input, side_stream)?.arena_bytes)
     };
     let evaluated = peak(Phase::Evaluate, true)?;
     if !trains {
@@ -217,4 +262,17 @@ pub(super) fn arena_bytes(plan: &StepPlan, trains: bool) -> Result<usize, Engine
     }
     // Without a side stream is how a step is timed call by call.
     Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
+}
+
+/// What the host says about the micro-batch that is under way.
+const CONTROL: Operand = Operand::whole(Region::Control);
+
+/// One of four readings of the GPU's clock.
+fn stamp(number: usize) -> Operand {
+    Operand::new(Region::Stamps, 8 * number, 8)
+}
+
+/// Where an allocation is, if there is one.
+fn optional(allocation: Option<Allocation>) -> Operand {
+    allocation.map_or(Operand::NONE, Allocation::operand)
 }

@@ -83,3 +83,27 @@ fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
     assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Beside), "{:?}", data.decoded());
     drop(epoch);
 }
+
+#[test]
+fn files_are_held_for_a_gpu_up_to_a_limit() {
+    let dir = folder(|_| (40, 40));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
+    // All of a batch: as many as there are of the training split.
+    let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let chosen = data.epoch(plan).next().unwrap().unwrap().indices;
+    let mut files: Vec<_> =
+        fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
+    files.sort();
+    let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
+    for (room, passed) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_room(Arc::new(OnTheHost::default()), room);
+        assert_eq!(data.epoch(plan).count(), 1);
+        let decoded = data.decoded().unwrap();
+        assert_eq!(decoded.by_cores.get(&ForCores::LongBatch).copied(), passed, "{decoded:?}");
+    }
+    data.set_decoder_with_room(Arc::new(OnTheHost::default()), 1);
+    assert!(batches(&data) == wanted);
+    assert_eq!(data.decoded().unwrap().by_device, 0);
+}

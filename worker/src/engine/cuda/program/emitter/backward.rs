@@ -1,6 +1,6 @@
 //! From the loss back to the first weights; weight gradients run on a side stream.
 
-use super::{forward::reduction, *};
+use super::*;
 
 impl<'a> GraphEmitter<'a> {
     pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
@@ -51,28 +51,23 @@ impl<'a> GraphEmitter<'a> {
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
-        if let Some(p) = self.program {
-            let dw = p.matrix_gradient(name);
-            let tensors = Tensors { x: self.at(x), w: dw, y: self.at(dy), sums: 0 };
-            let convolution = Convolution { direction: Direction::Weight, ..convolution };
-            let stream = self.weight_gradient(p, convolution, tensors)?;
-            if first && self.plan.folded {
-                let values = p.state.layout.slot(name, "weight").range.len();
-                p.ops.fold_gradient(stream, dw, values as u32)?;
-            }
-            self.send_buckets(p, name, micro_batch)?;
+        let facts = self.facts;
+        let (w, y, sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
+        let wgrad = Convolution { direction: Direction::Weight, ..convolution };
+        let stream = self.weight_gradient(wgrad, Tensors { x: x.operand(), w, y, sums });
+        if first && self.plan.folded {
+            let values = facts.layout.slot(name, "weight").range.len();
+            self.start(stream, facts.ops.fold_gradient(w, values as u32));
         }
+        self.send_buckets(name, micro_batch);
         self.readers[input] -= 1;
+        let w = facts.matrix(name);
         if dgrad_in_norm {
-            let weights = self.program.map_or(0, |p| p.state.matrix(name));
-            self.gradients[input].push(Gradient::ThroughConv { dy, weights, outputs: convolution.out_c });
+            self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
         } else if !first {
-            let dx = self.alloc(input, Content::Gradient)?;
-            if let Some(p) = self.program {
-                let tensors = Tensors { x: self.at(dx), w: p.state.matrix(name), y: self.at(dy), sums: 0 };
-                let convolution = Convolution { direction: Direction::Input, ..convolution };
-                p.convolve(p.main.0, convolution, tensors)?;
-            }
+            let dx = self.alloc(input, Content::Gradient);
+            let dgrad = Convolution { direction: Direction::Input, ..convolution };
+            self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, sums });
             self.gradients[input].push(Gradient::Whole(dx));
         }
         // Batch norm's input is where its gradient is, which is freed.
@@ -80,7 +75,8 @@ impl<'a> GraphEmitter<'a> {
         if self.readers[input] == 0 {
             read.extend(self.activations[input].take());
         }
-        self.free_after_weight_gradient(read)
+        self.free_after_weight_gradient(read);
+        Ok(())
     }
 
     /// Through ReLU and batch norm; the gradient of the input is left where the input was, or to the convolution before.
@@ -93,62 +89,16 @@ impl<'a> GraphEmitter<'a> {
         let [Some(dy), more] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
         };
-        let summed = matches!(dy, Gradient::Summed(_));
         let deferred = node.backward_in_conv;
         // The gradient of what comes after the addition is the shortcut's, too.
-        let dz = match node.shortcut {
-            None => None,
-            Some(_) => Some(self.alloc(node.output, Content::Gradient)?),
-        };
-        let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient)? };
-        if let Some(p) = self.program {
-            let main = p.main.0;
-            let at = |gradient: Option<Gradient>| gradient.map_or(0, |g| self.at(g.allocation()));
-            let (mask, pooled) =
-                (self.masks[node.norm].map_or(0, |m| self.at(m)), matches!(dy, Gradient::Pooled(_)));
-            let through = match dy {
-                Gradient::ThroughConv { weights, outputs, .. } => Some((weights, outputs as u32)),
-                _ => None,
-            };
-            let (dy, more, dz) = (at(Some(dy)), at(more), dz.map_or(0, |d| self.at(d)));
-            if node.pooled {
-                self.norm_backward_pooled(p, node, [x, dx], [dy, more, mask], first)?;
-            } else {
-                let gradient = match (node.relu, mask, pooled) {
-                    (false, ..) => ops::Gradient::All { dy },
-                    (true, 0, _) => ops::Gradient::Relu { dy, more },
-                    (true, mask, false) => ops::Gradient::Mask { dy, more, mask },
-                    (true, mask, true) => ops::Gradient::MaskPooled { dy, mask },
-                };
-                let backward = ops::NormBackward {
-                    x: self.at(x),
-                    gradient,
-                    dz,
-                    dx: self.at(dx),
-                    control: p.inputs.control.ptr,
-                    shape: self.shape(node.input),
-                    site: p.norms[node.norm],
-                    accumulate: !first,
-                    reduce: reduction(p, node, true),
-                };
-                let whole = through.is_none() && !summed && !deferred;
-                if let Some((weights, outputs)) = through {
-                    let through = ops::Through { dy, weights, inner: outputs, more, mask };
-                    p.ops.norm_backward_through(main, backward, through)?;
-                } else if whole {
-                    p.ops.norm_backward(main, backward)?;
-                } else if !summed {
-                    p.ops.norm_backward_sums(main, backward)?;
-                }
-                let added = self.added_sums(p, node)?;
-                let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-                if let Some(sums) = added {
-                    p.ops.norm_backward_finish(main, sums, local)?;
-                }
-                if !deferred && (!whole || added.is_some()) {
-                    p.ops.norm_backward_apply(main, local)?;
-                }
-            }
+        let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
+        let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
+        let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
+        let operands = Incoming { dy: at(Some(dy)), more: at(more), mask: optional(self.masks[node.norm]) };
+        if node.pooled {
+            self.norm_backward_pooled(node, [x, dx], operands, first);
+        } else {
+            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), first);
         }
         let mut done = vec![dy];
         done.extend(more);
@@ -187,6 +137,59 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
+    /// What is started for a batch norm: all at once, or sums, what ranks do with them, and their application.
+    fn norm_backward_kernels(
+        &mut self,
+        node: &Norm,
+        [x, dx]: [Allocation; 2],
+        gradient: Gradient,
+        Incoming { dy, more, mask }: Incoming,
+        dz: Operand,
+        first: bool,
+    ) {
+        let ops = self.facts.ops;
+        let pooled = matches!(gradient, Gradient::Pooled(_));
+        let backward = ops::NormBackward {
+            x: x.operand(),
+            gradient: match (node.relu, mask.is_none(), pooled) {
+                (false, ..) => ops::Gradient::All { dy },
+                (true, true, _) => ops::Gradient::Relu { dy, more },
+                (true, false, false) => ops::Gradient::Mask { dy, more, mask },
+                (true, false, true) => ops::Gradient::MaskPooled { dy, mask },
+            },
+            dz,
+            dx: dx.operand(),
+            control: CONTROL,
+            shape: self.shape(node.input),
+            site: self.facts.norms[node.norm],
+            accumulate: !first,
+            reduce: self.facts.reduction(node, true),
+        };
+        let summed = matches!(gradient, Gradient::Summed(_));
+        let through = match gradient {
+            Gradient::ThroughConv { weights, outputs, .. } => {
+                Some(ops::Through { dy, weights, inner: outputs as u32, more, mask })
+            }
+            _ => None,
+        };
+        let whole = through.is_none() && !summed && !node.backward_in_conv;
+        if let Some(through) = through {
+            self.main(ops.norm_backward_through(backward, through));
+        } else if whole {
+            self.main(ops.norm_backward(backward));
+        } else if !summed {
+            self.main(ops.norm_backward_sums(backward));
+        }
+        let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
+        let left = self.added_sums(backward.reduce);
+        if let Some(sums) = left {
+            self.main(ops.norm_backward_finish(sums, local));
+        }
+        if !node.backward_in_conv && (!whole || left.is_some()) {
+            self.main(ops.norm_backward_apply(local));
+        }
+    }
+
     /// The gradients of a batch norm's output as its backward pass takes them: one, or two that it adds.
     fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
@@ -207,93 +210,86 @@ impl<'a> GraphEmitter<'a> {
 
     /// The same for the stem, from the gradient of its pooling.
     fn norm_backward_pooled(
-        &self,
-        p: &Program,
+        &mut self,
         node: &Norm,
         [x, dx]: [Allocation; 2],
-        [dy, more, argmax]: [Ptr; 3],
+        Incoming { dy, more, mask: argmax }: Incoming,
         first: bool,
-    ) -> Result<(), EngineError> {
-        let main = p.main.0;
-        if more != 0 {
+    ) {
+        let ops = self.facts.ops;
+        if !more.is_none() {
             let values = self.plan.batch * self.plan.values(node.output);
-            p.ops.add(main, dy, more, values as u64)?;
+            self.main(ops.add(dy, more, values as u64));
         }
         let backward = ops::NormBackwardMaxPool {
-            x: self.at(x),
+            x: x.operand(),
             dy,
             argmax,
-            dx: self.at(dx),
-            control: p.inputs.control.ptr,
+            dx: dx.operand(),
+            control: CONTROL,
             pool: self.pool(node.input),
-            site: p.norms[node.norm],
+            site: self.facts.norms[node.norm],
             accumulate: !first,
-            reduce: reduction(p, node, true),
+            reduce: self.facts.reduction(node, true),
         };
-        p.ops.norm_backward_max_pool(main, backward)?;
-        if let Some(sums) = self.added_sums(p, node)? {
+        self.main(ops.norm_backward_max_pool(backward));
+        if let Some(sums) = self.added_sums(backward.reduce) {
             let local = ops::NormBackward {
-                x: self.at(x),
+                x: x.operand(),
                 gradient: ops::Gradient::All { dy },
-                dz: 0,
-                dx: self.at(dx),
-                control: backward.control,
+                dz: Operand::NONE,
+                dx: dx.operand(),
+                control: CONTROL,
                 shape: self.shape(node.input),
                 site: backward.site,
                 accumulate: backward.accumulate,
                 reduce: ops::Reduce::Local,
             };
-            p.ops.norm_backward_finish(main, sums, local)?;
-            p.ops.norm_backward_apply_max_pool(main, backward)?;
+            self.main(ops.norm_backward_finish(sums, local));
+            self.main(ops.norm_backward_apply_max_pool(backward));
         }
-        Ok(())
     }
 
     /// The backward pass's sums over all ranks, where kernels leave them to NCCL.
-    fn added_sums(&self, p: &Program, node: &Norm) -> Result<Option<Ptr>, EngineError> {
-        let (Some(reducer), ops::Reduce::Leave { sums }) = (&p.reducer, reduction(p, node, true)) else {
-            return Ok(None);
-        };
-        reducer.add_statistics(p.main.0, 2 * self.plan.network.tensors[node.input].channels)?;
-        Ok(Some(sums))
+    fn added_sums(&mut self, reduce: ops::Reduce) -> Option<Operand> {
+        let ops::Reduce::Leave { sums } = reduce else { return None };
+        self.all_reduce(StreamId::Main, sums, DType::F32);
+        Some(sums)
     }
 
     /// Frees what a weight gradient reads: at once, or when it is known to be done.
-    fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) -> Result<(), EngineError> {
+    fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
         if !self.side_stream {
             read.into_iter().for_each(|allocation| self.free(allocation));
-            return Ok(());
+            return;
         }
-        if let Some(p) = self.program {
-            p.side_done[self.weight_gradients].record(p.side.0)?;
-        }
+        self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradients));
         self.pending.push_back((self.weight_gradients, read));
         self.weight_gradients += 1;
-        Ok(())
     }
 
     /// A convolution's weight gradient, on the main or the side stream. Gives the stream that it is on.
-    fn weight_gradient(
-        &self,
-        p: &Program,
-        convolution: Convolution,
-        tensors: Tensors,
-    ) -> Result<Stream, EngineError> {
-        let stream = if self.side_stream { p.side.0 } else { p.main.0 };
-        if self.side_stream {
-            p.side_begin.record(p.main.0)?;
-            stream.wait(&p.side_begin)?;
-        }
-        p.convolve_with(stream, convolution, tensors, p.side_workspace.ptr)?;
-        Ok(stream)
+    fn weight_gradient(&mut self, convolution: Convolution, tensors: Tensors<Operand>) -> StreamId {
+        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
+        self.fork();
+        self.convolve(stream, convolution, tensors);
+        stream
     }
 
     /// Has the side stream follow the main one from here on.
-    pub(super) fn fork(&self) -> Result<(), EngineError> {
-        if let (Some(p), true) = (self.program, self.side_stream) {
-            p.side_begin.record(p.main.0)?;
-            p.side.0.wait(&p.side_begin)?;
+    pub(super) fn fork(&mut self) {
+        if self.side_stream {
+            self.record(StreamId::Main, EventId::SideBegin);
+            self.wait(StreamId::Side, EventId::SideBegin);
         }
-        Ok(())
     }
+}
+
+/// What comes to a batch norm's backward pass; absent as [`Operand::NONE`].
+struct Incoming {
+    dy: Operand,
+    /// Is added.
+    more: Operand,
+    /// What its ReLU let through, or its pooling's argmax.
+    mask: Operand,
 }

@@ -1,9 +1,6 @@
 //! What is fused across a convolution, in both directions: `engine/fuse/across_convolutions.rs` says which.
 
-use super::{
-    forward::{reduction, statistics_left},
-    *,
-};
+use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// A convolution that applies the batch norm before it, and takes the statistics of the one after it.
@@ -15,23 +12,21 @@ impl<'a> GraphEmitter<'a> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |n| n.input))?;
-        let y = self.alloc(conv.output, Content::Activation)?;
+        let y = self.alloc(conv.output, Content::Activation);
         self.activations[conv.output] = Some(y);
-        let behind = self.norm_after(conv)?;
-        if let Some(p) = self.program {
-            let bottleneck = ops::BottleneckForward {
-                from: self.at(from),
-                before: before.map(|n| p.norms[n.norm]),
-                weights: p.state.matrix(&conv.name),
-                y: self.at(y),
-                control: p.inputs.control.ptr,
-                shape: self.shape(conv.input),
-                behind: p.norms[behind.norm],
-                reduce: reduction(p, behind, false),
-            };
-            p.ops.bottleneck_forward(p.main.0, bottleneck)?;
-            statistics_left(p, self.norm_alone(p, behind)?)?;
-        }
+        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let bottleneck = ops::BottleneckForward {
+            from: from.operand(),
+            before: before.map(|n| facts.norms[n.norm]),
+            weights: facts.matrix(&conv.name),
+            y: y.operand(),
+            control: CONTROL,
+            shape: self.shape(conv.input),
+            behind: facts.norms[behind.norm],
+            reduce: facts.reduction(behind, false),
+        };
+        self.main(facts.ops.bottleneck_forward(bottleneck));
+        self.statistics_left(self.norm_alone(behind)?);
         Ok(())
     }
 
@@ -39,28 +34,26 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(block_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
-        let z = self.alloc(conv.output, Content::Activation)?;
+        let z = self.alloc(conv.output, Content::Activation);
         self.activations[conv.output] = Some(z);
-        let behind = self.norm_after(conv)?;
-        if let Some(p) = self.program {
-            let mask = self.masks[end.norm].map_or(0, |m| self.at(m));
-            let norm = self.norm(p, end, x, self.at(y), mask)?;
-            let block_end = ops::BlockEnd {
-                x: norm.x,
-                site: norm.site,
-                shortcut: norm.shortcut,
-                y: norm.y,
-                mask,
-                weights: p.state.matrix(&conv.name),
-                z: self.at(z),
-                control: p.inputs.control.ptr,
-                shape: self.shape(conv.input),
-                behind: p.norms[behind.norm],
-                reduce: reduction(p, behind, false),
-            };
-            p.ops.block_end(p.main.0, block_end)?;
-            statistics_left(p, self.norm_alone(p, behind)?)?;
-        }
+        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let mask = optional(self.masks[end.norm]);
+        let norm = self.norm(end, x, y.operand(), mask)?;
+        let block_end = ops::BlockEnd {
+            x: norm.x,
+            site: norm.site,
+            shortcut: norm.shortcut,
+            y: norm.y,
+            mask,
+            weights: facts.matrix(&conv.name),
+            z: z.operand(),
+            control: CONTROL,
+            shape: self.shape(conv.input),
+            behind: facts.norms[behind.norm],
+            reduce: facts.reduction(behind, false),
+        };
+        self.main(facts.ops.block_end(block_end));
+        self.statistics_left(self.norm_alone(behind)?);
         Ok(())
     }
 
@@ -86,31 +79,30 @@ impl<'a> GraphEmitter<'a> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(input, |n| n.input))?;
-        let dfrom = self.alloc(input, Content::Gradient)?;
-        if let Some(p) = self.program {
-            let bottleneck = ops::Bottleneck {
-                x: self.at(x),
-                g: self.at(g),
-                behind: p.norms[norm],
-                weights: p.state.matrix(&conv.name),
-                from: self.at(from),
-                dfrom: self.at(dfrom),
-                dweights: p.matrix_gradient(&conv.name),
-                control: p.inputs.control.ptr,
-                shape: self.shape(input),
-                before: before.map(|n| ops::Before {
-                    site: p.norms[n.norm],
-                    accumulate: !micro_batch.first,
-                    reduce: reduction(p, n, true),
-                }),
-                room: p.workspace.ptr,
-            };
-            p.ops.bottleneck_backward(p.main.0, bottleneck)?;
-            if p.reducer.is_some() {
-                // Gradients are sent from where the others are made.
-                self.fork()?;
-                self.send_buckets(p, &conv.name, micro_batch)?;
-            }
+        let dfrom = self.alloc(input, Content::Gradient);
+        let facts = self.facts;
+        let bottleneck = ops::Bottleneck {
+            x: x.operand(),
+            g: g.operand(),
+            behind: facts.norms[norm],
+            weights: facts.matrix(&conv.name),
+            from: from.operand(),
+            dfrom: dfrom.operand(),
+            dweights: facts.matrix_gradient(&conv.name),
+            control: CONTROL,
+            shape: self.shape(input),
+            before: before.map(|n| ops::Before {
+                site: facts.norms[n.norm],
+                accumulate: !micro_batch.first,
+                reduce: facts.reduction(n, true),
+            }),
+            room: Operand::whole(Region::Workspace),
+        };
+        self.main(facts.ops.bottleneck_backward(bottleneck));
+        if facts.ranks.is_some() {
+            // Gradients are sent from where the others are made.
+            self.fork();
+            self.send_buckets(&conv.name, micro_batch);
         }
         self.gradients[input].push(match before {
             Some(_) => Gradient::Summed(dfrom),

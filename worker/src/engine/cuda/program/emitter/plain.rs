@@ -6,30 +6,24 @@ impl<'a> GraphEmitter<'a> {
     /// A ReLU, an addition or a max pooling.
     pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
         let output = op.output();
-        let y = self.alloc(output, Content::Activation)?;
+        let y = self.alloc(output, Content::Activation);
         self.activations[output] = Some(y);
-        let length = self.length(output);
+        let (ops, length) = (self.facts.ops, self.length(output));
         match *op {
             FusedOp::Relu { input, .. } => {
                 let x = self.activation(input)?;
-                if let Some(p) = self.program {
-                    p.ops.relu(p.main.0, [x, y].map(|at| self.at(at)), length)?;
-                }
+                self.main(ops.relu([x, y].map(Allocation::operand), length));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
-                if let Some(p) = self.program {
-                    p.ops.add_forward(p.main.0, [a, b, y].map(|at| self.at(at)), length)?;
-                }
+                self.main(ops.add_forward([a, b, y].map(Allocation::operand), length));
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
                 let argmax = training.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
                 self.argmax[output] = argmax;
-                if let Some(p) = self.program {
-                    let argmax = argmax.map_or(0, |at| self.at(at));
-                    p.ops.plain_max_pool(p.main.0, [self.at(x), self.at(y), argmax], self.plain_pool(op))?;
-                }
+                let operands = [x.operand(), y.operand(), optional(argmax)];
+                self.main(ops.plain_max_pool(operands, self.plain_pool(op)));
             }
             _ => {}
         }
@@ -40,14 +34,12 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn plain_backward(&mut self, op: &FusedOp) -> Result<(), EngineError> {
         let output = op.output();
         let dy = self.gradient(output)?;
+        let ops = self.facts.ops;
         match *op {
             FusedOp::Relu { input, .. } => {
                 let y = self.activation(output)?;
-                let dx = self.alloc(input, Content::Gradient)?;
-                if let Some(p) = self.program {
-                    let length = self.length(input);
-                    p.ops.relu_backward(p.main.0, [y, dy, dx].map(|at| self.at(at)), length)?;
-                }
+                let dx = self.alloc(input, Content::Gradient);
+                self.main(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
                 self.readers[output] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
@@ -59,25 +51,17 @@ impl<'a> GraphEmitter<'a> {
                 return Ok(());
             }
             FusedOp::MaxPool { input, .. } => {
-                let dx = self.alloc(input, Content::Gradient)?;
+                let dx = self.alloc(input, Content::Gradient);
                 let argmax = self.argmax[output].take();
-                if let Some(p) = self.program {
-                    let argmax = argmax.map_or(0, |at| self.at(at));
-                    let operands = [self.at(dy), argmax, self.at(dx)];
-                    p.ops.plain_max_pool_backward(p.main.0, operands, self.plain_pool(op))?;
-                }
+                let operands = [dy.operand(), optional(argmax), dx.operand()];
+                self.main(ops.plain_max_pool_backward(operands, self.plain_pool(op)));
                 argmax.into_iter().for_each(|at| self.free_now(at));
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::GlobalAveragePool { input, .. } => {
-                let dx = self.alloc(input, Content::Gradient)?;
-                if let Some(p) = self.program {
-                    let shape = self.shape(input);
-                    let (pictures, pixels, channels) = (shape.pictures, shape.pixels, shape.channels);
-                    let average =
-                        ops::GlobalAverage { x: self.at(dx), y: self.at(dy), pictures, pixels, channels };
-                    p.ops.global_average_backward(p.main.0, average)?;
-                }
+                let dx = self.alloc(input, Content::Gradient);
+                let average = self.average(input, dx, dy);
+                self.main(ops.global_average_backward(average));
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             _ => {}
@@ -88,10 +72,8 @@ impl<'a> GraphEmitter<'a> {
 
     /// Adds a hidden linear layer's bias to its output; the last one's is left to the loss.
     pub(super) fn bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
-        if let Some(p) = self.program {
-            let y = self.at(self.activation(output)?);
-            p.ops.add_bias(p.main.0, y, p.state.vector(name, "bias"), self.shape(output))?;
-        }
+        let (facts, y) = (self.facts, self.activation(output)?.operand());
+        self.main(facts.ops.add_bias(y, facts.vector(name, "bias"), self.shape(output)));
         Ok(())
     }
 
@@ -103,10 +85,9 @@ impl<'a> GraphEmitter<'a> {
         MicroBatch { first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let dy = self.gradient(output)?;
-        if let Some(p) = self.program {
-            let dbias = p.vector_gradient(name, "bias");
-            p.ops.bias_gradient(p.main.0, self.at(dy), dbias, self.shape(output), !first)?;
-        }
+        let (facts, shape) = (self.facts, self.shape(output));
+        let dbias = facts.vector_gradient(name, "bias");
+        self.main(facts.ops.bias_gradient(dy.operand(), dbias, shape, !first));
         self.gradients[output].push(Gradient::Whole(dy));
         Ok(())
     }
@@ -132,11 +113,9 @@ impl<'a> GraphEmitter<'a> {
             .next()
             .ok_or_else(|| EngineError::Parameters(format!("nothing reads tensor {tensor}")))?;
         for more in incoming {
-            let to = self.alloc(tensor, Content::Gradient)?;
-            if let Some(p) = self.program {
-                let operands = [sum, more, to].map(|at| self.at(at));
-                p.ops.add_forward(p.main.0, operands, self.length(tensor))?;
-            }
+            let to = self.alloc(tensor, Content::Gradient);
+            let operands = [sum, more, to].map(Allocation::operand);
+            self.main(self.facts.ops.add_forward(operands, self.length(tensor)));
             self.free(sum);
             self.free(more);
             sum = to;

@@ -1,11 +1,21 @@
-//! Emission without a GPU: what lies where, for how long, and that nobody reads what is not there.
+//! Emission without a GPU: what is started, what lies where and for how long, and that nobody reads what is not there.
 
 use super::*;
-use crate::net::resnet;
-use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+use crate::{
+    engine::{
+        Optimizer,
+        cuda::{command::verify::meetings, program::text::text},
+    },
+    net::resnet,
+};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::path::PathBuf;
 
+mod mutations;
+mod signatures;
+
 const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
+const STAGED: Input = Input::Staged { at: 0, form: Form::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
@@ -16,72 +26,218 @@ fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> 
     StepPlan::new(network.clone(), batch, dtype, capabilities).unwrap()
 }
 
-/// The trace of a pass, and how much memory it takes.
-fn trace(plan: &StepPlan, phase: Phase, side_stream: bool) -> (String, usize) {
-    let mut emitter = GraphEmitter::new(plan, None, side_stream);
-    emitter.trace = Some(Trace::default());
-    emitter.network(phase, Input::Staged { at: 0, form: Form::Bytes }).unwrap();
-    for (_, read) in std::mem::take(&mut emitter.pending) {
-        read.into_iter().for_each(|allocation| emitter.free(allocation));
-    }
-    assert!(emitter.shared.is_empty(), "{}: freed less often than it is owned", plan.network.arch);
-    let trace = emitter.trace.take().unwrap();
-    let live: Vec<Content> = trace.live().collect();
-    match phase {
-        Phase::Train(_) => assert_eq!(live, [], "{}", plan.network.arch),
-        Phase::Evaluate => {
-            assert_eq!(live, [Content::Activation(plan.network.logits())], "{}", plan.network.arch);
-        }
-    }
-    assert!(!trace.text.contains("!!"), "{}:\n{}", plan.network.arch, trace.text);
-    (trace.text, emitter.arena.peak)
+/// How the ranks of a group add up statistics.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Ranks {
+    Alone,
+    Apart,
+    Exchanged,
+    ByNccl,
 }
 
-/// In every format, on GPUs with and without matrix kernels: allocations do not overlap, everything that is read has been
-/// made, and everything is freed once.
+/// What a list is emitted from, on a GPU of 132 multiprocessors.
+struct Setting {
+    plan: StepPlan,
+    layout: Layout,
+    norms: Vec<NormSite>,
+    statistics: Option<Statistics>,
+    capability: u32,
+    optimizer: OptimizerKind,
+    accumulates: bool,
+    /// Whether convolutions take statistics along wherever they may.
+    sums: bool,
+}
+
+impl Setting {
+    fn new(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32, ranks: Ranks) -> Self {
+        let plan = plan(network, batch, dtype, capability);
+        let layout = Layout::new(network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
+        let (norms, _) = norm_sites(&plan, &layout, &Running::of_all(network, plan.norms()));
+        let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
+        let statistics = match ranks {
+            Ranks::Alone => None,
+            Ranks::Apart => Some(Statistics::Apart),
+            Ranks::Exchanged => Some(Statistics::exchanged(&channels, 2).0),
+            Ranks::ByNccl => Some(Statistics::ByNccl),
+        };
+        let optimizer = OptimizerKind::Momentum;
+        Self { plan, layout, norms, statistics, capability, optimizer, accumulates: false, sums: false }
+    }
+
+    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
+        look(&Facts {
+            plan: &self.plan,
+            layout: &self.layout,
+            norms: &self.norms,
+            ops: Ops::new(self.plan.dtype, 132, self.capability),
+            optimizer: Optimizer { kind: self.optimizer, ..Optimizer::default() },
+            label_smoothing: 0.1,
+            accumulates: self.accumulates,
+            dynamic_scale: true,
+            ranks: self.statistics.as_ref(),
+            takes_sums: &|convolution| self.sums && convolution.groups == 1,
+            scaling: None,
+        })
+    }
+
+    /// The list, and what is wrong with it.
+    fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
+        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, side_stream)).unwrap();
+        let checked = verify::verify(&emitted.commands, phase.carries_over());
+        (emitted, checked)
+    }
+
+    fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
+        let (emitted, checked) = self.emit(phase, side_stream);
+        let name = &self.plan.network.arch;
+        assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
+        let logits = Content::Activation(self.plan.network.logits());
+        let left: &[Content] = if phase == Phase::Evaluate { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        emitted
+    }
+
+    fn text(&self, emitted: &Emitted) -> String {
+        self.with_facts(|facts| text(facts, &emitted.commands))
+    }
+}
+
+/// What is still allocated when a list ends.
+fn live(commands: &[Command]) -> Vec<Content> {
+    let mut live = Vec::new();
+    for command in commands {
+        match command {
+            Command::Alloc { content, at } => live.push((*at, *content)),
+            Command::Free { at } => live.retain(|(other, _)| other != at),
+            _ => {}
+        }
+    }
+    live.into_iter().map(|(_, content)| content).collect()
+}
+
+/// In every format, on GPUs with and without matrix kernels, alone and in groups: what is read has been written and is not
+/// freed, and streams wait for each other where they must.
 #[test]
-fn the_memory_of_every_network_is_sound() {
+fn the_commands_of_every_network_are_sound() {
     let mut networks = crate::engine::cuda::tests::operations();
     networks.extend(crate::engine::unfused::networks());
     networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
+    networks.push(build(Arch::ResNet50, Stem::Cifar, 32, 10));
     networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
     for network in &networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
-            let plan = plan(network, 32, dtype, capability);
-            for (phase, side_stream) in
-                [(Phase::Train(ONLY), true), (Phase::Train(ONLY), false), (Phase::Evaluate, true)]
-            {
-                trace(&plan, phase, side_stream);
+            for ranks in [Ranks::Alone, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+                let mut setting = Setting::new(network, 32, dtype, capability, ranks);
+                for (accumulates, sums) in [(false, false), (true, false), (false, true)] {
+                    (setting.accumulates, setting.sums) = (accumulates, sums);
+                    for side_stream in [true, false] {
+                        setting.sound(Phase::Train(ONLY), side_stream);
+                        setting.sound(Phase::Evaluate, side_stream);
+                    }
+                    for (first, last) in [(true, false), (false, false), (false, true)] {
+                        if accumulates {
+                            setting.sound(Phase::Train(MicroBatch { first, last, whole: true }), true);
+                        }
+                    }
+                }
             }
         }
     }
 }
 
-/// `worker/tests/plans/resnet50.txt` has what is fused, the order of operations and the memory of ResNet-50 at 224 pixels, a
-/// batch of 256 and float16, on Hopper. After a change that is meant, write it anew with
+#[test]
+fn every_optimizer_s_update_is_sound() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    for (optimizer, kernel) in [
+        (Momentum, "sgd_momentum"),
+        (Nesterov, "sgd_nesterov"),
+        (Lars, "sgd_lars"),
+        (AdamW, "adamw"),
+        (Lamb, "lamb"),
+    ] {
+        for dtype in [DType::F32, DType::F16] {
+            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Alone) };
+            let commands = setting.sound(Phase::Train(ONLY), true).commands;
+            assert_eq!(count(&commands, kernel), 1, "{kernel}");
+        }
+    }
+}
+
+fn count(commands: &[Command], name: &str) -> usize {
+    commands.iter().filter(|c| matches!(c, Command::Kernel { kernel, .. } if kernel.name == name)).count()
+}
+
+/// A rank whose last batch is not full takes the same collectives and exchanges in the same order as those whose is.
+#[test]
+fn ranks_with_fewer_pictures_meet_the_others() {
+    for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
+    {
+        for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+            let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+            let met = |whole: bool| {
+                let emitted = setting.sound(Phase::Train(MicroBatch { whole, ..ONLY }), true);
+                meetings(&emitted.commands)
+            };
+            let all = met(true);
+            assert_eq!(all, met(false), "{ranks:?}");
+            // Each batch norm meets in both directions; gradients go in buckets, and those of vectors last.
+            let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
+            assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");
+        }
+    }
+}
+
+/// The sums that a convolution takes along are used once, by the batch norm that comes first: NCCL adds them in place.
+#[test]
+fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
+    let mut net = Network::new("two norms", 32, 3, 10);
+    let x = net.conv("conv1", net.input(), 64, 3, 1);
+    let (a, b) = (net.batch_norm("bn1", x), net.batch_norm("bn2", x));
+    let x = net.add(a, b);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    let network = Arc::new(net);
+    for ranks in [Ranks::Alone, Ranks::ByNccl] {
+        let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+        let commands = setting.sound(Phase::Train(ONLY), true).commands;
+        let with_sums =
+            |c: &&Command| matches!(c, Command::Convolution { convolution, .. } if convolution.sums);
+        assert_eq!(commands.iter().filter(with_sums).count(), 1);
+        assert_eq!(count(&commands, "norm_statistics"), 1, "{ranks:?}");
+    }
+}
+
+/// `worker/tests/plans/resnet50.txt` has what is fused, the commands and the memory of ResNet-50 at 224 pixels, a batch of 256
+/// and float16, on Hopper. After a change that is meant, write it anew with
 /// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-worker --lib the_plan_of_resnet50`, and read the difference.
 #[test]
 fn the_plan_of_resnet50_is_the_one_on_disk() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
-    let plan = plan(&network, 256, DType::F16, 90);
-    let (training, trains) = trace(&plan, Phase::Train(ONLY), true);
-    let (_, alone) = trace(&plan, Phase::Train(ONLY), false);
-    let (evaluation, evaluates) = trace(&plan, Phase::Evaluate, true);
-    assert_eq!(arena_bytes(&plan, true).unwrap(), trains.max(alone).max(evaluates));
+    let setting = Setting::new(&network, 256, DType::F16, 90, Ranks::Alone);
+    let training = setting.sound(Phase::Train(ONLY), true);
+    let alone = setting.sound(Phase::Train(ONLY), false);
+    let evaluation = setting.sound(Phase::Evaluate, true);
+    let peaks = [&training, &alone, &evaluation].map(|emitted| emitted.arena_bytes);
+    assert_eq!(
+        setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
+        peaks.into_iter().max().unwrap()
+    );
+    let [trains, alone, evaluates] = peaks.map(|bytes| bytes >> 20);
     let text = format!(
-        "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, float16, compute capability 9.0.\n\
+        "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, float16, compute capability 9.0, 132 multiprocessors.\n\
          \n\
-         What is fused, the order of operations, and the memory of activations and gradients: each operation with what it\n\
-         allocates (how much, at which offset) and frees. tN is tensor N of the network. A batch norm's backward pass leaves\n\
-         the gradient of its input where that was. \"wait\": the main stream waits for a weight gradient of the side stream,\n\
-         to use again what that has read. What weight gradients read is freed then, or at the end.\n\
+         What is fused, and the commands of each fused operation in their order: what it allocates (how much, at which\n\
+         offset) and frees, and what it starts. A command is \"stream: kernel grid of block: reads -> writes; changes\",\n\
+         a convolution by cuDNN has its shape instead of a grid. tN is tensor N of the network. A batch norm's backward\n\
+         pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
+         waited for them.\n\
          \n\
-         Memory: {} MiB to train, {} MiB without a side stream, {} MiB to evaluate.\n\
+         Memory: {trains} MiB to train, {alone} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\
-         # A training step\n{training}\n# An evaluation\n{evaluation}",
-        trains >> 20,
-        alone >> 20,
-        evaluates >> 20,
+         # A training step\n{}\n# An evaluation\n{}",
+        setting.text(&training),
+        setting.text(&evaluation),
     );
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plans/resnet50.txt"));
     if std::env::var_os("LOCKSTEP_WRITE_PLANS").is_some() {

@@ -6,110 +6,111 @@ use lockstep_protocol::spec::OptimizerKind;
 
 impl GraphEmitter<'_> {
     /// Starts adding the gradients that are complete with `name`'s.
-    pub(super) fn send_buckets(
-        &mut self,
-        p: &Program,
-        name: &str,
-        micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
-        let (Some(reducer), true, None) = (&p.reducer, micro_batch.last, &p.accumulated) else {
-            return Ok(());
-        };
-        let Some(bucket) = p.state.layout.buckets.get(self.sent) else { return Ok(()) };
+    pub(super) fn send_buckets(&mut self, name: &str, micro_batch: MicroBatch) {
+        let Facts { layout, accumulates, .. } = *self.facts;
+        let (Some(ranks), true, false) = (self.facts.ranks, micro_batch.last, accumulates) else { return };
+        let Some(bucket) = layout.buckets.get(self.sent) else { return };
         // Slots are in the order of backward: the last one of a bucket ends it.
-        if p.state.layout.slot(name, "weight").range.end.next_multiple_of(1024) < bucket.end {
-            return Ok(());
+        if layout.slot(name, "weight").padded().end < bucket.end {
+            return;
         }
-        let producer = if self.side_stream && !reducer.is_ordered() { p.side.0 } else { p.main.0 };
-        if self.side_stream && reducer.is_ordered() {
-            p.side_end.record(p.side.0)?;
-            p.main.0.wait(&p.side_end)?;
+        let producer = if self.side_stream && !ranks.is_ordered() { StreamId::Side } else { StreamId::Main };
+        if self.side_stream && ranks.is_ordered() {
+            self.join();
         }
-        let at = p.matrix_gradients.ptr + (bucket.start * p.dtype.size()) as u64;
-        reducer.start(self.sent, producer, at, bucket.len(), p.dtype)?;
+        let size = self.plan.dtype.size();
+        let at = Operand::new(Region::MatrixGradients, bucket.start * size, bucket.len() * size);
+        self.send_bucket(self.sent, producer, at, self.plan.dtype);
         self.sent += 1;
-        Ok(())
+    }
+
+    /// Adds a range of gradients over all ranks, once what `producer` was given so far is done.
+    fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
+        // One group of ranks must not be used from two streams at once.
+        if self.facts.ranks.is_some_and(Statistics::is_ordered) {
+            return self.all_reduce(producer, at, dtype);
+        }
+        self.record(producer, EventId::BucketReady(number));
+        self.wait(StreamId::Collectives, EventId::BucketReady(number));
+        self.all_reduce(StreamId::Collectives, at, dtype);
+    }
+
+    /// Adds values over all ranks.
+    pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
+        self.commands.push(Command::AllReduce { stream, at, count: at.bytes / dtype.size(), dtype });
+    }
+
+    /// Has the main stream wait for the side stream.
+    fn join(&mut self) {
+        self.record(StreamId::Side, EventId::SideEnd);
+        self.wait(StreamId::Main, EventId::SideEnd);
     }
 
     /// Adds what is left over ranks, updates the weights and tells the result.
-    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
-        let Some(p) = self.program else { return Ok(()) };
-        let main = p.main.0;
+    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) {
+        let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
-            p.side_end.record(p.side.0)?;
-            main.wait(&p.side_end)?;
+            self.join();
+            for (_, read) in std::mem::take(&mut self.pending) {
+                read.into_iter().for_each(|allocation| self.free(allocation));
+            }
         }
-        let layout = &p.state.layout;
-        if let Some(sums) = &p.accumulated {
-            p.ops.accumulate_gradients(
-                main,
-                sums.ptr,
-                p.matrix_gradients.ptr,
-                layout.matrices as u64,
-                first,
-            )?;
+        let gradients = self.facts.gradients();
+        if accumulates {
+            let size = self.plan.dtype.size();
+            let own = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
+            self.main(ops.accumulate_gradients(gradients.first, own, layout.matrices as u64, first));
         }
         if !last {
-            return Ok(());
+            return;
         }
-        p.ops.stamp(main, p.stamps.ptr + 8)?;
-        if let Some(reducer) = &p.reducer {
-            if let Some(sums) = &p.accumulated {
+        self.main(ops.stamp(stamp(1)));
+        if let Some(ranks) = self.facts.ranks {
+            if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
-                    reducer.start(
-                        number,
-                        main,
-                        sums.ptr + 4 * bucket.start as u64,
-                        bucket.len(),
-                        DType::F32,
-                    )?;
+                    let at = gradients.first.part(4 * bucket.start, 4 * bucket.len());
+                    self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
-            let vectors = layout.len - layout.matrices;
-            reducer.start(layout.buckets.len(), main, p.vector_gradients.ptr, vectors, DType::F32)?;
-            reducer.finish(main)?;
+            self.send_bucket(layout.buckets.len(), StreamId::Main, gradients.second, DType::F32);
+            if !ranks.is_ordered() {
+                self.record(StreamId::Collectives, EventId::CollectivesDone);
+                self.wait(StreamId::Main, EventId::CollectivesDone);
+            }
         }
-        p.ops.stamp(main, p.stamps.ptr + 16)?;
-        let (first, in_float32) = match &p.accumulated {
-            Some(sums) => (sums.ptr, true),
-            None => (p.matrix_gradients.ptr, p.dtype == DType::F32),
-        };
-        let gradients = ops::Gradients {
-            first,
-            second: p.vector_gradients.ptr,
-            first_length: layout.matrices as u64,
-            length: layout.len as u64,
-            in_float32,
-        };
-        let scaler = p.state.scaling.ptr;
-        let dynamic = p.dynamic_scale.unwrap_or(false);
-        p.ops.gradient_norm(main, ops::GradientNorm { gradients, scaler, dynamic })?;
-        p.update_weights(gradients)?;
-        p.ops.stamp(main, p.stamps.ptr + 24)?;
-        p.ops.record(main, p.results.record(p.totals.ptr, scaler, p.stamps.ptr))?;
-        Ok(())
+        self.main(ops.stamp(stamp(2)));
+        let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
+        self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic }));
+        self.update_weights(gradients);
+        self.main(ops.stamp(stamp(3)));
+        self.main(ops.record(rings::record()));
     }
-}
 
-impl Program {
     /// The optimizer's step, by gradients whose norm is known.
-    fn update_weights(&self, gradients: ops::Gradients) -> Result<(), CudaError> {
-        let main = self.main.0;
-        let (optimizer, slots) = (&self.config.optimizer, &self.state.optimizer_slots);
+    fn update_weights(&mut self, gradients: ops::Gradients) {
+        let (facts, layout) = (self.facts, self.facts.layout);
+        let (ops, optimizer) = (facts.ops, &facts.optimizer);
+        let low_precision = match self.plan.dtype {
+            DType::F32 => Operand::NONE,
+            dtype => Operand::new(Region::LowPrecision, 0, dtype.size() * layout.matrices),
+        };
         let flat = ops::Flat {
-            weights: self.state.weights.ptr,
-            low_precision: self.state.low_precision().unwrap_or(0),
+            weights: Operand::new(Region::Weights, 0, 4 * layout.len),
+            low_precision,
             gradients,
-            control: self.inputs.control.ptr,
-            scaler: self.state.scaling.ptr,
+            control: CONTROL,
+            scaler: Operand::whole(Region::LossScale),
             // The matrices are all weights of convolutions and linear layers, and nothing else.
             decay: [true, false].map(|is_weight| optimizer.treatment(is_weight).decay),
         };
-        let count = self.state.layout.slots.len() as u32;
-        let rates = ops::Rates { segments: self.segments.ptr, count, rates: self.rates.ptr };
+        let rates = ops::Rates {
+            segments: Operand::whole(Region::Segments),
+            count: layout.slots.len() as u32,
+            rates: Operand::whole(Region::Rates),
+        };
         let moments = || ops::Moments {
-            first: slots[0].ptr,
-            second: slots[1].ptr,
+            first: facts.optimizer_slot(0),
+            second: facts.optimizer_slot(1),
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
@@ -118,22 +119,13 @@ impl Program {
             OptimizerKind::Momentum => ops::Update::Momentum,
             OptimizerKind::Nesterov => ops::Update::Nesterov,
             OptimizerKind::Lars => {
-                self.ops.lars_rates(main, ops::LarsRates { flat, rates, trust: LARS_TRUST })?;
+                self.main(ops.lars_rates(ops::LarsRates { flat, rates, trust: LARS_TRUST }));
                 ops::Update::Lars(rates)
             }
-            OptimizerKind::AdamW => return self.ops.adamw(main, ops::AdamW { flat, moments: moments() }),
-            OptimizerKind::Lamb => return self.ops.lamb(main, ops::Lamb { flat, moments: moments(), rates }),
+            OptimizerKind::AdamW => return self.main(ops.adamw(ops::AdamW { flat, moments: moments() })),
+            OptimizerKind::Lamb => return self.main(ops.lamb(ops::Lamb { flat, moments: moments(), rates })),
         };
-        self.ops.sgd(main, ops::Sgd { update, flat, velocity: slots[0].ptr, momentum: optimizer.momentum })
-    }
-
-    pub(super) fn matrix_gradient(&self, name: &str) -> Ptr {
-        let at = self.state.layout.slot(name, "weight").range.start;
-        self.matrix_gradients.ptr + (at * self.dtype.size()) as u64
-    }
-
-    pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Ptr {
-        let layout = &self.state.layout;
-        self.vector_gradients.ptr + 4 * (layout.slot(name, suffix).range.start - layout.matrices) as u64
+        let (velocity, momentum) = (facts.optimizer_slot(0), optimizer.momentum);
+        self.main(ops.sgd(ops::Sgd { update, flat, velocity, momentum }));
     }
 }

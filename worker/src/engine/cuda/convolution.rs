@@ -1,0 +1,156 @@
+//! What a convolution is, whoever computes it.
+
+use super::dtype::DType;
+use serde::{Deserialize, Serialize};
+
+/// What a convolution computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) enum Direction {
+    /// y from x and w.
+    Forward,
+    /// dx from dy and w.
+    Input,
+    /// dw from x and dy.
+    Weight,
+}
+
+/// A convolution: shapes, type and direction. Its `Debug` text is its name in the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Convolution {
+    pub(super) direction: Direction,
+    pub(super) dtype: DType,
+    /// Pictures.
+    pub(super) batch: usize,
+    pub(super) in_h: usize,
+    pub(super) in_w: usize,
+    pub(super) in_c: usize,
+    pub(super) out_h: usize,
+    pub(super) out_w: usize,
+    pub(super) out_c: usize,
+    pub(super) kernel: usize,
+    pub(super) stride: usize,
+    pub(super) padding: usize,
+    /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
+    pub(super) groups: usize,
+    /// Forward only: it takes the sums of y and of y * y by channel along, for the batch norm after it. cuDNN has
+    /// that for float16.
+    pub(super) sums: bool,
+}
+
+impl Convolution {
+    /// Bytes of (x, w, y).
+    pub(super) fn bytes(&self) -> [usize; 3] {
+        let size = self.dtype.size();
+        [
+            self.batch * self.in_h * self.in_w * self.in_c * size,
+            self.out_c * self.kernel * self.kernel * self.group_in_c() * size,
+            self.batch * self.out_h * self.out_w * self.out_c * size,
+        ]
+    }
+
+    /// Input channels that an output is made from.
+    pub(super) fn group_in_c(&self) -> usize {
+        self.in_c / self.groups
+    }
+}
+
+impl std::fmt::Debug for Convolution {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut text = f.debug_struct("Convolution");
+        text.field("direction", &self.direction).field("dtype", &self.dtype).field("batch", &self.batch);
+        text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
+        text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
+        text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
+        // Choices that were stored before there were groups stay known.
+        if self.groups != 1 {
+            text.field("groups", &self.groups);
+        }
+        text.field("sums", &self.sums).finish()
+    }
+}
+
+impl std::fmt::Display for Convolution {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { in_h, in_w, in_c, out_c, kernel, stride, groups, .. } = self;
+        let of = match self.direction {
+            Direction::Forward => "convolution",
+            Direction::Input => "convolution, gradient of input,",
+            Direction::Weight => "convolution, gradient of weight,",
+        };
+        let grouped = if *groups == 1 { String::new() } else { format!(" in {groups} groups") };
+        let sums = if self.sums { " with sums" } else { "" };
+        write!(f, "{of} {in_h}x{in_w}x{in_c} -> {out_c}, {kernel}x{kernel}/{stride}{grouped}{sums}")
+    }
+}
+
+/// Where a convolution finds its tensors, NHWC and KRSC (C of w: a group's): operands of a command, or addresses.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Tensors<P> {
+    pub(super) x: P,
+    pub(super) w: P,
+    pub(super) y: P,
+    /// Float32 `[2, out_c]`: where [`Convolution::sums`] go.
+    pub(super) sums: P,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Convolution = Convolution {
+        direction: Direction::Forward,
+        dtype: DType::F16,
+        batch: 32,
+        in_h: 56,
+        in_w: 56,
+        in_c: 128,
+        out_h: 28,
+        out_w: 28,
+        out_c: 256,
+        kernel: 3,
+        stride: 2,
+        padding: 1,
+        groups: 1,
+        sums: false,
+    };
+
+    /// A plan is for as many groups as it was found with, and one that was stored before there were groups stays known.
+    #[test]
+    fn plans_are_stored_by_everything_that_tells_convolutions_apart() {
+        let name = |c: &Convolution| format!("{c:?}");
+        assert_eq!(
+            name(&PLAIN),
+            "Convolution { direction: Forward, dtype: F16, batch: 32, in_h: 56, in_w: 56, in_c: 128, out_h: 28, \
+             out_w: 28, out_c: 256, kernel: 3, stride: 2, padding: 1, sums: false }"
+        );
+        let all = [
+            PLAIN,
+            Convolution { direction: Direction::Input, ..PLAIN },
+            Convolution { dtype: DType::Bf16, ..PLAIN },
+            Convolution { batch: 33, ..PLAIN },
+            Convolution { in_h: 55, ..PLAIN },
+            Convolution { in_w: 55, ..PLAIN },
+            Convolution { in_c: 256, ..PLAIN },
+            Convolution { out_h: 27, ..PLAIN },
+            Convolution { out_w: 27, ..PLAIN },
+            Convolution { out_c: 128, ..PLAIN },
+            Convolution { kernel: 5, ..PLAIN },
+            Convolution { stride: 1, ..PLAIN },
+            Convolution { padding: 0, ..PLAIN },
+            Convolution { groups: 32, ..PLAIN },
+            Convolution { groups: 64, ..PLAIN },
+            Convolution { sums: true, ..PLAIN },
+        ];
+        let names: std::collections::BTreeSet<String> = all.iter().map(name).collect();
+        assert_eq!(names.len(), all.len(), "{names:?}");
+    }
+
+    #[test]
+    fn a_grouped_weight_has_a_group_s_share_of_the_inputs() {
+        let grouped = Convolution { groups: 32, ..PLAIN };
+        let ([x, w, y], plain) = (grouped.bytes(), PLAIN.bytes());
+        assert_eq!((x, 32 * w, y), (plain[0], plain[1], plain[2]));
+        assert_eq!(w, 256 * 9 * 4 * 2);
+        assert_eq!(grouped.to_string(), "convolution 56x56x128 -> 256, 3x3/2 in 32 groups");
+    }
+}

@@ -1,0 +1,49 @@
+//! What the GPU computes in.
+
+use crate::comm::DataType;
+
+/// What activations and weights are computed in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl DType {
+    /// Bytes of a value.
+    pub fn size(self) -> usize {
+        match self {
+            DType::F32 => 4,
+            DType::F16 | DType::Bf16 => 2,
+        }
+    }
+
+    /// `fp32`, `fp16` or `bf16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "fp32",
+            DType::F16 => "fp16",
+            DType::Bf16 => "bf16",
+        }
+    }
+
+    /// The number that kernels know it by.
+    pub(super) fn number(self) -> u32 {
+        match self {
+            DType::F32 => 0,
+            DType::F16 => 1,
+            DType::Bf16 => 2,
+        }
+    }
+}
+
+impl From<DType> for DataType {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => DataType::F32,
+            DType::F16 => DataType::F16,
+            DType::Bf16 => DataType::Bf16,
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Pictures that neither decodes.
+
+use super::*;
+
+/// A JPEG file whose header and end are as they should be, and whose scan wants a table that is not there: only decoding
+/// tells.
+fn undecodable() -> Vec<u8> {
+    let mut file = jpeg(&picture(5, 40, 40).into());
+    let scan = file.windows(2).position(|marker| marker == [0xff, 0xda]).unwrap();
+    file[scan + 6] = 0x33;
+    file
+}
+
+#[test]
+fn a_picture_that_breaks_is_named_whoever_decodes() {
+    for (content, detail) in [
+        (None, "03.jpg has changed since it was first looked at"),
+        (Some(undecodable()), "03.jpg cannot be decoded"),
+    ] {
+        let dir = folder(|_| (40, 40));
+        let path = dir.path().join("train/all/03.jpg");
+        if let Some(content) = &content {
+            fs::write(&path, content).unwrap();
+        }
+        let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+        let mut data = open(dir.path(), &spec, Form::Bytes);
+        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+        if content.is_none() {
+            fs::write(&path, "I am no picture").unwrap();
+        }
+        let found = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
+        let error = found.expect("an error").to_string();
+        assert!(error.contains(detail), "{error}");
+    }
+}
+
+#[test]
+fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay_on_the_gpu() {
+    let dir = folder(|_| (40, 40));
+    let home = dir.path().join("train/all");
+    fs::write(home.join("05.jpg"), undecodable()).unwrap();
+    let spec = DataSpec {
+        image_size: Some(ImageSize::Fixed(24)),
+        random_resized_crop: true,
+        broken_files: BrokenFiles::Skip,
+        ..spec()
+    };
+    let on_cores = open(dir.path(), &spec, Form::Bytes);
+    let mut elsewhere = open(dir.path(), &spec, Form::Bytes);
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    fs::remove_file(home.join("11.jpg")).unwrap();
+    let wanted = batches(&on_cores);
+    assert!(batches(&elsewhere) == wanted);
+    assert!(wanted.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
+    for data in [&on_cores, &elsewhere] {
+        let (mut news, count) = data.newly_broken();
+        news.sort();
+        assert_eq!(count, 2, "{news:?}");
+        assert!(
+            news[0].contains("05.jpg cannot be decoded") && news[1].contains("11.jpg cannot be read"),
+            "{news:?}"
+        );
+    }
+    let decoded = elsewhere.decoded().unwrap();
+    assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
+    // By now they are known: nothing fails any more.
+    let failed = decoded.by_cores.get(&ForCores::Failed).copied();
+    assert!(batches(&elsewhere) == wanted);
+    assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&ForCores::Failed).copied(), failed);
+}

@@ -1,0 +1,135 @@
+//! What needs a GPU.
+
+use super::*;
+
+/// What may lie between pictures of nvJPEG and of cores: of 255, on average over a batch. `LOCKSTEP_TEST_APART` sets
+/// another limit.
+fn most_apart() -> f64 {
+    std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_crops_are_the_host_s_to_the_bit() {
+    let device = Device::open(0).unwrap();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
+    let mut cropper = Cropper::new().unwrap();
+    // Also wider than a block has room for at once, and a single pixel.
+    for (width, height, size) in
+        [(97, 61, (40, 30)), (31, 20, (224, 224)), (8192, 3, (224, 224)), (1, 1, (5, 7))]
+    {
+        let rows = ScaleTable::window(height, 0.0, f64::from(height), size.1);
+        let columns = ScaleTable::window(width, f64::from(width) * 0.1, f64::from(width) * 0.8, size.0);
+        let subsamplings =
+            [(1, 1), (2, 1), (1, 2), (2, 2)].map(|(columns, rows)| Subsampling { columns, rows });
+        for (orientation, subsampling) in (1..=8).flat_map(|o| subsamplings.map(|s| (o, s))) {
+            let stored = if orientation > 4 { (height, width) } else { (width, height) };
+            let stored = Stored { width: stored.0, height: stored.1, orientation, subsampling };
+            // As rough as can be, so that each sample counts.
+            let samples: Vec<u8> =
+                (0..room(stored) as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8).collect();
+            let memory = device.upload(&samples).unwrap();
+            let (there, here) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
+            let encoded = Encoded {
+                bytes: &[],
+                stored,
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: orientation % 2 == 0,
+            };
+            let (mut tables, mut on_host) = (Vec::new(), Vec::new());
+            let croppings: Vec<Cropping> =
+                (0..3).map(|to| Cropping::new(&encoded, there, to, &mut tables)).collect();
+            let wanted = cropped(&samples, &tables, &Cropping::new(&encoded, here, 0, &mut on_host), size);
+            cropper.begin(&device, 3, size).unwrap();
+            cropper.run(&device, &kernels, &croppings, &tables).unwrap();
+            cropper.end(3).unwrap();
+            cropper.stream.0.synchronize().unwrap();
+            let found = cropper.pixels(3 * wanted.len());
+            let differ =
+                found.chunks_exact(wanted.len()).flatten().zip(wanted.iter().cycle()).filter(|(a, b)| a != b);
+            assert_eq!(differ.count(), 0, "{width} x {height} to {size:?}, {stored:?}");
+        }
+    }
+}
+
+/// A GPU's decoder, the folder that it decodes and the same batches of cores.
+fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
+    let wanted = batches(&open(dir, spec, Form::Bytes));
+    let mut data = open(dir, spec, Form::Bytes);
+    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    let found = batches(&data);
+    let pairs = || {
+        wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
+    };
+    let count = pairs().count();
+    assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
+    let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
+    let most = pairs().max().unwrap();
+    eprintln!("{}: apart {mean:.3} of 255 on average, {most} at most", data.decoded().unwrap());
+    (data, mean, most)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let made = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let (data, mean, _) = compared(made.path(), &spec);
+    let decoded = data.decoded().unwrap();
+    assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
+    assert!(mean <= most_apart(), "{mean}");
+    // Chroma is stored at half the width, or half of both sides; each of these has but some hundred pixels.
+    for (name, file) in [
+        ("4:2:2", &fixture!("half-chroma.jpg")[..]),
+        ("4:2:0", fixture!("orientation-1.jpg")),
+        ("4:2:0 on its side", fixture!("orientation-6.jpg")),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let home = dir.path().join("train/all");
+        fs::create_dir_all(&home).unwrap();
+        (0..16).for_each(|i| fs::write(home.join(format!("{i}.jpg")), file).unwrap());
+        let (data, mean, _) = compared(dir.path(), &spec);
+        let decoded = data.decoded().unwrap();
+        assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
+        assert!(mean <= 3.0 * most_apart(), "{name}: {mean}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
+    let dir = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let path = dir.path().join("train/all/05.jpg");
+    let file = fs::read(&path).unwrap();
+    // The scan breaks off in the middle, and the end of the file says that all is there.
+    let cut = [&file[..file.len() / 2], b"\xff\xd9"].concat();
+    fs::write(&path, cut).unwrap();
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    for epoch in 0..3 {
+        let pictures: usize =
+            data.epoch(EpochPlan { epoch, ..PLAN }).map(|batch| batch.unwrap().labels.len()).sum();
+        assert_eq!(pictures as u64, data.shape.train_samples);
+    }
+    eprintln!("{}", data.decoded().unwrap());
+    // And what comes after it is decoded as before.
+    fs::write(&path, file).unwrap();
+    let (_, mean, _) = compared(dir.path(), &spec);
+    assert!(mean <= most_apart(), "{mean}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
+    let dir = folder(|_| (140, 132));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, Form::Bytes);
+    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    assert_eq!(batches(&data).len(), batches(&data).len());
+    data.close_decoder();
+    assert!(batches(&data) == batches(&open(dir.path(), &spec, Form::Bytes)));
+}

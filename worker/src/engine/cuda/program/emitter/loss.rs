@@ -1,0 +1,55 @@
+//! The loss, and its gradient with which the backward pass begins.
+
+use super::*;
+
+impl GraphEmitter<'_> {
+    pub(super) fn loss(&mut self, MicroBatch { first, .. }: MicroBatch) -> Result<(), EngineError> {
+        let logits = self.plan.network.logits();
+        let allocation = self.activation(logits)?;
+        let gradient = self.alloc(logits, Content::Gradient);
+        let loss = ops::CrossEntropy {
+            dlogits: gradient.operand(),
+            dbias: self.facts.vector_gradient(self.plan.network.head(), "bias"),
+            accumulate: !first,
+            ..self.cross_entropy(allocation)
+        };
+        self.main(self.facts.ops.cross_entropy(loss));
+        self.drop_activation(logits);
+        self.gradients[logits].push(Gradient::Whole(gradient));
+        Ok(())
+    }
+
+    pub(super) fn evaluate(&mut self) -> Result<(), EngineError> {
+        let allocation = self.activation(self.plan.network.logits())?;
+        let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
+        self.main(self.facts.ops.cross_entropy(loss));
+        let logits = ops::BiasedLogits {
+            logits: loss.logits,
+            bias: loss.bias,
+            to: Operand::whole(Region::EvaluatedLogits),
+            pictures: loss.pictures,
+            classes: loss.classes,
+            padded: loss.padded,
+        };
+        self.main(self.facts.ops.biased_logits(logits));
+        Ok(())
+    }
+
+    /// The loss without gradients.
+    fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
+        ops::CrossEntropy {
+            logits: logits.operand(),
+            bias: self.facts.vector(self.plan.network.head(), "bias"),
+            control: CONTROL,
+            pictures: self.plan.batch as u32,
+            classes: self.plan.network.classes as u32,
+            padded: self.plan.padded_classes as u32,
+            smoothing: self.facts.label_smoothing,
+            loss_scale: Operand::whole(Region::LossScale),
+            dlogits: Operand::NONE,
+            dbias: Operand::NONE,
+            totals: Operand::whole(Region::Totals),
+            accumulate: false,
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`.
+
+use super::*;
+use crate::engine::cuda::{command::Arg, kernels::SOURCE};
+use std::collections::BTreeMap;
+
+/// Kernels with parameters that they only read although these are not `const`.
+const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
+
+/// What a kernel declares of an argument.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Declared {
+    Pointer { constant: bool },
+    Number(&'static str),
+}
+
+/// The parameters of each kernel by its name, from the source: macros that stand for parameters are put in, and those that
+/// define kernels are followed.
+fn declared() -> BTreeMap<String, Vec<Declared>> {
+    let source: String = SOURCE.replace("\\\n", " ");
+    let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
+    let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
+    let mut parameters: Vec<(&str, &str)> = defines()
+        .filter_map(|define| define.split_once(char::is_whitespace))
+        .filter(|(name, _)| name.ends_with("_PARAMETERS"))
+        .collect();
+    // One name may be the end of another.
+    parameters.sort_by_key(|(name, _)| std::cmp::Reverse(name.len()));
+    let mut all = BTreeMap::new();
+    let mut add = |name: &str, list: &str| {
+        let mut list = list.to_owned();
+        parameters.iter().for_each(|(macro_name, text)| list = list.replace(macro_name, text));
+        all.insert(name.to_owned(), list.split(',').map(parameter).collect());
+    };
+    let plain = lines.iter().filter(|line| !line.trim_start().starts_with("#define")).copied();
+    for (name, list) in kernels_in(&plain.collect::<Vec<_>>().join(" ")) {
+        add(&name, &list);
+    }
+    for define in defines().filter(|define| define.contains("__global__")) {
+        let macro_name = define.split('(').next().unwrap().trim();
+        let (_, list) = kernels_in(define).into_iter().next().unwrap();
+        for line in &lines {
+            let Some(inside) = line.trim().strip_prefix(macro_name).and_then(|rest| rest.strip_prefix('('))
+            else {
+                continue;
+            };
+            add(inside.split([',', ')']).next().unwrap().trim(), &list);
+        }
+    }
+    all
+}
+
+/// Name and parameters of each `__global__` function of a text without line breaks.
+fn kernels_in(text: &str) -> Vec<(String, String)> {
+    let after = text.split("__global__").skip(1);
+    after
+        .map(|text| {
+            // The bounds of a launch have parentheses of their own.
+            let text = match text.split_once("__launch_bounds__") {
+                Some((before, rest)) if !before.contains('(') => {
+                    let mut depth = 0;
+                    let end = rest.find(|c| {
+                        depth += i32::from(c == '(') - i32::from(c == ')');
+                        c == ')' && depth == 0
+                    });
+                    format!("{before}{}", &rest[end.unwrap() + 1..])
+                }
+                _ => text.to_owned(),
+            };
+            let (name, rest) = text.split_once('(').unwrap();
+            let name = name.split_whitespace().last().unwrap();
+            (name.to_owned(), rest.split(')').next().unwrap().to_owned())
+        })
+        .collect()
+}
+
+fn parameter(text: &str) -> Declared {
+    let text = text.trim();
+    if text.contains('*') {
+        return Declared::Pointer { constant: text.starts_with("const ") };
+    }
+    let words: Vec<&str> = text.split_whitespace().collect();
+    match words[words.len() - 2] {
+        "u32" => Declared::Number("u32"),
+        "u64" => Declared::Number("u64"),
+        "float" => Declared::Number("float"),
+        "double" => Declared::Number("double"),
+        other => panic!("{other} in {text}"),
+    }
+}
+
+fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
+    match (kernel.args[number], declared) {
+        (Arg::In(operand), Declared::Pointer { constant }) => {
+            constant || operand.is_none() || READS.contains(&(kernel.name, number))
+        }
+        (Arg::Out(operand) | Arg::InOut(operand), Declared::Pointer { constant }) => {
+            !constant || operand.is_none()
+        }
+        (Arg::Unused(_), Declared::Pointer { .. })
+        | (Arg::U32(_), Declared::Number("u32"))
+        | (Arg::U64(_), Declared::Number("u64"))
+        | (Arg::F32(_), Declared::Number("float"))
+        | (Arg::F64(_), Declared::Number("double")) => true,
+        _ => false,
+    }
+}
+
+#[test]
+fn every_launch_has_the_arguments_that_its_kernel_declares() {
+    let declared = declared();
+    let mut networks = crate::engine::cuda::tests::operations();
+    networks.extend(crate::engine::unfused::networks());
+    networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    let mut launched: BTreeMap<&str, usize> = BTreeMap::new();
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    for network in &networks {
+        for (dtype, optimizer) in [
+            (DType::F32, AdamW),
+            (DType::F16, Lars),
+            (DType::F16, Lamb),
+            (DType::Bf16, Nesterov),
+            (DType::F16, Momentum),
+        ] {
+            for ranks in [Ranks::Alone, Ranks::Exchanged, Ranks::ByNccl] {
+                for (accumulates, sums) in [(true, false), (false, true)] {
+                    let setting = Setting {
+                        optimizer,
+                        accumulates,
+                        sums,
+                        ..Setting::new(network, 32, dtype, 90, ranks)
+                    };
+                    for phase in [Phase::Train(ONLY), Phase::Evaluate] {
+                        for command in setting.sound(phase, true).commands {
+                            let Command::Kernel { kernel, .. } = command else { continue };
+                            let wanted = &declared[kernel.name];
+                            assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
+                            for (number, declared) in wanted.iter().enumerate() {
+                                let arg = kernel.args[number];
+                                assert!(
+                                    fits(&kernel, number, *declared),
+                                    "{} {number}: {arg:?}",
+                                    kernel.name
+                                );
+                            }
+                            *launched.entry(kernel.name).or_default() += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // Those of a step; others are launched by the decoder and between steps.
+    assert!(launched.len() >= 60, "{} kernels: {launched:?}", launched.len());
+}

@@ -1,0 +1,100 @@
+//! How the ranks of a group add up batch norm's sums, as far as a step's commands depend on it.
+
+use super::{
+    command::{Operand, Region},
+    ops::Reduce,
+};
+
+/// Where one batch norm's sums meet those of the other ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Meeting {
+    /// Of this batch norm in each rank's exchange buffer.
+    offset: u64,
+    /// Exchanges so far, by value.
+    sequence: Operand,
+}
+
+#[derive(Debug)]
+pub(super) enum Statistics {
+    /// Each rank has its own.
+    Apart,
+    /// Through each other's memory, inside the kernels: by batch norm, forward's meeting and backward's.
+    Exchanged(Vec<[Meeting; 2]>),
+    ByNccl,
+}
+
+impl Statistics {
+    /// Through the memory of `world` ranks, for batch norms of so many `channels`. Also gives the bytes of an exchange buffer
+    /// and of the sequences.
+    pub(super) fn exchanged(channels: &[usize], world: usize) -> (Self, usize, usize) {
+        let (mut offset, mut sequence) = (0, 0);
+        let mut next = |channels: usize| {
+            let bytes = 4 * 2 * channels;
+            let meeting = Meeting {
+                offset: offset as u64,
+                sequence: Operand::new(Region::PeerSequences, sequence, bytes),
+            };
+            offset += Self::room(channels, world);
+            sequence += bytes;
+            meeting
+        };
+        let meetings = channels.iter().map(|c| [next(*c), next(*c)]).collect();
+        (Self::Exchanged(meetings), offset, sequence)
+    }
+
+    /// Bytes of a meeting in an exchange buffer.
+    fn room(channels: usize, world: usize) -> usize {
+        (2 * world * 2 * channels * 8).next_multiple_of(256)
+    }
+
+    /// What becomes of the sums of batch norm number `norm`, which has `channels`.
+    pub(super) fn reduction(&self, norm: usize, channels: usize, backward: bool) -> Reduce {
+        match self {
+            Statistics::Apart => Reduce::Local,
+            Statistics::Exchanged(meetings) => {
+                let Meeting { offset, sequence } = meetings[norm][usize::from(backward)];
+                Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
+            }
+            Statistics::ByNccl => {
+                Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) }
+            }
+        }
+    }
+
+    /// Whether kernels wait for other ranks.
+    pub(super) fn waits(&self) -> bool {
+        matches!(self, Statistics::Exchanged(_))
+    }
+
+    /// Whether NCCL adds statistics between kernels. One group of ranks must not be used from two streams at once, so gradients
+    /// then go from the main stream alone, too.
+    pub(super) fn is_ordered(&self) -> bool {
+        matches!(self, Statistics::ByNccl)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each direction of each batch norm has room of its own in the exchange buffers and sequences, and these are full.
+    #[test]
+    fn meetings_do_not_share_memory() {
+        let (channels, world) = ([64, 8, 256], 3);
+        let (statistics, bytes, sequences) = Statistics::exchanged(&channels, world);
+        let (mut offset, mut counted) = (0, 0);
+        for (norm, channels) in channels.into_iter().enumerate() {
+            for backward in [false, true] {
+                let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, backward)
+                else {
+                    panic!("{norm} does not meet the others");
+                };
+                assert_eq!((at, sequence.offset, sequence.bytes), (offset, counted, 8 * channels));
+                // Two slots of each rank's sums and sums of squares, 8 bytes each.
+                offset += (2 * world * 2 * channels * 8).next_multiple_of(256) as u64;
+                counted += 8 * channels;
+            }
+        }
+        assert_eq!((bytes as u64, sequences), (offset, counted));
+    }
+}

@@ -1,0 +1,154 @@
+//! How a micro-batch comes to the GPU, and a step's result back.
+
+use super::*;
+
+impl CudaEngine {
+    /// Sends a micro-batch and runs `phase` on it.
+    pub(super) fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
+        check_batch(&self.network, batch, self.config.batch_size)?;
+        let input = self.input(phase, batch)?;
+        self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
+        if let Some(calls) = &mut self.profiled {
+            *calls = self.program.profile(phase, input)?;
+            return Ok(());
+        }
+        let key = GraphKey { image_size: self.network.image_size, phase, input };
+        let main = self.program.main.0;
+        match self.graphs.get(&key) {
+            Some(CapturedGraph::Graph(graph)) => graph.launch(main)?,
+            Some(CapturedGraph::Once) => {
+                main.begin_capture()?;
+                let emitted = self.program.run(phase, input);
+                let graph = main.end_capture();
+                emitted?;
+                let graph = graph?;
+                tracing::debug!("captured {key:?}: {} nodes", graph.nodes);
+                graph.launch(main)?;
+                self.graphs.insert(key, CapturedGraph::Graph(graph));
+            }
+            None => {
+                self.program.run(phase, input)?;
+                self.graphs.insert(key, CapturedGraph::Once);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the pictures of `batch` are, after having them copied if need be.
+    fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
+        let training = matches!(phase, Phase::Train(_));
+        if let (Some(data), false) = (&self.on_gpu, batch.draws.len() != batch.labels.len()) {
+            let pictures = data.pictures(training);
+            let (height, width, crop_padding) = (data.height, data.width, data.crop_padding);
+            return Ok(Input::Dataset { pictures, height, width, crop_padding, training });
+        }
+        let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
+        if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {
+            let values = self.config.batch_size * self.program.most_values();
+            self.device.synchronize()?;
+            self.graphs.clear();
+            self.staging = Some(Staging::new(&self.device, form, values)?);
+        }
+        let Some(staging) = &mut self.staging else {
+            return Err(CudaError::Unsupported("no room for pictures".into()).into());
+        };
+        staging.send(self.program.main.0, batch)?;
+        Ok(Input::Staged { at: staging.input.ptr, form: staging.form() })
+    }
+
+    /// Waits for the oldest step under way.
+    pub(super) fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
+        let Some(step) = self.under_way.pop_front() else { return Ok(None) };
+        if matches!(step, UnderWay::Empty) {
+            return Ok(Some(StepResult::default()));
+        }
+        let record: Record = self.wait_on_gpu(|_, results, patience, alive| results.wait(patience, alive))?;
+        self.steps.1 += 1;
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.done(self.steps.1);
+        }
+        let [begin, backward, reduced, end] = record.stamps;
+        // From end to end while steps follow each other: that holds waits for the host, too.
+        let from = self.last_end.unwrap_or(begin);
+        self.last_end = Some(end);
+        Ok(Some(StepResult {
+            loss: if record.samples > 0 { record.loss_sum / record.samples as f32 } else { 0.0 },
+            correct: record.correct,
+            samples: record.samples,
+            grad_norm: record.grad_norm,
+            step_secs: end.saturating_sub(from) as f64 / 1e9,
+            all_reduce_secs: reduced.saturating_sub(backward) as f64 / 1e9,
+            loss_scale: self.program.dynamic_scale.map(|_| record.loss_scale),
+        }))
+    }
+
+    /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
+    fn wait_on_gpu<T>(
+        &mut self,
+        wait: impl FnOnce(
+            &mut Inputs,
+            &mut Results,
+            Duration,
+            &mut dyn FnMut() -> Result<(), EngineError>,
+        ) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        const OPERATION: &str = "a step on the GPU";
+        let alone = self.comm.size() == 1;
+        let patience = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
+        let comm = self.comm.clone();
+        let Program { inputs, results, reducer, main, .. } = &mut self.program;
+        let main = main.0;
+        let mut alive = || -> Result<(), EngineError> {
+            main.failure()?;
+            // NCCL does not notice on one machine that a rank has died; its end of the ring does, at once.
+            comm.check(OPERATION)?;
+            reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
+        };
+        wait(inputs, results, patience, &mut alive).map_err(|error| {
+            self.failed = true;
+            match self.watchdog.as_ref().and_then(|w| w.stall_reason()) {
+                Some(reason) => CommError::Aborted { operation: OPERATION, reason: reason.into() }.into(),
+                None => error,
+            }
+        })
+    }
+}
+
+/// A batch in parts that the engine has room for.
+pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
+    if batch.labels.len() <= room {
+        return vec![batch.clone()];
+    }
+    let size = network.tensors[network.input()].len();
+    let part = |from: usize| {
+        let to = (from + room).min(batch.labels.len());
+        let cut = |values: usize, size: usize| if values == 0 { 0..0 } else { from * size..to * size };
+        Batch {
+            images: batch.images[cut(batch.images.len(), size)].to_vec(),
+            bytes: batch.bytes[cut(batch.bytes.len(), size)].to_vec(),
+            draws: batch.draws[cut(batch.draws.len(), 1)].to_vec(),
+            labels: batch.labels[from..to].to_vec(),
+            indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
+            global_samples: to - from,
+            ..Batch::default()
+        }
+    };
+    (0..batch.labels.len()).step_by(room).map(part).collect()
+}
+
+/// Whether a batch fits the network: the kernels rely on it.
+fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), EngineError> {
+    let picture = network.tensors[network.input()].len();
+    let (pictures, values) = (batch.labels.len(), batch.images.len().max(batch.bytes.len()));
+    if pictures > room {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {pictures} pictures where there is room for {room}"
+        )));
+    }
+    if batch.draws.len() != pictures && values != pictures * picture {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
+        )));
+    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
+}

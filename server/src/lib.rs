@@ -1,5 +1,7 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod access_log;
+mod addresses;
 mod agent_requests;
 mod agents;
 pub mod app;
@@ -9,8 +11,10 @@ mod dispatch;
 mod document;
 mod error;
 mod evaluations;
+mod front;
 mod guard;
 mod handlers;
+mod handshakes;
 mod hub;
 mod inbox;
 mod ingest;
@@ -23,11 +27,15 @@ mod numbers;
 mod private;
 mod purge;
 mod regular;
+mod request_limit;
 mod router;
 mod serve;
 mod slow_body;
 pub mod store;
+pub mod tls;
 
+pub use access_log::AccessLogTo;
+pub use addresses::{Network, PublicUrl};
 pub use config::{ServeConfig, ServeError};
 pub use private::keep_files_private;
 pub use router::openapi;

@@ -46,8 +46,10 @@ const MEASURE_EVERY: Duration = Duration::from_secs(5);
 /// How an agent runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// `http://HOST:PORT` (or `ws://`).
+    /// `http://HOST:PORT` or `https://HOST:PORT`.
     pub server: String,
+    /// Authorities that are trusted besides the system's, for `https` (PEM).
+    pub ca_file: Option<PathBuf>,
     /// Sent as `Authorization: Bearer`.
     pub token: Option<String>,
     /// Shown on the dashboard; the host's name when absent.
@@ -109,7 +111,7 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
+    let request = session::request(&options.server, options.token.as_deref(), options.ca_file.as_deref()).map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;

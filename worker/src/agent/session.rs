@@ -6,7 +6,7 @@ use super::{
     machine,
     outbox::Outbox,
 };
-use crate::look;
+use crate::{look, tls};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
@@ -14,12 +14,12 @@ use lockstep_protocol::{
 };
 use std::{
     collections::{HashMap, HashSet, VecDeque},
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, task::JoinSet, time};
 use tokio_tungstenite::{
-    MaybeTlsStream, WebSocketStream,
+    Connector, MaybeTlsStream, WebSocketStream,
     tungstenite::{
         self, Message,
         client::IntoClientRequest,
@@ -44,21 +44,27 @@ type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
 /// Where the server listens for agents.
 #[derive(Debug)]
-pub(super) struct Address(Request);
+pub(super) struct Address {
+    /// As it was given.
+    server: String,
+    request: Request,
+    /// Trusted besides the system's authorities.
+    ca_file: Option<PathBuf>,
+}
 
 /// The address of the agents' websocket on `server`.
 ///
 /// # Errors
 /// A sentence that says what a server's address looks like.
-pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, String> {
+pub(super) fn request(
+    server: &str,
+    token: Option<&str>,
+    ca_file: Option<&Path>,
+) -> Result<Address, String> {
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
         Some(("http" | "ws", rest)) => format!("ws://{rest}"),
-        Some(("https" | "wss", _)) => {
-            return Err(format!(
-                "--server {server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
-            ));
-        }
+        Some(("https" | "wss", rest)) => format!("wss://{rest}"),
         Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
         None => format!("ws://{base}"),
     };
@@ -70,7 +76,20 @@ pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, Stri
             .map_err(|_| "the token has characters that no token has".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
-    Ok(Address(request))
+    let address = Address { server: server.to_owned(), request, ca_file: ca_file.map(Path::to_owned) };
+    // What is wrong with the file is better told now than when there is no connection.
+    address.connector()?;
+    Ok(address)
+}
+
+impl Address {
+    /// Read for each connection: a new authority is known without a new start.
+    fn connector(&self) -> Result<Connector, String> {
+        match self.request.uri().scheme_str() {
+            Some("wss") => Ok(Connector::Rustls(tls::client_config(self.ca_file.as_deref())?)),
+            _ => Ok(Connector::Plain),
+        }
+    }
 }
 
 /// Why a session is over.
@@ -99,15 +118,18 @@ impl Session {
     /// # Errors
     /// Why there is no connection.
     pub(super) async fn connect(address: &Address) -> Result<Self, String> {
-        let connecting = tokio_tungstenite::connect_async_with_config(address.0.clone(), None, true);
+        let connector = Some(address.connector()?);
+        let request = address.request.clone();
+        let connecting =
+            tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),
             Ok(Err(tungstenite::Error::Http(answer))) => {
-                let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
-                Err(format!("it answered {} {}", answer.status(), body.trim()))
+                let body = answer.body().as_deref().unwrap_or_default();
+                Err(format!("it answered {} {}", answer.status(), detail(body)))
             }
-            Ok(Err(error)) => Err(error.to_string()),
+            Ok(Err(error)) => Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string())),
         }
     }
 
@@ -161,6 +183,15 @@ impl Session {
             Ok(None) => Outcome::Lost { reason: "it answered in an unknown way".into(), welcomed: false },
             Err(reason) => Outcome::Lost { reason, welcomed: false },
         }
+    }
+}
+
+/// What a problem (RFC 9457) says; the body itself when it is none.
+fn detail(body: &[u8]) -> String {
+    let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    match problem.get("detail").and_then(serde_json::Value::as_str) {
+        Some(detail) => detail.to_owned(),
+        None => String::from_utf8_lossy(body).trim().to_owned(),
     }
 }
 

@@ -61,7 +61,9 @@ impl AccessLog {
         let (lines, waiting) = sync_channel(WAITING);
         let lost = Arc::new(AtomicU64::new(0));
         let log = Self { lines, lost: lost.clone() };
-        std::thread::Builder::new().name("access log".into()).spawn(move || write(&mut out, &waiting, &lost))?;
+        std::thread::Builder::new()
+            .name("access log".into())
+            .spawn(move || write(&mut out, &waiting, &lost))?;
         Ok(log)
     }
 
@@ -98,7 +100,9 @@ fn shown(uri: &Uri) -> String {
         plain
     };
     let mut shown = plain(uri.path());
-    for (n, part) in uri.query().unwrap_or_default().split('&').filter(|part| !part.is_empty()).take(32).enumerate() {
+    for (n, part) in
+        uri.query().unwrap_or_default().split('&').filter(|part| !part.is_empty()).take(32).enumerate()
+    {
         shown.push(if n == 0 { '?' } else { '&' });
         // Without `=` it may be a value as well as a name.
         shown.push_str(&part.split_once('=').map_or("...".into(), |(name, _)| plain(name)));
@@ -175,7 +179,9 @@ fn write(out: &mut Out, lines: &Receiver<String>, lost: &AtomicU64) {
             }
             match lost.swap(0, Ordering::Relaxed) {
                 0 => {}
-                count => out.line(&format!("{} {count} lines were lost: too many at once\n", crate::now()))?,
+                count => {
+                    out.line(&format!("{} {count} lines were lost: too many at once\n", crate::now()))?
+                }
             }
             out.flush()
         })();

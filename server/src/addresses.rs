@@ -78,7 +78,9 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
         }
     };
     match port.strip_prefix(':') {
-        Some(digits) if digits.bytes().all(|b| b.is_ascii_digit()) => Some((host, Some(digits.parse().ok()?))),
+        Some(digits) if digits.bytes().all(|b| b.is_ascii_digit()) => {
+            Some((host, Some(digits.parse().ok()?)))
+        }
         None if port.is_empty() => Some((host, None)),
         _ => None,
     }
@@ -123,7 +125,10 @@ impl FromStr for Network {
                 .ok_or_else(|| format!("/{prefix} is no length of a network: 1 to {longest}"))?,
         };
         if prefix == 0 {
-            return Err("a network of all addresses would let everybody choose the address that they come from".into());
+            return Err(
+                "a network of all addresses would let everybody choose the address that they come from"
+                    .into(),
+            );
         }
         Ok(Self { address, prefix })
     }
@@ -154,8 +159,18 @@ mod tests {
             assert_eq!(text.parse::<PublicUrl>().unwrap().to_string(), origin);
         }
         for text in [
-            "lockstep.example.org", "ftp://a", "https://", "https:///", "https://a/b", "https://a?b", "https://u@a",
-            "https://a:x", "https://a:70000", "https://[::1", "https://a b", "https://2001:db8::7",
+            "lockstep.example.org",
+            "ftp://a",
+            "https://",
+            "https:///",
+            "https://a/b",
+            "https://a?b",
+            "https://u@a",
+            "https://a:x",
+            "https://a:70000",
+            "https://[::1",
+            "https://a b",
+            "https://2001:db8::7",
         ] {
             assert!(text.parse::<PublicUrl>().unwrap_err().contains("example"), "{text}");
         }

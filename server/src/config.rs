@@ -18,7 +18,7 @@ pub struct ServeConfig {
     /// Address and port to listen on; port 0 takes a free one. See [`may_listen`].
     pub listen: SocketAddr,
     /// Another listener, on loopback and in clear: for the agent of this machine where `listen` has TLS.
-    pub beside: Option<Arc<TcpListener>>,
+    pub local_listener: Option<Arc<TcpListener>>,
     /// Encrypt, with a certificate from there.
     pub tls: Option<TlsConfig>,
     /// Listen in clear where other machines can reach it.
@@ -66,7 +66,7 @@ impl ServeConfig {
     pub fn new(data_dir: impl Into<PathBuf>) -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 7070)),
-            beside: None,
+            local_listener: None,
             tls: None,
             insecure_http: false,
             authenticates: false,
@@ -96,10 +96,10 @@ impl ServeConfig {
 /// # Errors
 /// Other machines can reach it and it would take requests from anybody, or in clear.
 pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
-    if let Some(beside) = &config.beside {
-        let address = beside.local_addr().map_err(ServeError::Stopped)?;
+    if let Some(local_listener) = &config.local_listener {
+        let address = local_listener.local_addr().map_err(ServeError::Stopped)?;
         if !address.ip().is_loopback() {
-            return Err(ServeError::InClear(address.ip()));
+            return Err(ServeError::Plaintext(address.ip()));
         }
     }
     let ip = config.listen.ip();
@@ -110,7 +110,7 @@ pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
         return Err(ServeError::NotLoopback(ip));
     }
     if config.tls.is_none() && !config.insecure_http && config.trusted_proxies.is_empty() {
-        return Err(ServeError::InClear(ip));
+        return Err(ServeError::Plaintext(ip));
     }
     Ok(())
 }
@@ -131,7 +131,7 @@ pub enum ServeError {
          certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
          encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
     )]
-    InClear(IpAddr),
+    Plaintext(IpAddr),
     /// A certificate that cannot be served.
     #[error("TLS: {0}")]
     Tls(String),

@@ -2,7 +2,7 @@
 //! but not web pages in a browser on this machine, and a server that others reach is asked by everybody. Therefore:
 //!
 //! - an address makes only so many requests;
-//! - `Host` must be a name of this server (`front.rs`), or a page could reach the server under a name of its own that
+//! - `Host` must be a name of this server (`ingress.rs`), or a page could reach the server under a name of its own that
 //!   resolves to the server's address (DNS rebinding) and read the answers;
 //! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
 //!
@@ -11,7 +11,7 @@
 use crate::{
     app::App,
     error::Error,
-    front::{Front, Peer},
+    ingress::{Ingress, Peer},
 };
 use axum::{
     extract::{Request, State},
@@ -39,16 +39,16 @@ const HEADERS: [(HeaderName, &str); 7] = [
 const STRICT: HeaderValue = HeaderValue::from_static("max-age=31536000");
 
 pub(crate) async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
-    let front = &app.front;
+    let ingress = &app.ingress;
     let Some(peer) = request.extensions().get::<Peer>() else {
         return Error::Internal("a request without its connection".into()).into_response();
     };
     let strict = peer
         .authority(request.headers(), request.uri())
-        .is_some_and(|authority| front.is_strict(authority, peer));
-    let mut response = match front.take_request(peer) {
+        .is_some_and(|authority| ingress.is_strict(authority, peer));
+    let mut response = match ingress.check_rate(peer) {
         Err(seconds) => too_many(seconds),
-        Ok(()) => match check(front, peer, &request) {
+        Ok(()) => match check(ingress, peer, &request) {
             Ok(()) => next.run(request).await,
             Err(error) => error.into_response(),
         },
@@ -72,20 +72,20 @@ fn too_many(seconds: u64) -> Response {
     response
 }
 
-fn check(front: &Front, peer: &Peer, request: &Request) -> Result<(), Error> {
+fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());
     // Databases end a text there, or refuse it: no name and no text to search for has it.
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
     }
-    let public = front.public_url.as_ref().map(ToString::to_string);
-    if front.came_past_the_proxy(peer) {
+    let public = ingress.public_url.as_ref().map(ToString::to_string);
+    if ingress.came_past_the_proxy(peer) {
         let at = public.unwrap_or_else(|| "its address".into());
         let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
         return Err(Error::Forbidden(detail));
     }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    let Some(host) = peer.authority(headers, uri).filter(|host| front.is_ours(host, peer)) else {
+    let Some(host) = peer.authority(headers, uri).filter(|host| ingress.is_ours(host, peer)) else {
         let detail = match public {
             Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),
             None => "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address, or give the \
@@ -100,7 +100,7 @@ fn check(front: &Front, peer: &Peer, request: &Request) -> Result<(), Error> {
         return Ok(());
     }
     let own = match text(header::ORIGIN) {
-        Some(origin) => front.is_own_origin(origin, host, peer),
+        Some(origin) => ingress.is_own_origin(origin, host, peer),
         // Programs send no Origin; a browser that leaves it out still says where the request comes from.
         None => text(HeaderName::from_static("sec-fetch-site"))
             .is_none_or(|s| matches!(s, "same-origin" | "none")),

@@ -2,7 +2,7 @@
 //! them for each address and for all: one more ends the oldest. A client that means it needs some milliseconds, and those who
 //! open many and say nothing end their own.
 
-use crate::request_limit::group;
+use crate::rate_limit::client_key;
 use std::{
     collections::{BTreeMap, HashMap},
     net::IpAddr,
@@ -74,7 +74,7 @@ impl Handshakes {
 
     /// Notes one that begins; others may end for it.
     pub(crate) fn begin(self: &Arc<Self>, address: IpAddr) -> Handshake {
-        let address = group(address);
+        let address = client_key(address);
         let mut open = self.lock();
         if open.of.get(&address).is_some_and(|count| *count >= self.per_address) {
             open.end_oldest(Some(address));
@@ -117,6 +117,9 @@ mod tests {
         assert!(held[1].given_up.is_cancelled() && !held[2].given_up.is_cancelled());
         assert_eq!(all.lock().by_age.len(), 8);
         held.clear();
-        assert!(all.lock().by_age.is_empty() && all.lock().of.is_empty(), "nothing is kept of those that are over");
+        assert!(
+            all.lock().by_age.is_empty() && all.lock().of.is_empty(),
+            "nothing is kept of those that are over"
+        );
     }
 }

@@ -11,9 +11,9 @@ mod socket;
 use crate::{
     access_log::{AccessLog, Line},
     app::App,
-    front::Transport,
     handshakes::Handshakes,
-    request_limit::group,
+    ingress::Transport,
+    rate_limit::client_key,
     tls::accept,
 };
 use axum::{Router, body::Body, extract::Request, response::Response};
@@ -186,10 +186,10 @@ impl Shared {
     /// Counts a connection of an address; none when it has as many as it may, and all are in use. Not counted are this machine and
     /// proxies, which speak for many.
     fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<OfAddress>> {
-        if address.to_canonical().is_loopback() || self.app.front.trusts(address) {
+        if address.to_canonical().is_loopback() || self.app.ingress.trusts(address) {
             return Some(None);
         }
-        let address = group(address);
+        let address = client_key(address);
         if lock(&self.of_address).get(&address).is_some_and(|count| *count >= self.most_of_address)
             && !self.make_room(Some(address))
         {
@@ -231,7 +231,7 @@ impl Shared {
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNREAD));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
         let state = Mutex::new(Use { requests: 0, idle_since: Instant::now() });
-        let address = group(from.ip());
+        let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
         // Taken off the list however this ends.
@@ -285,7 +285,7 @@ impl Shared {
         transport: Transport,
         answering: Answering,
     ) -> impl Future<Output = Result<hyper::Response<Counted>, std::convert::Infallible>> + use<> {
-        let peer = self.app.front.peer(transport, request.headers());
+        let peer = self.app.ingress.peer(transport, request.headers());
         let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
         let mut line = self.access_log.as_ref().map(begin);
         request.extensions_mut().insert(peer);

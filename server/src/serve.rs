@@ -5,15 +5,15 @@ use crate::{
     app::App,
     config::{ServeConfig, ServeError, may_listen},
     dispatch,
-    front::Front,
     inbox::Inbox,
     ingest,
+    ingress::Ingress,
     listener::{self, Listener},
     metrics::{compaction, retire},
     private, purge,
     router::build_router,
     store::Location,
-    tls::{Served, TlsConfig},
+    tls::{ServerCertificate, TlsConfig},
 };
 use std::{
     fs::{File, TryLockError},
@@ -44,19 +44,21 @@ pub async fn serve(
     may_listen(&config)?;
     // Files that somebody else made are looked at before anything is touched.
     let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
-    let given = given.map(|tls| Served::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
+    let given =
+        given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
     let listener = listen(config.listen).await?;
     let address = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock_data_dir(&config.data_dir)?;
     let certificate = match (given, &config.tls) {
-        (None, Some(tls)) => Some(Served::open(&config, tls).map_err(ServeError::Tls)?),
+        (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
         (given, _) => given,
     };
-    let access_log = config.access_log.as_ref().map(|to| open_log(to, config.access_log_bytes)).transpose()?;
-    let tls = certificate.as_ref().map(Served::acceptor).transpose().map_err(ServeError::Tls)?;
+    let access_log =
+        config.access_log.as_ref().map(|to| open_log(to, config.access_log_bytes)).transpose()?;
+    let tls = certificate.as_ref().map(ServerCertificate::acceptor).transpose().map_err(ServeError::Tls)?;
     let mut listeners = vec![Listener { socket: listener, tls }];
-    if let Some(beside) = &config.beside {
-        let socket = beside.try_clone().and_then(|socket| {
+    if let Some(local_listener) = &config.local_listener {
+        let socket = local_listener.try_clone().and_then(|socket| {
             socket.set_nonblocking(true)?;
             TcpListener::from_std(socket)
         });
@@ -86,15 +88,18 @@ pub async fn serve(
 }
 
 /// Opens the database and starts the server's own tasks.
-async fn open(mut config: ServeConfig, certificate: Option<Arc<Served>>) -> Result<App, ServeError> {
+async fn open(
+    mut config: ServeConfig,
+    certificate: Option<Arc<ServerCertificate>>,
+) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
     config.data_dir = private::data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let store = Location::of(&config)?.open().await?;
     let (inbox, queue) = Inbox::new();
-    let front = Front::new(&config, certificate.clone());
-    let app = App::new(config, store, inbox, front);
+    let ingress = Ingress::new(&config, certificate.clone());
+    let app = App::new(config, store, inbox, ingress);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
         dispatch::restore(&app).await

@@ -48,7 +48,7 @@ pub enum TlsConfig {
 }
 
 /// The certificate that is served now.
-pub(crate) struct Served {
+pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
     own: Option<Own>,
@@ -78,7 +78,7 @@ fn stamp(certificate: &Path, key: &Path) -> Stamp {
     })
 }
 
-impl Served {
+impl ServerCertificate {
     /// The certificate of files, or the server's own, which is made or renewed where that is due.
     ///
     /// # Errors
@@ -121,26 +121,27 @@ impl Served {
     }
 
     /// Whether it is for this name (without port and brackets).
-    pub(crate) fn fits(&self, host: &str) -> bool {
-        self.current().facts.names.iter().any(|name| name.fits(host))
+    pub(crate) fn matches(&self, host: &str) -> bool {
+        self.current().facts.names.iter().any(|name| name.matches(host))
     }
 
     /// What somebody has to see to: it ends soon, or its files cannot be used.
-    pub(crate) fn remarks(&self) -> Vec<String> {
+    pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
-        let mut remarks = Vec::new();
+        let mut warnings = Vec::new();
         if let Some(remark) = ends_soon("the TLS certificate", &self.current().facts, now) {
-            remarks.push(remark);
+            warnings.push(remark);
         }
         if let Some(own) = &self.own
-            && let Some(remark) = ends_soon("the certificate authority of this server", own.authority.facts(), now)
+            && let Some(remark) =
+                ends_soon("the certificate authority of this server", own.authority.facts(), now)
         {
-            remarks.push(remark);
+            warnings.push(remark);
         }
         if let Some(refused) = &self.files().refused {
-            remarks.push(format!("the new TLS certificate is not served: {refused}"));
+            warnings.push(format!("the new TLS certificate is not served: {refused}"));
         }
-        remarks
+        warnings
     }
 
     /// Follows the files for ever, and renews what is the server's own.
@@ -173,7 +174,10 @@ impl Served {
                     (files.refused, files.reminded) = (None, None);
                 }
                 Err(error) => {
-                    tracing::warn!(error, "the certificate's files have changed and are not used: the old certificate stays");
+                    tracing::warn!(
+                        error,
+                        "the certificate's files have changed and are not used: the old certificate stays"
+                    );
                     files.refused = Some(error);
                 }
             }
@@ -182,7 +186,7 @@ impl Served {
         if due {
             files.reminded = Some(Instant::now());
             drop(files);
-            for remark in self.remarks() {
+            for remark in self.warnings() {
                 tracing::warn!("{remark}");
             }
         }
@@ -218,7 +222,7 @@ impl Own {
         let path = self.authority.server_file();
         let good = path.exists()
             && load(&path, &path).is_ok_and(|loaded| {
-                let has = |name: &String| loaded.facts.names.iter().any(|n| n.fits(name));
+                let has = |name: &String| loaded.facts.names.iter().any(|n| n.matches(name));
                 loaded.facts.days_left(crate::now()) >= RENEW_BEFORE_DAYS
                     && self.names.iter().all(has)
                     && loaded.key.cert.len() > 1
@@ -247,14 +251,14 @@ pub fn examine(certificate: &Path) -> Result<Facts, String> {
     facts.ok_or_else(|| format!("{} has a certificate that cannot be read", certificate.display()))
 }
 
-impl ResolvesServerCert for Served {
+impl ResolvesServerCert for ServerCertificate {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         Some(self.current().key.clone())
     }
 }
 
-impl fmt::Debug for Served {
+impl fmt::Debug for ServerCertificate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Served").field("facts", &self.current().facts).finish_non_exhaustive()
+        f.debug_struct("ServerCertificate").field("facts", &self.current().facts).finish_non_exhaustive()
     }
 }

@@ -70,7 +70,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let files = [("crt", 0o644, issued.chain), ("key", 0o600, issued.key)];
             let paths = files.each_ref().map(|(ending, ..)| output.join(format!("{stem}.{ending}")));
             if let Some(path) = paths.iter().find(|path| path.exists()) {
-                return Err(wrong(format!("{} is there already; move it away, or choose another --output", path.display())));
+                return Err(wrong(format!(
+                    "{} is there already; move it away, or choose another --output",
+                    path.display()
+                )));
             }
             for ((_, mode, content), path) in files.iter().zip(&paths) {
                 write(path, *mode, content).map_err(|error| wrong(format!("{}: {error}", path.display())))?;

@@ -174,11 +174,11 @@ impl Server {
         let data_dir = config.data_dir.clone();
         let (is_https, public_url) = (config.tls.is_some(), config.public_url.clone());
         // The certificate is for the names that others use: this machine's own agent comes by a way of its own.
-        let mut beside = None;
+        let mut local_listener = None;
         if is_https {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
-            beside = Some(listener.local_addr().map_err(ServeError::Stopped)?);
-            config.beside = Some(Arc::new(listener));
+            local_listener = Some(listener.local_addr().map_err(ServeError::Stopped)?);
+            config.local_listener = Some(Arc::new(listener));
         }
         let (ready, is_ready) = oneshot::channel();
         let (shutdown, is_shutdown) = oneshot::channel::<()>();
@@ -196,7 +196,7 @@ impl Server {
         match is_ready.await {
             Ok(address) => Ok(Self {
                 address,
-                local: beside.unwrap_or_else(|| reachable(address)),
+                local: local_listener.unwrap_or_else(|| reachable(address)),
                 is_https,
                 public_url,
                 data_dir,

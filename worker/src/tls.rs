@@ -37,9 +37,9 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate =
                 certificate.map_err(|error| format!("the CA file {shown} cannot be read as PEM: {error}"))?;
-            roots
-                .add(certificate)
-                .map_err(|error| format!("the CA file {shown} has a certificate that cannot be used: {error}"))?;
+            roots.add(certificate).map_err(|error| {
+                format!("the CA file {shown} has a certificate that cannot be used: {error}")
+            })?;
             count += 1;
         }
         if count == 0 {
@@ -54,7 +54,8 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
 /// # Errors
 /// Never, as long as the cryptography has a version of TLS.
 pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
-    static NONE: LazyLock<Result<Arc<ClientConfig>, String>> = LazyLock::new(|| config(RootCertStore::empty()));
+    static NONE: LazyLock<Result<Arc<ClientConfig>, String>> =
+        LazyLock::new(|| config(RootCertStore::empty()));
     NONE.clone()
 }
 

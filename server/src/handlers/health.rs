@@ -36,8 +36,9 @@ pub(crate) async fn readyz(State(app): State<App>) -> Result<String> {
     for probed in folders.collect::<Vec<_>>() {
         probed.await.map_err(|e| Error::Internal(e.to_string()))??;
     }
-    let remarks = app.front.certificate.as_ref().map(|certificate| certificate.remarks()).unwrap_or_default();
-    Ok(remarks.iter().fold("ready\n".to_owned(), |text, remark| format!("{text}note: {remark}\n")))
+    let warnings =
+        app.ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
+    Ok(warnings.iter().fold("ready\n".to_owned(), |text, remark| format!("{text}note: {remark}\n")))
 }
 
 /// Writes a file and removes it.

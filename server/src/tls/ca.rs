@@ -153,7 +153,9 @@ impl Authority {
             return Err(format!("a certificate is valid for 1 to {MOST_DAYS} days"));
         }
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
-            return Err(format!("{name:?} is no DNS name and no address; an example is lockstep.example.org"));
+            return Err(format!(
+                "{name:?} is no DNS name and no address; an example is lockstep.example.org"
+            ));
         }
         let first = names.first().ok_or("a certificate is for at least one name")?;
         let issue = || {

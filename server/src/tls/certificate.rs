@@ -24,7 +24,7 @@ impl fmt::Display for Name {
 
 impl Name {
     /// Whether `host` (without port and brackets) is meant by it. A `*` stands for one label.
-    pub fn fits(&self, host: &str) -> bool {
+    pub fn matches(&self, host: &str) -> bool {
         match self {
             Name::Address(address) => host.parse() == Ok(*address),
             Name::Dns(name) => match name.strip_prefix("*.") {
@@ -264,9 +264,9 @@ mod tests {
             ("a.b.lab.example", false),
             (".lab.example", false),
         ] {
-            assert_eq!(star.fits(host), fits, "{host}");
+            assert_eq!(star.matches(host), fits, "{host}");
         }
-        assert!(Name::Address("::1".parse().unwrap()).fits("0:0:0:0:0:0:0:1"));
+        assert!(Name::Address("::1".parse().unwrap()).matches("0:0:0:0:0:0:0:1"));
     }
 
     #[test]

@@ -28,7 +28,8 @@ pub fn addresses() -> Vec<IpAddr> {
     let v4 = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
     let v6 = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
     let mut found: Vec<IpAddr> = Vec::new();
-    for address in local_v4(&v4).into_iter().map(IpAddr::V4).chain(local_v6(&v6).into_iter().map(IpAddr::V6)) {
+    for address in local_v4(&v4).into_iter().map(IpAddr::V4).chain(local_v6(&v6).into_iter().map(IpAddr::V6))
+    {
         if !address.is_loopback() && !found.contains(&address) {
             found.push(address);
         }
@@ -53,7 +54,8 @@ fn local_v4(trie: &str) -> Vec<Ipv4Addr> {
 
 /// 32 hexadecimal digits, then numbers and the interface.
 fn local_v6(table: &str) -> Vec<Ipv6Addr> {
-    let read = |line: &str| u128::from_str_radix(line.split_whitespace().next()?, 16).ok().map(Ipv6Addr::from);
+    let read =
+        |line: &str| u128::from_str_radix(line.split_whitespace().next()?, 16).ok().map(Ipv6Addr::from);
     table.lines().filter_map(read).filter(|address| !address.is_unicast_link_local()).collect()
 }
 
@@ -92,7 +94,8 @@ mod tests {
         for name in ["a", "lockstep.example.org", "*.lab.example", "10.0.0.1", "::1", "node_1"] {
             assert!(is_name(name), "{name}");
         }
-        for name in ["", "a..b", "-a", "a-", "a b", "*", "a.*.b", "\u{e9}.org", "https://a", &"a".repeat(64)] {
+        for name in ["", "a..b", "-a", "a-", "a b", "*", "a.*.b", "\u{e9}.org", "https://a", &"a".repeat(64)]
+        {
             assert!(!is_name(name), "{name}");
         }
     }

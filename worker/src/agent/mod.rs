@@ -111,7 +111,8 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = session::request(&options.server, options.token.as_deref(), options.ca_file.as_deref()).map_err(AgentError::Wrong)?;
+    let request = session::request(&options.server, options.token.as_deref(), options.ca_file.as_deref())
+        .map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;

@@ -56,11 +56,7 @@ pub(super) struct Address {
 ///
 /// # Errors
 /// A sentence that says what a server's address looks like.
-pub(super) fn request(
-    server: &str,
-    token: Option<&str>,
-    ca_file: Option<&Path>,
-) -> Result<Address, String> {
+pub(super) fn request(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
         Some(("http" | "ws", rest)) => format!("ws://{rest}"),
@@ -120,8 +116,7 @@ impl Session {
     pub(super) async fn connect(address: &Address) -> Result<Self, String> {
         let connector = Some(address.connector()?);
         let request = address.request.clone();
-        let connecting =
-            tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
+        let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),
@@ -129,7 +124,9 @@ impl Session {
                 let body = answer.body().as_deref().unwrap_or_default();
                 Err(format!("it answered {} {}", answer.status(), detail(body)))
             }
-            Ok(Err(error)) => Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string())),
+            Ok(Err(error)) => {
+                Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string()))
+            }
         }
     }
 

@@ -4,8 +4,8 @@
 use crate::{
     addresses::{Network, PublicUrl, forwarded_address, host_and_port},
     config::ServeConfig,
-    request_limit::RequestLimit,
-    tls::Served,
+    rate_limit::RateLimiter,
+    tls::ServerCertificate,
 };
 use axum::http::{HeaderMap, HeaderName, header};
 use std::{
@@ -47,23 +47,23 @@ pub(crate) struct Peer {
 }
 
 /// See the module.
-pub(crate) struct Front {
+pub(crate) struct Ingress {
     pub(crate) public_url: Option<PublicUrl>,
     proxies: Vec<Network>,
-    pub(crate) certificate: Option<Arc<Served>>,
+    pub(crate) certificate: Option<Arc<ServerCertificate>>,
     /// Requests in clear are taken from trusted proxies and this machine alone.
     proxy_only: bool,
-    limit: RequestLimit,
+    limit: RateLimiter,
 }
 
-impl Front {
-    pub(crate) fn new(config: &ServeConfig, certificate: Option<Arc<Served>>) -> Self {
+impl Ingress {
+    pub(crate) fn new(config: &ServeConfig, certificate: Option<Arc<ServerCertificate>>) -> Self {
         Self {
             public_url: config.public_url.clone(),
             proxies: config.trusted_proxies.clone(),
             certificate,
             proxy_only: !config.listen.ip().is_loopback() && config.tls.is_none() && !config.insecure_http,
-            limit: RequestLimit::new(config.requests_per_second),
+            limit: RateLimiter::new(config.requests_per_second),
         }
     }
 
@@ -109,7 +109,7 @@ impl Front {
         is_loopback(host)
             || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical() == peer.transport.to)
             || self.public_url.as_ref().is_some_and(|url| url.host().eq_ignore_ascii_case(host))
-            || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.fits(host)))
+            || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
 
     /// Whether a page of this `origin` is this server's own, when the request is for `authority`.
@@ -125,7 +125,7 @@ impl Front {
     }
 
     /// Takes one of the address's requests; the seconds to wait when there is none left. Programs of this machine are not counted.
-    pub(crate) fn take_request(&self, peer: &Peer) -> Result<(), u64> {
+    pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
         if peer.address.is_loopback() { Ok(()) } else { self.limit.take(peer.address) }
     }
 
@@ -162,34 +162,31 @@ fn is_loopback(host: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn front(change: impl FnOnce(&mut ServeConfig)) -> Front {
+    fn ingress(change: impl FnOnce(&mut ServeConfig)) -> Ingress {
         let mut config = ServeConfig::new("nowhere");
         config.trusted_proxies = ["10.0.0.0/8", "127.0.0.1"].map(|n| n.parse().unwrap()).into();
         change(&mut config);
-        Front::new(&config, None)
+        Ingress::new(&config, None)
     }
 
-    fn peer(front: &Front, from: &str, headers: &[(&'static str, &str)]) -> Peer {
-        let transport = Transport {
-            from: from.parse().unwrap(),
-            to: "192.0.2.1".parse().unwrap(),
-            tls: false,
-        };
+    fn peer(ingress: &Ingress, from: &str, headers: &[(&'static str, &str)]) -> Peer {
+        let transport =
+            Transport { from: from.parse().unwrap(), to: "192.0.2.1".parse().unwrap(), tls: false };
         let mut all = HeaderMap::new();
         for (name, value) in headers {
             all.append(*name, value.parse().unwrap());
         }
-        front.peer(transport, &all)
+        ingress.peer(transport, &all)
     }
 
     #[test]
     fn only_names_of_this_machine_are_hosts() {
-        let front = front(|_| {});
-        let peer = peer(&front, "127.0.0.1", &[]);
+        let ingress = ingress(|_| {});
+        let peer = peer(&ingress, "127.0.0.1", &[]);
         for host in
             ["localhost", "LOCALHOST:7070", "127.0.0.1:80", "127.8.8.8", "[::1]", "[::1]:7070", "192.0.2.1:9"]
         {
-            assert!(front.is_ours(host, &peer), "{host}");
+            assert!(ingress.is_ours(host, &peer), "{host}");
         }
         for host in [
             "",
@@ -205,15 +202,17 @@ mod tests {
             "::1",
             "192.0.2.2",
         ] {
-            assert!(!front.is_ours(host, &peer), "{host}");
+            assert!(!ingress.is_ours(host, &peer), "{host}");
         }
     }
 
     #[test]
     fn the_public_urls_host_is_one_with_any_port_and_its_origin_exactly() {
-        let front = front(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
-        let peer = peer(&front, "127.0.0.1", &[("x-forwarded-proto", "https")]);
-        assert!(front.is_ours("Lockstep.Example.org:8443", &peer) && !front.is_ours("example.org", &peer));
+        let ingress = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
+        let peer = peer(&ingress, "127.0.0.1", &[("x-forwarded-proto", "https")]);
+        assert!(
+            ingress.is_ours("Lockstep.Example.org:8443", &peer) && !ingress.is_ours("example.org", &peer)
+        );
         for (origin, own) in [
             ("https://lockstep.example.org", true),
             ("http://lockstep.example.org", false),
@@ -222,16 +221,16 @@ mod tests {
             ("http://127.0.0.1:7070", false),
             ("null", false),
         ] {
-            assert_eq!(front.is_own_origin(origin, "127.0.0.1:7070", &peer), own, "{origin}");
+            assert_eq!(ingress.is_own_origin(origin, "127.0.0.1:7070", &peer), own, "{origin}");
         }
     }
 
     #[test]
     fn the_right_most_address_that_is_no_proxy_is_the_client() {
-        let front = front(|_| {});
+        let ingress = ingress(|_| {});
         let client = |from: &str, lines: &[&str]| {
             let headers: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
-            peer(&front, from, &headers).address.to_string()
+            peer(&ingress, from, &headers).address.to_string()
         };
         assert_eq!(client("10.0.0.1", &["203.0.113.7"]), "203.0.113.7");
         assert_eq!(client("10.0.0.1", &["1.1.1.1, 203.0.113.7, 10.9.9.9"]), "203.0.113.7");
@@ -243,7 +242,7 @@ mod tests {
         // Nobody else is believed.
         assert_eq!(client("203.0.113.9", &["127.0.0.1"]), "203.0.113.9");
         let stranger = peer(
-            &front,
+            &ingress,
             "203.0.113.9",
             &[("x-forwarded-proto", "https"), ("x-forwarded-host", "localhost"), ("host", "evil.example")],
         );
@@ -253,11 +252,15 @@ mod tests {
     #[test]
     fn requests_in_clear_come_by_the_proxy_where_one_terminates_tls() {
         let listens = |c: &mut ServeConfig| c.listen = "0.0.0.0:7070".parse().unwrap();
-        let behind = front(listens);
+        let behind = ingress(listens);
         assert!(behind.came_past_the_proxy(&peer(&behind, "203.0.113.9", &[])));
-        assert!(!behind.came_past_the_proxy(&peer(&behind, "10.0.0.1", &[("x-forwarded-for", "203.0.113.9")])));
+        assert!(!behind.came_past_the_proxy(&peer(
+            &behind,
+            "10.0.0.1",
+            &[("x-forwarded-for", "203.0.113.9")]
+        )));
         assert!(!behind.came_past_the_proxy(&peer(&behind, "127.0.0.2", &[])));
-        let insecure = front(|c| {
+        let insecure = ingress(|c| {
             listens(c);
             c.insecure_http = true;
         });

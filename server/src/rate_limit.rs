@@ -15,7 +15,7 @@ const ADDRESSES: usize = 16_384;
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
 /// One limit for each address.
-pub(crate) struct RequestLimit {
+pub(crate) struct RateLimiter {
     per_second: f64,
     table: Mutex<Table>,
 }
@@ -35,14 +35,14 @@ struct Bucket {
 }
 
 /// Whoever has an IPv6 network has all addresses of a /64.
-pub(crate) fn group(address: IpAddr) -> IpAddr {
+pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from(v6.to_bits() >> 64 << 64)),
         v4 => v4,
     }
 }
 
-impl RequestLimit {
+impl RateLimiter {
     /// `per_second` requests of an address; 0 is no limit.
     pub(crate) fn new(per_second: u32) -> Self {
         Self { per_second: per_second.into(), table: Mutex::default() }
@@ -59,7 +59,7 @@ impl RequestLimit {
         }
         let full = Bucket { left: self.per_second * BURST_SECONDS, at: now };
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        let address = group(address);
+        let address = client_key(address);
         if table.buckets.len() >= ADDRESSES && !table.buckets.contains_key(&address) {
             table.sweep(now);
         }
@@ -85,9 +85,8 @@ impl Table {
             return;
         }
         self.swept = Some(now);
-        self.buckets.retain(|_, bucket| {
-            now.saturating_duration_since(bucket.at).as_secs_f64() < BURST_SECONDS
-        });
+        self.buckets
+            .retain(|_, bucket| now.saturating_duration_since(bucket.at).as_secs_f64() < BURST_SECONDS);
     }
 }
 
@@ -101,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_burst_then_the_rate_and_others_are_not_touched() {
-        let limit = RequestLimit::new(2);
+        let limit = RateLimiter::new(2);
         let start = Instant::now();
         for n in 0..20 {
             assert_eq!(limit.take_at(v4(1), start), Ok(()), "{n}");
@@ -113,13 +112,13 @@ mod tests {
         // However long it was silent, it has one burst.
         let later = start + Duration::from_secs(3600);
         assert_eq!((0..30).filter(|_| limit.take_at(v4(1), later).is_ok()).count(), 20);
-        let none = RequestLimit::new(0);
+        let none = RateLimiter::new(0);
         assert!((0..1000).all(|_| none.take_at(v4(1), start).is_ok()));
     }
 
     #[test]
     fn the_table_has_an_end_and_makes_room_again() {
-        let limit = RequestLimit::new(1);
+        let limit = RateLimiter::new(1);
         let start = Instant::now();
         for n in 0..ADDRESSES as u32 {
             assert_eq!(limit.take_at(v4(n), start), Ok(()));
@@ -137,8 +136,8 @@ mod tests {
     #[test]
     fn addresses_of_one_ipv6_network_are_one() {
         let parse = |text: &str| text.parse::<IpAddr>().unwrap();
-        assert_eq!(group(parse("2001:db8::1")), group(parse("2001:db8::ffff:1")));
-        assert_ne!(group(parse("2001:db8::1")), group(parse("2001:db8:0:1::1")));
-        assert_eq!(group(parse("::ffff:10.0.0.1")), parse("10.0.0.1"));
+        assert_eq!(client_key(parse("2001:db8::1")), client_key(parse("2001:db8::ffff:1")));
+        assert_ne!(client_key(parse("2001:db8::1")), client_key(parse("2001:db8:0:1::1")));
+        assert_eq!(client_key(parse("::ffff:10.0.0.1")), parse("10.0.0.1"));
     }
 }

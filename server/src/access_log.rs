@@ -172,19 +172,7 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
 fn write(out: &mut Out, lines: &Receiver<String>, lost: &AtomicU64) {
     let mut failing = false;
     while let Ok(first) = lines.recv() {
-        let written = (|| {
-            out.line(&first)?;
-            while let Ok(line) = lines.try_recv() {
-                out.line(&line)?;
-            }
-            match lost.swap(0, Ordering::Relaxed) {
-                0 => {}
-                count => {
-                    out.line(&format!("{} {count} lines were lost: too many at once\n", crate::now()))?
-                }
-            }
-            out.flush()
-        })();
+        let written = write_all(out, &first, lines, lost);
         // Told when it begins, not for each line.
         match written {
             Ok(()) => failing = false,
@@ -194,6 +182,19 @@ fn write(out: &mut Out, lines: &Receiver<String>, lost: &AtomicU64) {
             Err(_) => {}
         }
     }
+}
+
+/// Writes a line and those that wait behind it.
+fn write_all(out: &mut Out, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
+    out.line(first)?;
+    while let Ok(line) = lines.try_recv() {
+        out.line(&line)?;
+    }
+    let lost = lost.swap(0, Ordering::Relaxed);
+    if lost > 0 {
+        out.line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
+    }
+    out.flush()
 }
 
 #[cfg(test)]

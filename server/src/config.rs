@@ -3,7 +3,6 @@
 use crate::{
     access_log::AccessLogTo,
     addresses::{Network, PublicUrl},
-    tls::TlsConfig,
 };
 use std::{
     net::{IpAddr, SocketAddr, TcpListener},
@@ -11,6 +10,20 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+
+/// Where the server's certificate comes from.
+#[derive(Debug, Clone)]
+pub enum TlsConfig {
+    /// Files that somebody else renews (PEM).
+    Files {
+        /// The server's certificate, then those between it and the authority.
+        certificate: PathBuf,
+        /// Its key.
+        key: PathBuf,
+    },
+    /// The authority in the data directory (`lockstep ca`), made when it is missing.
+    OwnCa,
+}
 
 /// How the server runs.
 #[derive(Debug, Clone)]

@@ -85,7 +85,10 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         return Err(Error::Forbidden(detail));
     }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    let Some(host) = peer.authority(headers, uri).filter(|host| ingress.is_ours(host, peer)) else {
+    // Behind a proxy both: one that passes on what clients send as X-Forwarded-Host must not pass on a page's name as Host.
+    let is_ours = |host: &&str| ingress.is_ours(host, peer);
+    let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
+    let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
         let detail = match public {
             Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),
             None => "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address, or give the \

@@ -77,12 +77,13 @@ impl Ingress {
         if self.proxies.is_empty() || !self.trusts(from) {
             return Peer { address: from, https: tls, by_proxy: false, host: None, transport };
         }
-        let first = |name: HeaderName| {
-            let text = headers.get(name)?.to_str().ok()?;
-            text.split(',').next().map(str::trim).filter(|text| !text.is_empty())
+        // Where several stand, the proxy has written the last.
+        let last = |name: HeaderName| {
+            let text = headers.get_all(name).iter().next_back()?.to_str().ok()?;
+            text.rsplit(',').next().map(str::trim).filter(|text| !text.is_empty())
         };
-        let https = first(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
-        let host = first(FORWARDED_HOST).map(Into::into);
+        let https = last(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
+        let host = last(FORWARDED_HOST).map(Into::into);
         Peer { address: self.client(from, headers), https, by_proxy: true, host, transport }
     }
 

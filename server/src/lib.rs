@@ -36,7 +36,7 @@ pub mod tls;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
-pub use config::{ServeConfig, ServeError};
+pub use config::{ServeConfig, ServeError, TlsConfig};
 pub use private::keep_files_private;
 pub use router::openapi;
 pub use serve::serve;

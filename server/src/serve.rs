@@ -3,7 +3,7 @@
 use crate::{
     access_log::{AccessLog, AccessLogTo},
     app::App,
-    config::{ServeConfig, ServeError, may_listen},
+    config::{ServeConfig, ServeError, TlsConfig, may_listen},
     dispatch,
     inbox::Inbox,
     ingest,
@@ -13,7 +13,7 @@ use crate::{
     private, purge,
     router::build_router,
     store::Location,
-    tls::{ServerCertificate, TlsConfig},
+    tls::ServerCertificate,
 };
 use std::{
     fs::{File, TryLockError},

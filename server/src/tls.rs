@@ -11,7 +11,7 @@ pub(crate) use accept::accept;
 pub use certificate::{Facts, Name};
 pub use names::addresses;
 
-use crate::config::ServeConfig;
+use crate::config::{ServeConfig, TlsConfig};
 use ca::Authority;
 use files::{Loaded, load, minute};
 use rustls::{
@@ -32,20 +32,6 @@ use tokio_rustls::TlsAcceptor;
 const REMIND: Duration = Duration::from_secs(24 * 3600);
 /// The server's own certificate is renewed when fewer days are left: before anybody is warned.
 const RENEW_BEFORE_DAYS: i64 = 120;
-
-/// Where the server's certificate comes from.
-#[derive(Debug, Clone)]
-pub enum TlsConfig {
-    /// Files that somebody else renews (PEM).
-    Files {
-        /// The server's certificate, then those between it and the authority.
-        certificate: PathBuf,
-        /// Its key.
-        key: PathBuf,
-    },
-    /// The authority in the data directory (`lockstep ca`), made when it is missing.
-    OwnCa,
-}
 
 /// The certificate that is served now.
 pub(crate) struct ServerCertificate {

@@ -5,10 +5,7 @@ use super::{
     local_agent::{LocalAgent, Settings, Slots},
     output, wrong,
 };
-use lockstep_server::{
-    AccessLogTo, Network, PublicUrl, ServeConfig, ServeError,
-    tls::{TlsConfig, addresses},
-};
+use lockstep_server::{AccessLogTo, Network, PublicUrl, ServeConfig, ServeError, TlsConfig, tls::addresses};
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
     path::PathBuf,

@@ -84,7 +84,8 @@ async fn listens(port: u16) -> bool {
 #[tokio::test]
 async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     let _turn = turn().await;
-    let serve = Serve::start(&["--tls-own-ca", "--cpu-slots", "1", "--access-log", "access.log"], listens).await;
+    let serve =
+        Serve::start(&["--tls-own-ca", "--cpu-slots", "1", "--access-log", "access.log"], listens).await;
     let (https, ca) = (format!("https://localhost:{}", serve.port), serve.ca());
     let start = Instant::now();
     while serve.cli(&https, Some(&ca), &["list"]).status != 0 {
@@ -96,7 +97,8 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     command.args(["agent", "--server", &https, "--cpu-slots", "1", "--name", "beside", "--ca-file"]).arg(&ca);
     command.arg("--data-dir").arg(&beside).current_dir(serve.folder.path()).stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone()).build().expect("one");
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone()).build().expect("one");
     let online = async || -> Vec<String> {
         let answer = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
         let answer: Value = answer.json().await.expect("JSON");
@@ -115,14 +117,17 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     for wanted in ["local", "beside"] {
         let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
         let agents: Value = agents.json().await.expect("JSON");
-        let others = agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
+        let others =
+            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
         for other in others {
             let id = other["id"].as_str().expect("an id");
-            let drained = client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("an answer");
+            let drained =
+                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("an answer");
             assert!(drained.status().is_success());
         }
         let spec = specs::with(job.clone(), json!({"name": wanted}));
-        let submitted = client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+        let submitted =
+            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
         assert_eq!(submitted.status(), StatusCode::CREATED);
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
         let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
@@ -140,11 +145,13 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     show.args(["ca", "show", "--data-dir", "data"]).current_dir(serve.folder.path());
     let shown = Finished::of(&mut show);
     assert_eq!(shown.ok().trim(), fs::read_to_string(&ca).expect("the CA").trim());
-    let openssl = Command::new("openssl").args(["x509", "-noout", "-fingerprint", "-sha256", "-in"]).arg(&ca).output();
+    let openssl =
+        Command::new("openssl").args(["x509", "-noout", "-fingerprint", "-sha256", "-in"]).arg(&ca).output();
     let openssl = String::from_utf8(openssl.expect("openssl").stdout).expect("UTF-8");
     let (_, fingerprint) = openssl.trim().split_once('=').expect("a fingerprint");
     assert!(shown.stderr.contains(fingerprint), "{fingerprint}: {}", shown.stderr);
-    let curl = Command::new("curl").args(["-sS", "--cacert"]).arg(&ca).arg(format!("{https}/readyz")).output();
+    let curl =
+        Command::new("curl").args(["-sS", "--cacert"]).arg(&ca).arg(format!("{https}/readyz")).output();
     assert_eq!(curl.expect("curl").stdout, b"ready\n");
     let mut doctor = lockstep();
     doctor.args(["doctor", "--ranks", "1", "--json", "--data-dir", "data"]).current_dir(serve.folder.path());
@@ -161,7 +168,9 @@ async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
     let at = |scheme: &str, host: &str, port: u16| format!("{scheme}://{host}:{port}");
     let https = at("https", "localhost", serve.port);
     serve.cli(&https, Some(&serve.ca()), &["list"]).ok();
-    serve.cli(&https, None, &["list"]).fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
+    serve
+        .cli(&https, None, &["list"])
+        .fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
     let name = serve.cli(&at("https", "127.0.0.5", serve.port), Some(&serve.ca()), &["list"]);
     name.fails(1, &["not for 127.0.0.5", "localhost"]);
     serve.cli(&at("http", "localhost", serve.port), None, &["list"]).wrong(&["HTTPS", "https://"]);
@@ -218,7 +227,15 @@ fn certificates_are_issued_for_others() {
     ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
     let verify = |name: &str| {
         let mut openssl = Command::new("openssl");
-        openssl.args(["verify", "-purpose", "sslserver", "-CAfile", "lockstep-data/ca/ca.crt", "-verify_hostname", name]);
+        openssl.args([
+            "verify",
+            "-purpose",
+            "sslserver",
+            "-CAfile",
+            "lockstep-data/ca/ca.crt",
+            "-verify_hostname",
+            name,
+        ]);
         openssl.arg("proxy.example.crt").current_dir(folder.path()).output().expect("openssl")
     };
     assert!(verify("proxy.example").status.success(), "{:?}", verify("proxy.example"));
@@ -323,7 +340,13 @@ async fn nginx_terminates_tls_before_it() {
     // A form of our own page, and one of somebody else's.
     for (origin, status) in [("https://lockstep.example.org", 422), ("https://evil.example", 403)] {
         let spec = specs::short("x", "none", 1, 1);
-        let post = client.post(url("/api/v1/jobs")).header("origin", origin).json(&spec).send().await.expect("an answer");
+        let post = client
+            .post(url("/api/v1/jobs"))
+            .header("origin", origin)
+            .json(&spec)
+            .send()
+            .await
+            .expect("an answer");
         assert_eq!(post.status().as_u16(), status, "{origin}");
     }
     // The dashboard's websocket, through TLS and nginx.
@@ -345,14 +368,17 @@ async fn nginx_terminates_tls_before_it() {
                 let frame = frame.expect("in time").expect("a frame").expect("sound");
                 assert!(frame.is_text(), "{frame:?}");
             }
-            Err(tungstenite::Error::Http(answer)) => assert!(!fine && answer.status() == 403, "{origin} {answer:?}"),
+            Err(tungstenite::Error::Http(answer)) => {
+                assert!(!fine && answer.status() == 403, "{origin} {answer:?}")
+            }
             Err(error) => panic!("{origin}: {error}"),
         }
     }
     // What a client says of itself is not believed: nginx adds the true address at the right. That is loopback here, so none of
     // these is counted, and the log has that address.
     for n in 0..40 {
-        let answer = client.get(url("/healthz")).header("x-forwarded-for", format!("203.0.113.{n}")).send().await;
+        let answer =
+            client.get(url("/healthz")).header("x-forwarded-for", format!("203.0.113.{n}")).send().await;
         assert_eq!(answer.expect("an answer").status(), StatusCode::OK, "{n}");
     }
     let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");

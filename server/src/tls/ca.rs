@@ -72,7 +72,7 @@ impl Authority {
         let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
         // Complete or not at all: whoever else makes one at the same moment has it first or finds this one.
         let unfinished = data_dir.join(format!("ca.{id}"));
-        let written = || {
+        let written = || -> std::io::Result<()> {
             crate::private::data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
             write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
@@ -158,7 +158,7 @@ impl Authority {
             ));
         }
         let first = names.first().ok_or("a certificate is for at least one name")?;
-        let issue = || {
+        let issue = || -> Result<Issued, rcgen::Error> {
             let mut params = CertificateParams::new(names)?;
             params.distinguished_name = rcgen::DistinguishedName::new();
             if first.len() <= COMMON_NAME_CHARS {
@@ -175,7 +175,7 @@ impl Authority {
             let certificate = params.signed_by(&key, &self.issuer)?;
             Ok(Issued { chain: format!("{}{}", certificate.pem(), self.pem), key: key.serialize_pem() })
         };
-        issue().map_err(|error: rcgen::Error| error.to_string())
+        issue().map_err(|error| error.to_string())
     }
 
     /// Where the server's own certificate lies, chain and key in one file.
@@ -191,7 +191,7 @@ impl Authority {
         let issued = self.issue(names, DAYS)?;
         let path = self.server_file();
         let unfinished = self.folder.join(format!("server.{}", uuid::Uuid::new_v4().simple()));
-        let written = || {
+        let written = || -> std::io::Result<()> {
             write(&unfinished, format!("{}{}", issued.chain, issued.key).as_bytes())?;
             fs::rename(&unfinished, &path)
         };

@@ -39,6 +39,9 @@ async fn names_and_origins_are_those_of_the_public_url() {
         ("evil.example", None, 421),
         ("127.0.0.1", Some("lockstep.example.org"), 200),
         ("127.0.0.1", Some("evil.example"), 421),
+        ("evil.example", Some("lockstep.example.org"), 421),
+        ("127.0.0.1", Some("evil.example, lockstep.example.org"), 200),
+        ("127.0.0.1", Some("lockstep.example.org, evil.example"), 421),
         ("lockstep.example.org.evil.example", None, 421),
     ] {
         let headers: Vec<_> = forwarded.map(|host| ("x-forwarded-host", host)).into_iter().collect();

@@ -4,8 +4,8 @@
 use crate::test_server::{DEADLINE, TestServer, config};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
-    ServeConfig, ServeError, serve,
-    tls::{Facts, TlsConfig, addresses, ca::Authority},
+    ServeConfig, ServeError, TlsConfig, serve,
+    tls::{Facts, addresses, ca::Authority},
 };
 use rcgen::{CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::{

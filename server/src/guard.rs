@@ -78,9 +78,9 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
     }
-    let public = ingress.public_url.as_ref().map(ToString::to_string);
+    let public = || ingress.public_url.as_ref().map(ToString::to_string);
     if ingress.came_past_the_proxy(peer) {
-        let at = public.unwrap_or_else(|| "its address".into());
+        let at = public().unwrap_or_else(|| "its address".into());
         let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
         return Err(Error::Forbidden(detail));
     }
@@ -89,7 +89,7 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     let is_ours = |host: &&str| ingress.is_ours(host, peer);
     let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
     let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
-        let detail = match public {
+        let detail = match public() {
             Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),
             None => "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address, or give the \
                      server the name that you use with `serve --public-url`"
@@ -111,6 +111,6 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     if own {
         return Ok(());
     }
-    let own = public.unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
+    let own = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
     Err(Error::Forbidden(format!("requests from other web pages are refused; open {own} itself")))
 }

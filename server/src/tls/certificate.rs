@@ -122,7 +122,7 @@ impl<'a> Der<'a> {
         let (&tag, rest) = self.0.split_first()?;
         let (&first, rest) = rest.split_first()?;
         let (length, rest) = match first {
-            0..0x80 => (usize::from(first), rest),
+            0..=0x7f => (usize::from(first), rest),
             // More than four bytes of length are longer than any file that is read.
             0x81..=0x84 => {
                 let (length, rest) = rest.split_at_checked(usize::from(first - 0x80))?;

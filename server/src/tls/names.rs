@@ -40,7 +40,7 @@ pub fn addresses() -> Vec<IpAddr> {
 
 /// In the routing table of IPv4, `/32 host LOCAL` below an address says that it is this machine's.
 fn local_v4(trie: &str) -> Vec<Ipv4Addr> {
-    let mut last = None;
+    let mut last: Option<Ipv4Addr> = None;
     let mut found = Vec::new();
     for line in trie.lines().map(str::trim) {
         if let Some(address) = line.strip_prefix("|-- ") {

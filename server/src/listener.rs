@@ -6,19 +6,15 @@
 //! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers. An address of another machine has a
 //! quarter of all connections at most, and TLS handshakes have limits of their own (`handshakes.rs`).
 
+mod answering;
 mod socket;
 
 use crate::{
-    access_log::{AccessLog, Line},
-    app::App,
-    handshakes::Handshakes,
-    ingress::Transport,
-    rate_limit::client_key,
+    access_log::AccessLog, app::App, handshakes::Handshakes, ingress::Transport, rate_limit::client_key,
     tls::accept,
 };
+use answering::{Answering, Counted};
 use axum::{Router, body::Body, extract::Request, response::Response};
-use bytes::Bytes;
-use http_body::{Frame, SizeHint};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -27,12 +23,11 @@ use std::{
     collections::HashMap,
     io,
     net::{IpAddr, SocketAddr},
-    pin::{Pin, pin},
+    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll},
     time::{Duration, Instant},
 };
 use tokio::{
@@ -334,55 +329,6 @@ impl Drop for OfAddress {
                 counts.remove(&self.address);
             }
         }
-    }
-}
-
-/// Held from the head of a request to the end of its answer.
-struct Answering(Arc<Connection>);
-
-impl Answering {
-    fn begin(connection: &Arc<Connection>) -> Self {
-        lock(&connection.state).requests += 1;
-        Self(connection.clone())
-    }
-}
-
-impl Drop for Answering {
-    fn drop(&mut self) {
-        let mut state = lock(&self.0.state);
-        state.requests -= 1;
-        state.idle_since = Instant::now();
-    }
-}
-
-/// The body of an answer, which ends the answering when it is sent or given up.
-struct Counted {
-    body: Body,
-    line: Option<Box<Line>>,
-    _answering: Answering,
-}
-
-impl http_body::Body for Counted {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let frame = Pin::new(&mut self.body).poll_frame(context);
-        if let (Some(line), Poll::Ready(Some(Ok(frame)))) = (&mut self.line, &frame) {
-            line.bytes += frame.data_ref().map_or(0, Bytes::len) as u64;
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
 

@@ -16,6 +16,7 @@ mod fits;
 mod ingest;
 mod life;
 mod limits;
+mod listening;
 mod metrics;
 mod proxies;
 mod quarantine;

@@ -2,6 +2,7 @@
 //! tells what they record. It may die at any moment and come back: ranks train on meanwhile, and the
 //! next agent on the same folder takes them over.
 
+mod address;
 mod attempt;
 mod lease;
 pub mod machine;
@@ -14,6 +15,7 @@ mod slots;
 pub mod state_dir;
 
 use crate::{fence::Fence, host, supervisor::RankProcess};
+use address::Address;
 use attempt::{Attempt, Order, Surroundings};
 use lease::Lease;
 use lockstep_protocol::{
@@ -111,7 +113,7 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = session::request(&options.server, options.token.as_deref(), options.ca_file.as_deref())
+    let request = address::address(&options.server, options.token.as_deref(), options.ca_file.as_deref())
         .map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
@@ -188,7 +190,7 @@ enum Turn {
 }
 
 impl Agent {
-    async fn serve(&mut self, server: &str, request: &session::Address) -> Result<(), AgentError> {
+    async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut pause = RETRY.0;
         let mut complained = false;

@@ -2,6 +2,7 @@
 
 use super::{
     Agent, Signals, Turn,
+    address::Address,
     attempt::{Attempt, Order},
     machine,
     outbox::Outbox,
@@ -14,18 +15,13 @@ use lockstep_protocol::{
 };
 use std::{
     collections::{HashMap, HashSet, VecDeque},
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, task::JoinSet, time};
 use tokio_tungstenite::{
-    Connector, MaybeTlsStream, WebSocketStream,
-    tungstenite::{
-        self, Message,
-        client::IntoClientRequest,
-        handshake::client::Request,
-        http::{HeaderValue, header::AUTHORIZATION},
-    },
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{self, Message},
 };
 
 /// How often the ranks' files are looked at: a point is on its way this long after it was written.
@@ -41,52 +37,6 @@ const SILENCE: Duration = Duration::from_secs(5);
 const CROSSING: Duration = Duration::from_secs(5);
 
 type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
-
-/// Where the server listens for agents.
-#[derive(Debug)]
-pub(super) struct Address {
-    /// As it was given.
-    server: String,
-    request: Request,
-    /// Trusted besides the system's authorities.
-    ca_file: Option<PathBuf>,
-}
-
-/// The address of the agents' websocket on `server`.
-///
-/// # Errors
-/// A sentence that says what a server's address looks like.
-pub(super) fn request(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
-    let base = server.trim_end_matches('/');
-    let base = match base.split_once("://") {
-        Some(("http" | "ws", rest)) => format!("ws://{rest}"),
-        Some(("https" | "wss", rest)) => format!("wss://{rest}"),
-        Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
-        None => format!("ws://{base}"),
-    };
-    let mut request = format!("{base}/api/v1/agent/socket")
-        .into_client_request()
-        .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
-    if let Some(token) = token {
-        let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
-            .map_err(|_| "the token has characters that no token has".to_owned())?;
-        request.headers_mut().insert(AUTHORIZATION, value);
-    }
-    let address = Address { server: server.to_owned(), request, ca_file: ca_file.map(Path::to_owned) };
-    // What is wrong with the file is better told now than when there is no connection.
-    address.connector()?;
-    Ok(address)
-}
-
-impl Address {
-    /// Read for each connection: a new authority is known without a new start.
-    fn connector(&self) -> Result<Connector, String> {
-        match self.request.uri().scheme_str() {
-            Some("wss") => Ok(Connector::Rustls(tls::client_config(self.ca_file.as_deref())?)),
-            _ => Ok(Connector::Plain),
-        }
-    }
-}
 
 /// Why a session is over.
 #[derive(Debug)]
@@ -115,7 +65,7 @@ impl Session {
     /// Why there is no connection.
     pub(super) async fn connect(address: &Address) -> Result<Self, String> {
         let connector = Some(address.connector()?);
-        let request = address.request.clone();
+        let request = address.request().clone();
         let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
@@ -125,7 +75,7 @@ impl Session {
                 Err(format!("it answered {} {}", answer.status(), detail(body)))
             }
             Ok(Err(error)) => {
-                Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string()))
+                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()))
             }
         }
     }

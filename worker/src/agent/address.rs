@@ -25,7 +25,7 @@ pub(super) struct Address {
 ///
 /// # Errors
 /// A sentence that says what a server's address looks like.
-pub(super) fn request(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
+pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
         Some(("http" | "ws", rest)) => format!("ws://{rest}"),

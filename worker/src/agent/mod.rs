@@ -113,7 +113,7 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = address::address(&options.server, options.token.as_deref(), options.ca_file.as_deref())
+    let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
         .map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;

@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Add { name, path, prepare, to, pictures, server } => {
             let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
-            let api = Api::new(server)?;
+            let api = Api::new(&server)?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
-            let api = Api::new(server)?;
+            let api = Api::new(&server)?;
             let answer: Value = block_on(api.get("/datasets"))?;
             let datasets: Vec<Dataset> = list(&answer, "datasets")?;
             if server.json {

@@ -188,7 +188,7 @@ async fn a_thousand_half_open_connections_keep_nobody_out() {
             assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
             longest = longest.max(began.elapsed());
         }
-        println!("of one address: {of_one_address}: answered within {longest:?}");
+        eprintln!("of one address: {of_one_address}: answered within {longest:?}");
         assert!(longest < Duration::from_secs(2), "{longest:?}");
         // Those that are not among the newest were ended, long before their time.
         let mut ended = 0;

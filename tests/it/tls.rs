@@ -210,6 +210,31 @@ async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
     }
 }
 
+/// What openssl makes of it, which is not the library that both ends use here.
+#[tokio::test]
+async fn old_versions_of_tls_are_refused_by_the_server() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    let connect = format!("127.0.0.1:{}", serve.port);
+    for (version, taken) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)] {
+        let mut openssl = Command::new("openssl");
+        // openssl itself would not speak the old versions otherwise.
+        openssl.args([
+            "s_client",
+            "-connect",
+            &connect,
+            "-servername",
+            "localhost",
+            "-cipher",
+            "DEFAULT@SECLEVEL=0",
+        ]);
+        openssl.args([version, "-brief", "-verify_return_error", "-verify_hostname", "localhost", "-CAfile"]);
+        let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(said.contains("CONNECTION ESTABLISHED"), taken, "{version}: {said}");
+        assert!(taken || said.contains("SSL alert number"), "the server says so: {version}: {said}");
+    }
+}
+
 #[test]
 fn certificates_are_issued_for_others() {
     let folder = Folder::new();

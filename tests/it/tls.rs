@@ -36,7 +36,7 @@ impl Serve {
         command.current_dir(folder.path()).stdout(log.try_clone().expect("a log")).stderr(log);
         let mut serve = Self { process: command.spawn().expect("lockstep serve"), port, folder };
         let start = Instant::now();
-        while !ready(port).await {
+        while !(serve.log().contains("dashboard: ") && ready(port).await) {
             let ended = serve.process.try_wait().expect("its status");
             assert!(ended.is_none() && start.elapsed() < SOON, "{ended:?}: {}", serve.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -171,8 +171,16 @@ async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
     serve
         .cli(&https, None, &["list"])
         .fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
-    let name = serve.cli(&at("https", "127.0.0.5", serve.port), Some(&serve.ca()), &["list"]);
-    name.fails(1, &["not for 127.0.0.5", "localhost"]);
+    // Another server with a certificate of the same authority, which is for another name.
+    let mut issue = lockstep();
+    issue.args(["ca", "issue", "other.example", "--data-dir", "data"]).current_dir(serve.folder.path());
+    Finished::of(&mut issue).ok();
+    let file =
+        |ending: &str| serve.folder.path().join(format!("other.example.{ending}")).display().to_string();
+    let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
+    let named = Serve::start(&options, listens).await;
+    let other = at("https", "localhost", named.port);
+    serve.cli(&other, Some(&serve.ca()), &["list"]).fails(1, &["not for localhost", "other.example"]);
     serve.cli(&at("http", "localhost", serve.port), None, &["list"]).wrong(&["HTTPS", "https://"]);
     serve.cli(&at("https", "localhost", plain.port), None, &["list"]).fails(1, &["plain HTTP", "http://"]);
     let no_file = serve.cli(&https, Some(Path::new("none.crt")), &["list"]);
@@ -186,7 +194,7 @@ async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
         (https.clone(), None, "does not know the authority"),
         (at("http", "localhost", serve.port), None, "https://"),
         (at("https", "localhost", plain.port), None, "plain HTTP"),
-        (at("https", "127.0.0.5", serve.port), Some(serve.ca()), "not for 127.0.0.5"),
+        (other, Some(serve.ca()), "not for localhost"),
     ] {
         let log = serve.folder.path().join("agent.log");
         let mut command = lockstep();

@@ -16,6 +16,7 @@ struct Program {
 #[derive(Subcommand)]
 enum Command {
     Serve(cli::serve::Args),
+    Ca(cli::ca::Args),
     Demo(cli::demo::Args),
     Agent(cli::agent::Args),
     Train(cli::train::Args),
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
     };
     cli::exit_code(match command {
         Command::Serve(args) => cli::serve::run(args),
+        Command::Ca(args) => cli::ca::run(args),
         Command::Demo(args) => cli::demo::run(args),
         Command::Agent(args) => cli::agent::run(args),
         Command::Train(args) => cli::train::run(args),

@@ -7,6 +7,7 @@ use crate::{
     evaluations::Evaluations,
     hub::Hub,
     inbox::Inbox,
+    ingress::Ingress,
     inspections::Inspections,
     leases::Leases,
     store::{Changed, CheckpointRow, Location, Store},
@@ -32,6 +33,7 @@ pub struct Parts {
     pub config: ServeConfig,
     /// What outlives the server.
     pub store: Arc<dyn Store>,
+    pub(crate) ingress: Ingress,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
@@ -59,11 +61,12 @@ impl Deref for App {
 
 impl App {
     /// With nothing that runs yet, nor anything of the store read.
-    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox) -> App {
+    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox, ingress: Ingress) -> App {
         App(Arc::new(Parts {
             leases: Leases::new(config.lease),
             config,
             store,
+            ingress,
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
             inbox,

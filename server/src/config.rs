@@ -1,17 +1,57 @@
 //! The configuration of `lockstep serve`, and the errors that keep it from starting.
 
+use crate::{
+    access_log::AccessLogTo,
+    addresses::{Network, PublicUrl},
+};
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, TcpListener},
     path::PathBuf,
+    sync::Arc,
     time::Duration,
 };
+
+/// Where the server's certificate comes from.
+#[derive(Debug, Clone)]
+pub enum TlsConfig {
+    /// Files that somebody else renews (PEM).
+    Files {
+        /// The server's certificate, then those between it and the authority.
+        certificate: PathBuf,
+        /// Its key.
+        key: PathBuf,
+    },
+    /// The authority in the data directory (`lockstep ca`), made when it is missing.
+    OwnCa,
+}
 
 /// How the server runs.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
-    /// Address and port to listen on; port 0 takes a free one. Only loopback addresses are accepted,
-    /// as there is nothing yet that tells one caller from another.
+    /// Address and port to listen on; port 0 takes a free one. See [`may_listen`].
     pub listen: SocketAddr,
+    /// Another listener, on loopback and in clear: for the agent of this machine where `listen` has TLS.
+    pub local_listener: Option<Arc<TcpListener>>,
+    /// Encrypt, with a certificate from there.
+    pub tls: Option<TlsConfig>,
+    /// Listen in clear where other machines can reach it.
+    pub insecure_http: bool,
+    /// Requests have to say who sends them.
+    pub authenticates: bool,
+    /// The address that people and programs use.
+    pub public_url: Option<PublicUrl>,
+    /// Proxies that are believed when they say for whom they speak.
+    pub trusted_proxies: Vec<Network>,
+    /// How many requests an address of another machine may make a second, in the long run; 0 is no limit.
+    pub requests_per_second: u32,
+    /// A TLS handshake must be over within this time.
+    pub handshake_patience: Duration,
+    /// How often the certificate's files are looked at.
+    pub certificate_check: Duration,
+    /// Where requests are logged.
+    pub access_log: Option<AccessLogTo>,
+    /// The length at which a file of that log is followed by a new one.
+    pub access_log_bytes: u64,
     /// Where the database, job folders and checkpoints lie; made when missing.
     pub data_dir: PathBuf,
     /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
@@ -39,6 +79,17 @@ impl ServeConfig {
     pub fn new(data_dir: impl Into<PathBuf>) -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 7070)),
+            local_listener: None,
+            tls: None,
+            insecure_http: false,
+            authenticates: false,
+            public_url: None,
+            trusted_proxies: Vec::new(),
+            requests_per_second: 200,
+            handshake_patience: Duration::from_secs(10),
+            certificate_check: Duration::from_secs(5),
+            access_log: None,
+            access_log_bytes: 64 << 20,
             data_dir: data_dir.into(),
             database: None,
             heartbeat: Duration::from_secs(2),
@@ -53,6 +104,30 @@ impl ServeConfig {
     }
 }
 
+/// Whether the server may listen where it is told to.
+///
+/// # Errors
+/// Other machines can reach it and it would take requests from anybody, or in clear.
+pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
+    if let Some(local_listener) = &config.local_listener {
+        let address = local_listener.local_addr().map_err(ServeError::Stopped)?;
+        if !address.ip().is_loopback() {
+            return Err(ServeError::Plaintext(address.ip()));
+        }
+    }
+    let ip = config.listen.ip();
+    if ip.is_loopback() {
+        return Ok(());
+    }
+    if !config.authenticates {
+        return Err(ServeError::NotLoopback(ip));
+    }
+    if config.tls.is_none() && !config.insecure_http && config.trusted_proxies.is_empty() {
+        return Err(ServeError::Plaintext(ip));
+    }
+    Ok(())
+}
+
 /// Why the server did not start, or stopped. Each message says what to change.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -63,6 +138,19 @@ pub enum ServeError {
          so anybody there could run jobs here; listen on 127.0.0.1 or [::1] and use an SSH tunnel"
     )]
     NotLoopback(IpAddr),
+    /// An address that other machines can reach, without TLS.
+    #[error(
+        "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
+         certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
+         encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
+    )]
+    Plaintext(IpAddr),
+    /// A certificate that cannot be served.
+    #[error("TLS: {0}")]
+    Tls(String),
+    /// The access log cannot be written.
+    #[error("the access log cannot be written: {0}; choose another file with --access-log")]
+    AccessLog(String),
     /// Another program listens there.
     #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
     PortTaken(SocketAddr, IpAddr),

@@ -1,16 +1,21 @@
 //! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
-//! but not web pages in a browser on this machine. Therefore:
+//! but not web pages in a browser on this machine, and a server that others reach is asked by everybody. Therefore:
 //!
-//! - `Host` must be a loopback name, or a page could reach the server under a name of its own that resolves
-//!   to 127.0.0.1 (DNS rebinding) and read the answers;
+//! - an address makes only so many requests;
+//! - `Host` must be a name of this server (`ingress.rs`), or a page could reach the server under a name of its own that
+//!   resolves to the server's address (DNS rebinding) and read the answers;
 //! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
 //!
 //! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
 
-use crate::error::Error;
+use crate::{
+    app::App,
+    error::Error,
+    ingress::{Ingress, Peer},
+};
 use axum::{
-    extract::Request,
-    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header},
+    extract::{Request, State},
+    http::{HeaderName, HeaderValue, Method, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -30,30 +35,67 @@ const HEADERS: [(HeaderName, &str); 7] = [
     (header::CACHE_CONTROL, "no-store"),
 ];
 
-pub(crate) async fn guard(request: Request, next: Next) -> Response {
-    let mut response = match check(request.method(), request.uri(), request.headers()) {
-        Ok(()) => next.run(request).await,
-        Err(error) => error.into_response(),
+/// A year: browsers use nothing but HTTPS for this host in that time.
+const STRICT: HeaderValue = HeaderValue::from_static("max-age=31536000");
+
+pub(crate) async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
+    let ingress = &app.ingress;
+    let Some(peer) = request.extensions().get::<Peer>() else {
+        return Error::Internal("a request without its connection".into()).into_response();
+    };
+    let strict = peer
+        .authority(request.headers(), request.uri())
+        .is_some_and(|authority| ingress.is_strict(authority, peer));
+    let mut response = match ingress.check_rate(peer) {
+        Err(seconds) => too_many(seconds),
+        Ok(()) => match check(ingress, peer, &request) {
+            Ok(()) => next.run(request).await,
+            Err(error) => error.into_response(),
+        },
     };
     for (name, value) in HEADERS {
         response.headers_mut().entry(name).or_insert(HeaderValue::from_static(value));
     }
+    if strict {
+        response.headers_mut().insert(header::STRICT_TRANSPORT_SECURITY, STRICT);
+    }
     response
 }
 
-fn check(method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
+fn too_many(seconds: u64) -> Response {
+    let detail = format!(
+        "too many requests from this address; ask again in {seconds} s (`lockstep serve --requests-per-second` sets how many \
+         are answered)"
+    );
+    let mut response = Error::Refused(StatusCode::TOO_MANY_REQUESTS, detail).into_response();
+    response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+    response
+}
+
+fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {
+    let (method, uri, headers) = (request.method(), request.uri(), request.headers());
     // Databases end a text there, or refuse it: no name and no text to search for has it.
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
     }
+    let public = || ingress.public_url.as_ref().map(ToString::to_string);
+    if ingress.came_past_the_proxy(peer) {
+        let at = public().unwrap_or_else(|| "its address".into());
+        let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
+        return Err(Error::Forbidden(detail));
+    }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    let host = text(header::HOST).or(uri.authority().map(|a| a.as_str()));
-    let Some(host) = host.filter(|h| is_loopback(h)) else {
-        return Err(Error::Refused(
-            StatusCode::MISDIRECTED_REQUEST,
-            "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address"
+    // Behind a proxy both: one that passes on what clients send as X-Forwarded-Host must not pass on a page's name as Host.
+    let is_ours = |host: &&str| ingress.is_ours(host, peer);
+    let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
+    let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
+        let detail = match public() {
+            Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),
+            None => "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address, or give the \
+                     server the name that you use with `serve --public-url`"
                 .into(),
-        ));
+        };
+        return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
     };
     let socket = text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
     let safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !socket;
@@ -61,52 +103,14 @@ fn check(method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
         return Ok(());
     }
     let own = match text(header::ORIGIN) {
-        Some(origin) => origin.strip_prefix("http://").is_some_and(|o| o.eq_ignore_ascii_case(host)),
+        Some(origin) => ingress.is_own_origin(origin, host, peer),
         // Programs send no Origin; a browser that leaves it out still says where the request comes from.
         None => text(HeaderName::from_static("sec-fetch-site"))
             .is_none_or(|s| matches!(s, "same-origin" | "none")),
     };
     if own {
-        Ok(())
-    } else {
-        Err(Error::Forbidden(format!("requests from other web pages are refused; open http://{host} itself")))
+        return Ok(());
     }
-}
-
-/// Whether `host[:port]` is a name that always means this machine.
-fn is_loopback(host: &str) -> bool {
-    let port_ok =
-        |rest: &str| rest.is_empty() || rest.strip_prefix(':').is_some_and(|p| p.parse::<u16>().is_ok());
-    ["localhost", "[::1]"].iter().any(|name| {
-        host.get(..name.len()).is_some_and(|h| h.eq_ignore_ascii_case(name)) && port_ok(&host[name.len()..])
-    }) || {
-        let (name, port) = host.split_at(host.find(':').unwrap_or(host.len()));
-        name.parse::<std::net::Ipv4Addr>().is_ok_and(|a| a.is_loopback()) && port_ok(port)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_names_of_this_machine_are_hosts() {
-        for host in ["localhost", "LOCALHOST:7070", "127.0.0.1:80", "127.8.8.8", "[::1]", "[::1]:7070"] {
-            assert!(is_loopback(host), "{host}");
-        }
-        for host in [
-            "",
-            "example.com",
-            "localhost.example.com",
-            "127.0.0.1.example.com",
-            "10.0.0.1",
-            "[::2]",
-            "localhost:x",
-            "0.0.0.0",
-            "localhost@evil",
-            "[::1]evil",
-        ] {
-            assert!(!is_loopback(host), "{host}");
-        }
-    }
+    let own = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
+    Err(Error::Forbidden(format!("requests from other web pages are refused; open {own} itself")))
 }

@@ -1,5 +1,7 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod access_log;
+mod addresses;
 mod agent_requests;
 mod agents;
 pub mod app;
@@ -11,9 +13,11 @@ mod error;
 mod evaluations;
 mod guard;
 mod handlers;
+mod handshakes;
 mod hub;
 mod inbox;
 mod ingest;
+mod ingress;
 mod inspections;
 mod leases;
 pub mod lifecycle;
@@ -22,13 +26,17 @@ mod metrics;
 mod numbers;
 mod private;
 mod purge;
+mod rate_limit;
 mod regular;
 mod router;
 mod serve;
 mod slow_body;
 pub mod store;
+pub mod tls;
 
-pub use config::{ServeConfig, ServeError};
+pub use access_log::AccessLogTo;
+pub use addresses::{Network, PublicUrl};
+pub use config::{ServeConfig, ServeError, TlsConfig};
 pub use private::keep_files_private;
 pub use router::openapi;
 pub use serve::serve;

@@ -3,30 +3,38 @@
 //! A connection costs a file descriptor, and whoever opens many and says nothing would leave none for others. So a
 //! request's head must come within a time, an idle connection ends after the same time, and when there are as many
 //! as there may be, the one that has been idle longest makes room for the next. What a client does not read is
-//! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers.
+//! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers. An address of another machine has a
+//! quarter of all connections at most, and TLS handshakes have limits of their own (`handshakes.rs`).
 
+mod answering;
+mod socket;
+
+use crate::{
+    access_log::AccessLog, app::App, handshakes::Handshakes, ingress::Transport, rate_limit::client_key,
+    tls::accept,
+};
+use answering::{Answering, Counted};
 use axum::{Router, body::Body, extract::Request, response::Response};
-use bytes::Bytes;
-use http_body::{Frame, SizeHint};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use socket::{Held, Stream};
 use std::{
     collections::HashMap,
     io,
-    pin::{Pin, pin},
+    net::{IpAddr, SocketAddr},
+    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll},
     time::{Duration, Instant},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
     sync::{OwnedSemaphorePermit, Semaphore},
 };
+use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
@@ -39,6 +47,8 @@ const RESERVED_DESCRIPTORS: u64 = 44;
 const HEAD_BYTES: usize = 64 << 10;
 /// Until a client that takes nothing of what was sent is given up. Longer than any pause of a network that comes back.
 const UNREAD: Duration = Duration::from_secs(120);
+/// By which a request is found in the server's log and the access log.
+const REQUEST_ID: &str = "x-request-id";
 /// Before connections are taken in again when the system refuses one.
 const BREATH: Duration = Duration::from_millis(50);
 
@@ -58,15 +68,29 @@ fn limit_of(descriptors: Option<u64>) -> usize {
     (free / 2).clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS) as usize
 }
 
+/// A socket that is listened on; with TLS when it has an acceptor.
+pub(crate) struct Listener {
+    pub(crate) socket: TcpListener,
+    pub(crate) tls: Option<TlsAcceptor>,
+}
+
 /// What every connection knows.
 struct Shared {
+    app: App,
     router: Router,
-    head_patience: Duration,
+    access_log: Option<AccessLog>,
+    handshakes: Arc<Handshakes>,
+    /// Connections of each address, websockets included.
+    of_address: Mutex<HashMap<IpAddr, usize>>,
+    most_of_address: usize,
+    room: Arc<Semaphore>,
+    next: AtomicU64,
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
 /// A connection that speaks HTTP. Websockets leave the list when they become some, and keep their permit.
 struct Connection {
+    address: IpAddr,
     state: Mutex<Use>,
     give_up: CancellationToken,
 }
@@ -81,52 +105,28 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Serves until `stop` is cancelled and the requests under way then are answered.
+/// Serves until the server is stopping and the requests under way then are answered.
 pub(crate) async fn serve(
-    listener: TcpListener,
+    listeners: Vec<Listener>,
+    app: App,
     router: Router,
     limit: usize,
-    head_patience: Duration,
-    stop: CancellationToken,
+    access_log: Option<AccessLog>,
 ) {
-    let shared = Arc::new(Shared { router, head_patience, open: Mutex::default() });
-    let room = Arc::new(Semaphore::new(limit));
+    let shared = Arc::new(Shared {
+        app,
+        router,
+        access_log,
+        handshakes: Handshakes::new(limit),
+        of_address: Mutex::default(),
+        most_of_address: (limit / 4).max(FEWEST_CONNECTIONS as usize),
+        room: Arc::new(Semaphore::new(limit)),
+        next: AtomicU64::new(0),
+        open: Mutex::default(),
+    });
     let tasks = TaskTracker::new();
-    let next = AtomicU64::new(0);
-    'accepting: loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = stop.cancelled() => break,
-        };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) if is_the_client_s(&error) => continue,
-            Err(error) => {
-                // Most likely there is no descriptor left.
-                tracing::warn!(%error, "a connection cannot be taken in");
-                shared.make_room();
-                tokio::time::sleep(BREATH).await;
-                continue;
-            }
-        };
-        let permit = loop {
-            if let Ok(permit) = room.clone().try_acquire_owned() {
-                break permit;
-            }
-            // Those that are busy now may be idle in a moment.
-            shared.make_room();
-            tokio::select! {
-                permit = room.clone().acquire_owned() => match permit {
-                    Ok(permit) => break permit,
-                    Err(_) => break 'accepting,
-                },
-                () = tokio::time::sleep(BREATH) => {}
-                () = stop.cancelled() => break 'accepting,
-            }
-        };
-        let number = next.fetch_add(1, Ordering::Relaxed);
-        tasks.spawn(shared.clone().speak(number, stream, permit, stop.clone()));
-    }
+    let accepting = listeners.into_iter().map(|listener| shared.clone().accept(listener, &tasks));
+    futures_util::future::join_all(accepting).await;
     tasks.close();
     tasks.wait().await;
 }
@@ -138,41 +138,123 @@ fn is_the_client_s(error: &io::Error) -> bool {
 }
 
 impl Shared {
-    /// Ends the connection that has been idle longest. When all are in use, the next one waits for the first to end.
-    fn make_room(&self) {
+    async fn accept(self: Arc<Self>, listener: Listener, tasks: &TaskTracker) {
+        let stop = self.app.stopping.clone();
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.socket.accept() => accepted,
+                () = stop.cancelled() => return,
+            };
+            let (stream, from) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) if is_the_client_s(&error) => continue,
+                Err(error) => {
+                    // Most likely there is no descriptor left.
+                    tracing::warn!(%error, "a connection cannot be taken in");
+                    self.make_room(None);
+                    tokio::time::sleep(BREATH).await;
+                    continue;
+                }
+            };
+            let Some(counted) = self.count(from.ip()) else { continue };
+            let permit = loop {
+                if let Ok(permit) = self.room.clone().try_acquire_owned() {
+                    break permit;
+                }
+                // Those that are busy now may be idle in a moment.
+                self.make_room(None);
+                tokio::select! {
+                    permit = self.room.clone().acquire_owned() => match permit {
+                        Ok(permit) => break permit,
+                        Err(_) => return,
+                    },
+                    () = tokio::time::sleep(BREATH) => {}
+                    () = stop.cancelled() => return,
+                }
+            };
+            let place = Place { _counted: counted, _permit: permit };
+            let tls = listener.tls.clone();
+            tasks.spawn(self.clone().speak(stream, from, tls, place));
+        }
+    }
+
+    /// Counts a connection of an address; none when it has as many as it may, and all are in use. Not counted are this machine and
+    /// proxies, which speak for many.
+    fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<OfAddress>> {
+        if address.to_canonical().is_loopback() || self.app.ingress.trusts(address) {
+            return Some(None);
+        }
+        let address = client_key(address);
+        if lock(&self.of_address).get(&address).is_some_and(|count| *count >= self.most_of_address)
+            && !self.make_room(Some(address))
+        {
+            return None;
+        }
+        *lock(&self.of_address).entry(address).or_default() += 1;
+        Some(Some(OfAddress { shared: self.clone(), address }))
+    }
+
+    /// Ends the connection that has been idle longest, of all or of an address. When all are in use, the next one waits for the
+    /// first to end.
+    fn make_room(&self, of: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {
             let state = lock(&connection.state);
-            (state.requests == 0 && !connection.give_up.is_cancelled())
-                .then_some((state.idle_since, connection))
+            (state.requests == 0
+                && !connection.give_up.is_cancelled()
+                && of.is_none_or(|of| connection.address == of))
+            .then_some((state.idle_since, connection))
         });
-        if let Some((_, longest)) = idle.min_by_key(|(since, _)| *since) {
+        let longest = idle.min_by_key(|(since, _)| *since);
+        if let Some((_, longest)) = longest {
             longest.give_up.cancel();
         }
+        longest.is_some()
     }
 
     async fn speak(
         self: Arc<Self>,
-        number: u64,
         stream: TcpStream,
-        permit: OwnedSemaphorePermit,
-        stop: CancellationToken,
+        from: SocketAddr,
+        tls: Option<TlsAcceptor>,
+        place: Place,
     ) {
+        let stop = self.app.stopping.clone();
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
         // A socket that is closed already says so when it is read.
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNREAD));
+        let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
         let state = Mutex::new(Use { requests: 0, idle_since: Instant::now() });
-        let connection = Arc::new(Connection { state, give_up: CancellationToken::new() });
+        let address = client_key(from.ip());
+        let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
+        // Taken off the list however this ends.
+        let _listed = Listed { shared: &self, number };
+        let stream = match tls {
+            None => Stream::Plain(stream),
+            Some(acceptor) => {
+                let handshake = self.handshakes.begin(from.ip());
+                let patience = self.app.config.handshake_patience;
+                tokio::select! {
+                    tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
+                        Some(stream) => Stream::Tls(Box::new(stream)),
+                        None => return,
+                    },
+                    () = handshake.given_up.cancelled() => return,
+                    () = connection.give_up.cancelled() => return,
+                    () = stop.cancelled() => return,
+                }
+            }
+        };
         let service = service_fn(|request: hyper::Request<Incoming>| {
-            let router = self.router.clone();
             let answering = Answering::begin(&connection);
-            async move { answer(router, request.map(Body::new), answering).await }
+            self.answer(request.map(Body::new), transport, answering)
         });
-        let io = TokioIo::new(Held { stream, _permit: permit });
+        let io = TokioIo::new(Held { stream, _place: place });
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(self.head_patience)
+            .header_read_timeout(self.app.config.head_patience)
             .max_buf_size(HEAD_BYTES)
             .serve_connection(io, service)
             .with_upgrades();
@@ -190,106 +272,63 @@ impl Shared {
                 }
             }
         }
-        lock(&self.open).remove(&number);
+    }
+
+    fn answer(
+        &self,
+        mut request: Request,
+        transport: Transport,
+        answering: Answering,
+    ) -> impl Future<Output = Result<hyper::Response<Counted>, std::convert::Infallible>> + use<> {
+        let peer = self.app.ingress.peer(transport, request.headers());
+        let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
+        let mut line = self.access_log.as_ref().map(begin);
+        request.extensions_mut().insert(peer);
+        let router = self.router.clone();
+        async move {
+            let response: Response = router.oneshot(request).await?;
+            if let Some(line) = &mut line {
+                line.status = response.status();
+                let id = response.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+                line.request_id = id.map(str::to_owned);
+            }
+            Ok(response.map(|body| Counted { body, line, _answering: answering }))
+        }
     }
 }
 
-async fn answer(
-    router: Router,
-    request: Request,
-    answering: Answering,
-) -> Result<hyper::Response<Counted>, std::convert::Infallible> {
-    let response: Response = router.oneshot(request).await?;
-    Ok(response.map(|body| Counted { body, _answering: answering }))
+/// Takes a connection off the list of those that speak HTTP.
+struct Listed<'a> {
+    shared: &'a Shared,
+    number: u64,
 }
 
-/// Held from the head of a request to the end of its answer.
-struct Answering(Arc<Connection>);
-
-impl Answering {
-    fn begin(connection: &Arc<Connection>) -> Self {
-        lock(&connection.state).requests += 1;
-        Self(connection.clone())
-    }
-}
-
-impl Drop for Answering {
+impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        let mut state = lock(&self.0.state);
-        state.requests -= 1;
-        state.idle_since = Instant::now();
+        lock(&self.shared.open).remove(&self.number);
     }
 }
 
-/// The body of an answer, which ends the answering when it is sent or given up.
-struct Counted {
-    body: Body,
-    _answering: Answering,
-}
-
-impl http_body::Body for Counted {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-/// A socket and its place among those there may be, also after it has become a websocket.
-struct Held {
-    stream: TcpStream,
+/// A connection's place among all, and among those of its address.
+struct Place {
+    _counted: Option<OfAddress>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl AsyncRead for Held {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        to: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, to)
-    }
+struct OfAddress {
+    shared: Arc<Shared>,
+    address: IpAddr,
 }
 
-impl AsyncWrite for Held {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        parts: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+impl Drop for OfAddress {
+    fn drop(&mut self) {
+        let mut counts = lock(&self.shared.of_address);
+        if let Some(count) = counts.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.address);
+            }
+        }
     }
 }
 

@@ -18,9 +18,10 @@ pub fn keep_files_private() {
 }
 
 /// What a server, its agent and its database put into a data directory.
-const OURS: [&str; 9] = [
+const OURS: [&str; 10] = [
     "jobs",
     "agent",
+    "ca",
     "datasets",
     "token",
     "server.lock",

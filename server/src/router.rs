@@ -126,7 +126,7 @@ pub(crate) fn build_router(app: App) -> Router {
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn(guard::guard))
+        .layer(middleware::from_fn_with_state(app.clone(), guard::guard))
         .with_state(app)
 }
 

@@ -1,15 +1,19 @@
 //! Starts the server: checks, locks the data directory, listens, runs, and stops in order.
 
 use crate::{
+    access_log::{AccessLog, AccessLogTo},
     app::App,
-    config::{ServeConfig, ServeError},
+    config::{ServeConfig, ServeError, TlsConfig, may_listen},
     dispatch,
     inbox::Inbox,
-    ingest, listener,
+    ingest,
+    ingress::Ingress,
+    listener::{self, Listener},
     metrics::{compaction, retire},
     private, purge,
     router::build_router,
     store::Location,
+    tls::ServerCertificate,
 };
 use std::{
     fs::{File, TryLockError},
@@ -17,6 +21,7 @@ use std::{
     io::{Read, Seek, Write},
     net::SocketAddr,
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::net::TcpListener;
@@ -36,14 +41,31 @@ pub async fn serve(
     ready: impl FnOnce(SocketAddr) + Send,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
-    if !config.listen.ip().is_loopback() {
-        return Err(ServeError::NotLoopback(config.listen.ip()));
-    }
+    may_listen(&config)?;
+    // Files that somebody else made are looked at before anything is touched.
+    let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
+    let given =
+        given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
     let listener = listen(config.listen).await?;
     let address = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock_data_dir(&config.data_dir)?;
+    let certificate = match (given, &config.tls) {
+        (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
+        (given, _) => given,
+    };
+    let access_log =
+        config.access_log.as_ref().map(|to| open_log(to, config.access_log_bytes)).transpose()?;
+    let tls = certificate.as_ref().map(ServerCertificate::acceptor).transpose().map_err(ServeError::Tls)?;
+    let mut listeners = vec![Listener { socket: listener, tls }];
+    if let Some(local_listener) = &config.local_listener {
+        let socket = local_listener.try_clone().and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            TcpListener::from_std(socket)
+        });
+        listeners.push(Listener { socket: socket.map_err(ServeError::Stopped)?, tls: None });
+    }
 
-    let app = open(config).await?;
+    let app = open(config, certificate).await?;
     ready(address);
     let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.stopping.clone();
@@ -53,9 +75,9 @@ pub async fn serve(
         stopping.cancel();
         tokio::time::sleep(PATIENCE).await;
     };
-    let patience = app.config.head_patience;
+    let router = build_router(app.clone());
     tokio::select! {
-        () = listener::serve(listener, build_router(app.clone()), limit, patience, stopping.clone()) => {}
+        () = listener::serve(listeners, app.clone(), router, limit, access_log) => {}
         () = stop => {} // Someone is still downloading; they can go on with a range.
     }
     stopping.cancel();
@@ -66,14 +88,18 @@ pub async fn serve(
 }
 
 /// Opens the database and starts the server's own tasks.
-async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
+async fn open(
+    mut config: ServeConfig,
+    certificate: Option<Arc<ServerCertificate>>,
+) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
     config.data_dir = private::data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let store = Location::of(&config)?.open().await?;
     let (inbox, queue) = Inbox::new();
-    let app = App::new(config, store, inbox);
+    let ingress = Ingress::new(&config, certificate.clone());
+    let app = App::new(config, store, inbox, ingress);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
         dispatch::restore(&app).await
@@ -87,11 +113,24 @@ async fn open(mut config: ServeConfig) -> Result<App, ServeError> {
     app.spawn(compaction::run(app.clone()));
     app.spawn(retire::run(app.clone()));
     app.spawn(purge::run(app.clone()));
+    if let Some(certificate) = certificate {
+        app.spawn(certificate.watch(app.config.certificate_check));
+    }
     app.spawn({
         let hub = app.hub.clone();
         async move { hub.publish_list().await }
     });
     Ok(app)
+}
+
+fn open_log(to: &AccessLogTo, most_bytes: u64) -> Result<AccessLog, ServeError> {
+    AccessLog::open(to, most_bytes).map_err(|error| {
+        let name = match to {
+            AccessLogTo::File(path) => path.display().to_string(),
+            AccessLogTo::Stdout => "the standard output".into(),
+        };
+        ServeError::AccessLog(format!("{name}: {error}"))
+    })
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {

@@ -14,6 +14,9 @@ pub(crate) struct Args {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::api::DEFAULT_SERVER)]
     server: String,
+    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
+    ca_file: Option<PathBuf>,
     /// File that holds the server's access token
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
@@ -59,6 +62,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let options = Options {
         server: args.server,
+        ca_file: args.ca_file,
         token,
         name: args.name,
         dir: args.data_dir,

@@ -4,12 +4,19 @@ use super::{output, wrong};
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::{Job, stream::Frame};
+use lockstep_worker::tls;
 use reqwest::{Client, Method, Response, StatusCode};
+use rustls::ClientConfig;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
-use std::{fmt::Write, time::Duration};
+use std::{
+    fmt::Write,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::net::TcpStream;
-use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
+use tokio_tungstenite::{Connector, MaybeTlsStream, WebSocketStream, tungstenite::Message};
 
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
@@ -24,6 +31,9 @@ pub(crate) struct ServerArgs {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = DEFAULT_SERVER)]
     pub(crate) server: String,
+    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
+    pub(crate) ca_file: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -34,25 +44,38 @@ pub(crate) struct ServerArgs {
 pub(crate) struct Api {
     base: String,
     client: Client,
+    tls: Arc<ClientConfig>,
 }
 
 impl Api {
-    /// Talks to `server`; nothing is sent yet.
+    /// Talks to the server that a command was given; nothing is sent yet.
     ///
     /// # Errors
-    /// An address that is none.
-    pub(crate) fn new(server: &str) -> anyhow::Result<Self> {
+    /// An address that is none, or a CA file that cannot be used.
+    pub(crate) fn new(server: &ServerArgs) -> anyhow::Result<Self> {
+        Self::at(&server.server, server.ca_file.as_deref())
+    }
+
+    /// Talks to `server`, trusting `ca_file` besides the system's authorities.
+    ///
+    /// # Errors
+    /// As [`Api::new`].
+    pub(crate) fn at(server: &str, ca_file: Option<&Path>) -> anyhow::Result<Self> {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
-        if base.starts_with("https://") {
-            return Err(wrong(format!(
-                "{server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
-            )));
-        }
-        reqwest::Url::parse(&base)
+        let url = reqwest::Url::parse(&base)
             .map_err(|e| wrong(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
-        let client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy().build()?;
-        Ok(Self { base, client })
+        let tls = match url.scheme() {
+            "https" => tls::client_config(ca_file),
+            _ => tls::without_roots(),
+        };
+        let tls = tls.map_err(wrong)?;
+        let client = Client::builder()
+            .connect_timeout(Duration::from_secs(5))
+            .no_proxy()
+            .tls_backend_preconfigured((*tls).clone())
+            .build()?;
+        Ok(Self { base, client, tls })
     }
 
     /// The server's address.
@@ -185,6 +208,9 @@ impl Api {
     }
 
     fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
+        if let Some(why) = tls::in_words(error, &self.base) {
+            return anyhow!(why);
+        }
         if error.is_connect() || error.is_timeout() {
             anyhow!(
                 "no server answers at {}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
@@ -202,9 +228,14 @@ impl Api {
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
         let base = self.base.replacen("http", "ws", 1);
         let url = format!("{base}/api/v1/jobs/{}/stream?since={since}", job.id);
-        match tokio::time::timeout(Duration::from_secs(10), tokio_tungstenite::connect_async(url)).await {
+        let connector = Some(Connector::Rustls(self.tls.clone()));
+        let connecting = tokio_tungstenite::connect_async_tls_with_config(url, None, false, connector);
+        match tokio::time::timeout(Duration::from_secs(10), connecting).await {
             Ok(Ok((socket, _))) => Ok(Stream(socket)),
-            Ok(Err(error)) => bail!("the stream of {}: {error}", job.id),
+            Ok(Err(error)) => match tls::in_words(&error, &self.base) {
+                Some(why) => bail!(why),
+                None => bail!("the stream of {}: {error}", job.id),
+            },
             Err(_) => bail!("the stream of {}: the server does not answer", job.id),
         }
     }

@@ -72,7 +72,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Everything after the server is up; what it returns is how the demo ends.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::new(&server.url())?;
+    let api = Api::at(&server.url(), None)?;
     let dataset = unpack(data_dir)?;
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     cancel_leftovers(&api).await?;

@@ -1,6 +1,7 @@
 //! `lockstep doctor`: what this machine has, and a real all-gather over rank processes.
 
 use super::{init_tracing, output, wrong};
+use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};
 use lockstep_worker::{
     doctor::{Finding, Gathered, Grade, examine, gather},
     gpu::{
@@ -22,6 +23,9 @@ pub(crate) struct Args {
     /// The data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
+    /// The certificate of `serve --tls-cert`, to check as well. That of `--tls-own-ca` is found in the data directory
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
     /// Print only the environment variables of GPU ranks, for a shell to evaluate
     #[arg(long)]
     environment: bool,
@@ -60,6 +64,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return Err(wrong("--ranks: 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir);
+    findings.extend(certificates(&args));
     // What keeps ranks from using GPUs is among the findings.
     let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
     let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
@@ -132,6 +137,29 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         1 => anyhow::bail!("a problem would keep jobs from training"),
         n => anyhow::bail!("{n} problems would keep jobs from training"),
     }
+}
+
+/// What there is of the server's TLS.
+fn certificates(args: &Args) -> Vec<Finding> {
+    let own = ca::folder(&args.data_dir);
+    let files = [own.join("ca.crt"), own.join("server.pem")].into_iter().filter(|path| path.exists());
+    let finding = |path: PathBuf| {
+        let name = path.display();
+        let (grade, found, advice) = match examine_certificate(&path) {
+            Ok(facts) => {
+                let left = facts.days_left(jiff::Timestamp::now());
+                let found = format!("{name}: {left} days left");
+                match ends_soon("it", &facts, jiff::Timestamp::now()) {
+                    None => (Grade::Ok, found, None),
+                    Some(_) if left == 0 => (Grade::Problem, found, Some("Renew it.".to_owned())),
+                    Some(_) => (Grade::Note, found, Some("Renew it. Its own the server renews.".to_owned())),
+                }
+            }
+            Err(error) => (Grade::Problem, error, None),
+        };
+        Finding { what: "certificate".into(), grade, found, advice }
+    };
+    files.chain(args.tls_cert.clone()).map(finding).collect()
 }
 
 /// Starts the ranks and gives what rank 0 found.

@@ -3,6 +3,7 @@
 pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;
+pub(crate) mod ca;
 pub(crate) mod cancel;
 pub(crate) mod checkpoint_choice;
 pub(crate) mod checkpoints;

@@ -5,11 +5,12 @@ use super::{
     local_agent::{LocalAgent, Settings, Slots},
     output, wrong,
 };
-use lockstep_server::{ServeConfig, ServeError};
+use lockstep_server::{AccessLogTo, Network, PublicUrl, ServeConfig, ServeError, TlsConfig, tls::addresses};
 use lockstep_worker::engine::MOST_CPU_SLOTS;
 use std::{
-    net::{SocketAddr, ToSocketAddrs},
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
     path::PathBuf,
+    sync::Arc,
     time::Duration,
 };
 use tokio::{
@@ -26,6 +27,31 @@ pub(crate) struct Args {
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7070")]
     listen: String,
+    /// Encrypt with this certificate (PEM, the server's first, then those between it and the CA); read again when it changes
+    #[arg(long, value_name = "FILE", requires = "tls_key", conflicts_with = "tls_own_ca")]
+    tls_cert: Option<PathBuf>,
+    /// The certificate's key (PEM), which only this user may read
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Encrypt with a certificate that the server makes and renews itself, signed by the CA in <data-dir>/ca
+    #[arg(long)]
+    tls_own_ca: bool,
+    /// The address that people and programs use, where it is another than the one listened on
+    #[arg(long, value_name = "URL")]
+    public_url: Option<PublicUrl>,
+    /// Proxy that says for whom it speaks (X-Forwarded-For, -Proto, -Host): an address or a network such as 10.0.0.0/8.
+    /// May be given several times
+    #[arg(long, value_name = "NETWORK")]
+    trusted_proxy: Vec<Network>,
+    /// Listen without TLS also where other machines can reach it. Tokens and weights can be read on the way
+    #[arg(long, conflicts_with_all = ["tls_cert", "tls_own_ca"])]
+    insecure_http: bool,
+    /// Requests that an address of another machine may make a second; at once it may make ten times as many. 0: no limit
+    #[arg(long, value_name = "N", default_value = "200")]
+    requests_per_second: u32,
+    /// Write a line for each request into this file, or to standard output with -
+    #[arg(long, value_name = "FILE")]
+    access_log: Option<PathBuf>,
     /// Data directory: database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
@@ -56,6 +82,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("info");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
+    config.tls = match (args.tls_cert, args.tls_key) {
+        (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
+        _ => args.tls_own_ca.then_some(TlsConfig::OwnCa),
+    };
+    config.public_url = args.public_url;
+    config.trusted_proxies = args.trusted_proxy;
+    config.insecure_http = args.insecure_http;
+    config.requests_per_second = args.requests_per_second;
+    config.access_log = args.access_log.map(|path| match path.to_str() {
+        Some("-") => AccessLogTo::Stdout,
+        _ => AccessLogTo::File(path),
+    });
     config.database = args.database;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
@@ -67,7 +105,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         let mut server = Server::start(config).await?;
-        output::line(format_args!("dashboard: {}", server.url()))?;
+        output::line(format_args!("dashboard: {}", server.shown_url()))?;
         if local_agent {
             server.start_agent(slots, false).await?;
         }
@@ -104,6 +142,10 @@ pub(crate) async fn stop_signal() -> anyhow::Result<()> {
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
     address: SocketAddr,
+    /// Where programs of this machine find it in clear.
+    local: SocketAddr,
+    is_https: bool,
+    public_url: Option<PublicUrl>,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
     /// When it ends, wanted or not.
@@ -127,8 +169,16 @@ impl Server {
     ///
     /// # Errors
     /// What keeps the server from starting.
-    pub(crate) async fn start_or(config: ServeConfig) -> Result<Self, ServeError> {
+    pub(crate) async fn start_or(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
+        let (is_https, public_url) = (config.tls.is_some(), config.public_url.clone());
+        // The certificate is for the names that others use: this machine's own agent comes by a way of its own.
+        let mut local_listener = None;
+        if is_https {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
+            local_listener = Some(listener.local_addr().map_err(ServeError::Stopped)?);
+            config.local_listener = Some(Arc::new(listener));
+        }
         let (ready, is_ready) = oneshot::channel();
         let (shutdown, is_shutdown) = oneshot::channel::<()>();
         let ended = tokio::spawn(lockstep_server::serve(
@@ -143,7 +193,16 @@ impl Server {
             },
         ));
         match is_ready.await {
-            Ok(address) => Ok(Self { address, data_dir, shutdown: Some(shutdown), ended, agent: None }),
+            Ok(address) => Ok(Self {
+                address,
+                local: local_listener.unwrap_or_else(|| reachable(address)),
+                is_https,
+                public_url,
+                data_dir,
+                shutdown: Some(shutdown),
+                ended,
+                agent: None,
+            }),
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) => Err(stopped("it ended before it was ready")),
@@ -152,9 +211,21 @@ impl Server {
         }
     }
 
-    /// `http://127.0.0.1:PORT`.
+    /// `http://127.0.0.1:PORT`, for programs of this machine.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.local)
+    }
+
+    /// The address to open in a browser.
+    fn shown_url(&self) -> String {
+        if let Some(url) = &self.public_url {
+            return url.to_string();
+        }
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            address.set_ip(addresses().first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        }
+        format!("{}://{address}", if self.is_https { "https" } else { "http" })
     }
 
     /// Starts the agent of this machine.
@@ -179,6 +250,16 @@ impl Server {
         drop(self.shutdown.take());
         server_error((&mut self.ended).await)
     }
+}
+
+/// Where this machine itself reaches an address that is listened on.
+fn reachable(mut address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
+        _ => {}
+    }
+    address
 }
 
 fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {

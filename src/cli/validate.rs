@@ -26,6 +26,9 @@ pub(crate) struct Args {
     /// Address of the server, which must respond [default: the one on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
+    /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
+    #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
+    ca_file: Option<std::path::PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -48,7 +51,7 @@ struct Plan {
 /// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let document = submit::document(&args.job, &args.sets)?;
-    let api = Api::new(args.server.as_deref().unwrap_or(DEFAULT_SERVER))?;
+    let api = Api::at(args.server.as_deref().unwrap_or(DEFAULT_SERVER), args.ca_file.as_deref())?;
     let own = submit::check(&args.job, &document);
     // No server knows a path: such a file is for `lockstep train`.
     let dataset = document.pointer("/data/dataset").and_then(Value::as_str);

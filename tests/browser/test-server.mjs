@@ -11,8 +11,10 @@ import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
 const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
-const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
+export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
+export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+  "--disable-component-update", "--disable-sync"];
 const PATIENCE_MS = 120_000;
 
 /** Waits until `check` answers something true, and answers that; says what it waited for when it does not. */
@@ -26,7 +28,7 @@ export async function until(what, check, patience = PATIENCE_MS) {
   }
 }
 
-const freePort = () => new Promise((done, failed) => {
+export const freePort = () => new Promise((done, failed) => {
   const server = createServer().once("error", failed).listen(0, "127.0.0.1", () => {
     const { port } = server.address();
     server.close(() => done(port));
@@ -35,9 +37,9 @@ const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class TestServer {
-  static async open({ dataset = true, agent = true, slots = 2 } = {}) {
+  static async open({ dataset = true, agent = true, slots = 2, options = [] } = {}) {
     const server = new TestServer();
-    Object.assign(server, { agent, slots });
+    Object.assign(server, { agent, slots, options });
     server.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
     server.port = await freePort();
     server.url = `http://127.0.0.1:${server.port}`;
@@ -48,7 +50,7 @@ export class TestServer {
   }
 
   async start() {
-    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"])],
+    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...this.options],
       { stdio: ["ignore", "pipe", "pipe"] });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
@@ -103,8 +105,7 @@ export class Browser {
     const browser = new Browser();
     browser.chromium = await chromium.launch({
       executablePath: CHROMIUM,
-      args: ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync"],
+      args: CHROMIUM_ARGS,
     });
     return browser;
   }

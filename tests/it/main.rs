@@ -32,5 +32,6 @@ mod progressive;
 mod queue;
 mod recipes;
 mod streams;
+mod tls;
 mod train;
 mod world_size;

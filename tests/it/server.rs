@@ -51,13 +51,21 @@ pub(crate) fn free_port() -> u16 {
         .expect("one of 10 000 ports is free")
 }
 
+/// Clients of the tests that are given no TLS settings take these.
+fn cryptography() {
+    // Only the first call of a process has an effect.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
 /// The program, on nobody's terminal, with no environment of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
+    cryptography();
     let mut command = Command::new(LOCKSTEP);
     command.stdin(Stdio::null());
     for name in [
         "LOCKSTEP_DATABASE",
         "LOCKSTEP_SERVER",
+        "LOCKSTEP_CA_FILE",
         "LOCKSTEP_TOKEN",
         "LOCKSTEP_LOG",
         "RANK",
@@ -127,6 +135,7 @@ impl Server {
         by: &[&str],
         prepare: impl FnOnce(&Path),
     ) -> Self {
+        cryptography();
         let port = free_port();
         let mut server = Self {
             url: format!("http://127.0.0.1:{port}"),

@@ -22,4 +22,5 @@ pub mod report;
 pub mod schedule;
 pub mod supervisor;
 pub mod tensors;
+pub mod tls;
 pub mod train;

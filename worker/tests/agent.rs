@@ -92,6 +92,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     };
     let options = Options {
         server: String::new(),
+        ca_file: None,
         token: None,
         name: Some("test".into()),
         dir: dir.join("agent"),

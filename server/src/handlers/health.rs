@@ -23,9 +23,10 @@ pub(crate) async fn healthz() -> &'static str {
 
 /// Jobs can be stored now
 ///
-/// Something is written to the database and to the data directory, so a disk that is full or read-only is reported.
+/// Something is written to the database and to the data directory, so a disk that is full or read-only is reported. What needs
+/// attention but does not keep jobs from being stored, such as a certificate that ends soon, is on lines of its own.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
-pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
+pub(crate) async fn readyz(State(app): State<App>) -> Result<String> {
     // Whatever the database says of a row that is sound: nothing can be written.
     app.store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![app.config.data_dir.join("jobs")];
@@ -35,7 +36,9 @@ pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
     for probed in folders.collect::<Vec<_>>() {
         probed.await.map_err(|e| Error::Internal(e.to_string()))??;
     }
-    Ok("ready\n")
+    let warnings =
+        app.ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
+    Ok(warnings.iter().fold("ready\n".to_owned(), |text, remark| format!("{text}note: {remark}\n")))
 }
 
 /// Writes a file and removes it.

@@ -57,6 +57,8 @@ impl TestServer {
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
+        // Clients that are given no TLS settings take these.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let mut config = config(&dir);
         config.database = database_of(&dir);
         change(&mut config);

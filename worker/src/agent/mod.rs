@@ -1,6 +1,7 @@
 //! The agent, one per machine: connects to a server, starts and watches ranks as the server orders, and reports what they
 //! record. It may die at any moment: ranks continue to train, and the next agent on the same folder adopts them.
 
+mod address;
 mod attempt;
 mod lease;
 pub mod machine;
@@ -13,6 +14,7 @@ mod slots;
 pub mod state_dir;
 
 use crate::{fence::Fence, host, supervisor::RankProcess};
+use address::Address;
 use attempt::{Attempt, Order, Surroundings};
 use lease::Lease;
 use lockstep_protocol::{
@@ -44,8 +46,10 @@ const MEASURE_EVERY: Duration = Duration::from_secs(5);
 /// How an agent runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// `http://HOST:PORT` (or `ws://`).
+    /// `http://HOST:PORT` or `https://HOST:PORT`.
     pub server: String,
+    /// Authorities that are trusted besides the system's, for `https` (PEM).
+    pub ca_file: Option<PathBuf>,
     /// Sent as `Authorization: Bearer`.
     pub token: Option<String>,
     /// Shown on the dashboard; the host's name when absent.
@@ -106,7 +110,8 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = session::request(&options.server, options.token.as_deref()).map_err(AgentError::Wrong)?;
+    let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
+        .map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
@@ -182,7 +187,7 @@ enum Turn {
 }
 
 impl Agent {
-    async fn serve(&mut self, server: &str, request: &session::Address) -> Result<(), AgentError> {
+    async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut pause = RETRY.0;
         let mut complained = false;

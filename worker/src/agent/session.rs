@@ -2,11 +2,12 @@
 
 use super::{
     Agent, Signals, Turn,
+    address::Address,
     attempt::{Attempt, Order},
     machine,
     outbox::Outbox,
 };
-use crate::inspect;
+use crate::{inspect, tls};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
@@ -20,12 +21,7 @@ use std::{
 use tokio::{net::TcpStream, task::JoinSet, time};
 use tokio_tungstenite::{
     MaybeTlsStream, WebSocketStream,
-    tungstenite::{
-        self, Message,
-        client::IntoClientRequest,
-        handshake::client::Request,
-        http::{HeaderValue, header::AUTHORIZATION},
-    },
+    tungstenite::{self, Message},
 };
 
 /// How often the ranks' files are read: a point is sent at most this long after it was written.
@@ -41,37 +37,6 @@ const SILENCE: Duration = Duration::from_secs(5);
 const CROSSING: Duration = Duration::from_secs(5);
 
 type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
-
-/// Where the server listens for agents.
-#[derive(Debug)]
-pub(super) struct Address(Request);
-
-/// The address of the agents' websocket on `server`.
-///
-/// # Errors
-/// How a server's address has to be written.
-pub(super) fn request(server: &str, token: Option<&str>) -> Result<Address, String> {
-    let base = server.trim_end_matches('/');
-    let base = match base.split_once("://") {
-        Some(("http" | "ws", rest)) => format!("ws://{rest}"),
-        Some(("https" | "wss", _)) => {
-            return Err(format!(
-                "--server {server}: this build speaks no TLS; use an SSH tunnel and http://127.0.0.1:PORT"
-            ));
-        }
-        Some(_) => return Err(format!("--server {server}: write an address such as http://127.0.0.1:7070")),
-        None => format!("ws://{base}"),
-    };
-    let mut request = format!("{base}/api/v1/agent/socket")
-        .into_client_request()
-        .map_err(|e| format!("--server {server}: {e}; write an address such as http://127.0.0.1:7070"))?;
-    if let Some(token) = token {
-        let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
-            .map_err(|_| "the token has characters that no token has".to_owned())?;
-        request.headers_mut().insert(AUTHORIZATION, value);
-    }
-    Ok(Address(request))
-}
 
 /// Why a session is over.
 #[derive(Debug)]
@@ -99,15 +64,19 @@ impl Session {
     /// # Errors
     /// Why there is no connection.
     pub(super) async fn connect(address: &Address) -> Result<Self, String> {
-        let connecting = tokio_tungstenite::connect_async_with_config(address.0.clone(), None, true);
+        let connector = Some(address.connector()?);
+        let request = address.request().clone();
+        let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),
             Ok(Err(tungstenite::Error::Http(answer))) => {
-                let body = answer.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
-                Err(format!("it answered {} {}", answer.status(), body.trim()))
+                let body = answer.body().as_deref().unwrap_or_default();
+                Err(format!("it answered {} {}", answer.status(), detail(body)))
             }
-            Ok(Err(error)) => Err(error.to_string()),
+            Ok(Err(error)) => {
+                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()))
+            }
         }
     }
 
@@ -161,6 +130,15 @@ impl Session {
             Ok(None) => Outcome::Lost { reason: "it answered in an unknown way".into(), welcomed: false },
             Err(reason) => Outcome::Lost { reason, welcomed: false },
         }
+    }
+}
+
+/// What a problem (RFC 9457) says; the body itself when it is none.
+fn detail(body: &[u8]) -> String {
+    let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    match problem.get("detail").and_then(serde_json::Value::as_str) {
+        Some(detail) => detail.to_owned(),
+        None => String::from_utf8_lossy(body).trim().to_owned(),
     }
 }
 

@@ -1,0 +1,211 @@
+//! Addresses as they are given on the command line and in headers: the server's public URL, the networks of trusted proxies.
+
+use std::{
+    fmt,
+    net::{IpAddr, SocketAddr},
+    str::FromStr,
+};
+
+/// The address under which people and programs reach the server: `https://lockstep.example.org`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PublicUrl {
+    https: bool,
+    /// In lower case, without brackets.
+    host: String,
+    /// Only when it is not the scheme's own.
+    port: Option<u16>,
+}
+
+impl PublicUrl {
+    /// Whether it begins with `https`.
+    pub fn is_https(&self) -> bool {
+        self.https
+    }
+
+    /// The name or address in it, without brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+}
+
+/// As an `Origin` header has it: without a path.
+impl fmt::Display for PublicUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.https { "https://" } else { "http://" })?;
+        match self.host.contains(':') {
+            true => write!(f, "[{}]", self.host)?,
+            false => f.write_str(&self.host)?,
+        }
+        self.port.map_or(Ok(()), |port| write!(f, ":{port}"))
+    }
+}
+
+impl FromStr for PublicUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| Err(format!("{why}; an example is https://lockstep.example.org"));
+        let (https, rest) = match text.split_once("://") {
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => (true, rest),
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => (false, rest),
+            _ => return wrong("it begins with https:// or http://"),
+        };
+        let authority = rest.strip_suffix('/').unwrap_or(rest);
+        if authority.contains(['/', '?', '#']) {
+            return wrong("it has no path: the dashboard is served at the root of its host");
+        }
+        let Some((host, port)) = host_and_port(authority) else { return wrong("it has no host") };
+        let usual = if https { 443 } else { 80 };
+        Ok(Self { https, host: host.to_ascii_lowercase(), port: port.filter(|port| *port != usual) })
+    }
+}
+
+/// `host`, `host:port`, `[v6]` or `[v6]:port`; the host without brackets.
+pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, port) = rest.split_once(']')?;
+            host.parse::<std::net::Ipv6Addr>().ok()?;
+            (host, port)
+        }
+        None => {
+            let (host, port) = authority.split_at(authority.find(':').unwrap_or(authority.len()));
+            let name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+            if host.is_empty() || !host.bytes().all(name) {
+                return None;
+            }
+            (host, port)
+        }
+    };
+    match port.strip_prefix(':') {
+        Some(digits) if digits.bytes().all(|b| b.is_ascii_digit()) => {
+            Some((host, Some(digits.parse().ok()?)))
+        }
+        None if port.is_empty() => Some((host, None)),
+        _ => None,
+    }
+}
+
+/// A network: `10.0.0.0/8`, or a single address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Network {
+    address: IpAddr,
+    prefix: u8,
+}
+
+impl Network {
+    /// Whether an address is in it.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let same = |a: u128, b: u128, bits: u8| {
+            let shift = u32::from(bits - self.prefix);
+            a >> shift == b >> shift
+        };
+        match (self.address, address.to_canonical()) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => same(a.to_bits().into(), b.to_bits().into(), 32),
+            (IpAddr::V6(a), IpAddr::V6(b)) => same(a.to_bits(), b.to_bits(), 128),
+            _ => false,
+        }
+    }
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (address, prefix) = text.split_once('/').map_or((text, None), |(a, p)| (a, Some(p)));
+        let address: IpAddr =
+            address.parse().map_err(|_| format!("{address:?} is no address; an example is 10.0.0.0/8"))?;
+        let longest = if address.is_ipv4() { 32 } else { 128 };
+        let prefix = match prefix {
+            None => longest,
+            Some(prefix) => prefix
+                .parse()
+                .ok()
+                .filter(|prefix| *prefix <= longest)
+                .ok_or_else(|| format!("/{prefix} is no length of a network: 1 to {longest}"))?,
+        };
+        if prefix == 0 {
+            return Err(
+                "a network of all addresses would let everybody choose the address that they come from"
+                    .into(),
+            );
+        }
+        Ok(Self { address, prefix })
+    }
+}
+
+/// An address as `X-Forwarded-For` has it: alone, or with a port.
+pub(crate) fn forwarded_address(text: &str) -> Option<IpAddr> {
+    let text = text.trim();
+    let alone = || text.parse().ok();
+    let bracketed = || text.strip_prefix('[')?.strip_suffix(']')?.parse().ok().map(IpAddr::V6);
+    let with_port = || text.parse::<SocketAddr>().ok().map(|address| address.ip());
+    alone().or_else(bracketed).or_else(with_port).map(|address: IpAddr| address.to_canonical())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_public_url_is_an_origin() {
+        for (text, origin) in [
+            ("https://Lockstep.example.org/", "https://lockstep.example.org"),
+            ("https://a:443", "https://a"),
+            ("http://a:443", "http://a:443"),
+            ("HTTP://10.0.0.7:80", "http://10.0.0.7"),
+            ("https://[2001:db8::7]:8443/", "https://[2001:db8::7]:8443"),
+        ] {
+            assert_eq!(text.parse::<PublicUrl>().unwrap().to_string(), origin);
+        }
+        for text in [
+            "lockstep.example.org",
+            "ftp://a",
+            "https://",
+            "https:///",
+            "https://a/b",
+            "https://a?b",
+            "https://u@a",
+            "https://a:x",
+            "https://a:70000",
+            "https://[::1",
+            "https://a b",
+            "https://2001:db8::7",
+        ] {
+            assert!(text.parse::<PublicUrl>().unwrap_err().contains("example"), "{text}");
+        }
+    }
+
+    #[test]
+    fn networks_contain_their_addresses() {
+        let inside = |network: &str, address: &str| {
+            network.parse::<Network>().unwrap().contains(address.parse().unwrap())
+        };
+        assert!(inside("10.0.0.0/8", "10.255.0.1") && !inside("10.0.0.0/8", "11.0.0.1"));
+        assert!(inside("10.1.2.3", "10.1.2.3") && !inside("10.1.2.3", "10.1.2.4"));
+        assert!(inside("10.1.2.3/31", "10.1.2.2") && inside("128.0.0.0/1", "255.0.0.1"));
+        assert!(inside("10.0.0.0/8", "::ffff:10.0.0.1"), "as a socket of both families tells it");
+        assert!(inside("2001:db8::/32", "2001:db8:1::1") && !inside("2001:db8::/32", "2001:db9::1"));
+        assert!(!inside("10.0.0.0/8", "2001:db8::1") && !inside("::1", "127.0.0.1"));
+        for text in ["", "10.0.0.0/33", "10.0.0.0/x", "::/129", "0.0.0.0/0", "::/0", "10.0.0/8", "a"] {
+            assert!(text.parse::<Network>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn forwarded_addresses_may_have_ports() {
+        for (text, address) in [
+            (" 10.0.0.1 ", "10.0.0.1"),
+            ("10.0.0.1:8080", "10.0.0.1"),
+            ("2001:db8::1", "2001:db8::1"),
+            ("[2001:db8::1]:8080", "2001:db8::1"),
+            ("[2001:db8::1]", "2001:db8::1"),
+            ("::ffff:10.0.0.1", "10.0.0.1"),
+        ] {
+            assert_eq!(forwarded_address(text), Some(address.parse().unwrap()), "{text}");
+        }
+        for text in ["", "unknown", "_hidden", "10.0.0.1, 10.0.0.2", "10.0.0.256"] {
+            assert_eq!(forwarded_address(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! An answer under way: its connection is in use until it is sent to its end, and its bytes are counted.
+
+use super::{Connection, lock};
+use crate::access_log::Line;
+use axum::body::Body;
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Instant,
+};
+
+/// Held from the head of a request to the end of its answer.
+pub(super) struct Answering(Arc<Connection>);
+
+impl Answering {
+    pub(super) fn begin(connection: &Arc<Connection>) -> Self {
+        lock(&connection.state).requests += 1;
+        Self(connection.clone())
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.requests -= 1;
+        state.idle_since = Instant::now();
+    }
+}
+
+/// The body of an answer, which ends the answering when it is sent or given up.
+pub(super) struct Counted {
+    pub(super) body: Body,
+    pub(super) line: Option<Box<Line>>,
+    pub(super) _answering: Answering,
+}
+
+impl http_body::Body for Counted {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        if let (Some(line), Poll::Ready(Some(Ok(frame)))) = (&mut self.line, &frame) {
+            line.bytes += frame.data_ref().map_or(0, Bytes::len) as u64;
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

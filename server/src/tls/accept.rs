@@ -1,0 +1,72 @@
+//! The beginning of a TLS connection, within a time. Whoever speaks plain HTTP here is told so.
+
+use crate::error::Error;
+use axum::response::IntoResponse;
+use std::time::Duration;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+/// Of a plain request, what is read before it is answered.
+const HEAD_BYTES: usize = 16 << 10;
+/// After an answer in clear, for its reader to take it.
+const LAST_BYTES: Duration = Duration::from_secs(1);
+
+/// Makes a connection a TLS one; none when its client does not speak TLS, or not in time.
+pub(crate) async fn accept(
+    acceptor: &TlsAcceptor,
+    stream: TcpStream,
+    patience: Duration,
+) -> Option<TlsStream<TcpStream>> {
+    let work = async {
+        let mut first = [0];
+        if stream.peek(&mut first).await.ok()? == 0 {
+            return None;
+        }
+        // A TLS connection begins with the byte 22, a request with the name of a method.
+        if first[0].is_ascii_uppercase() {
+            answer_plain(stream).await;
+            return None;
+        }
+        match acceptor.accept(stream).await {
+            Ok(stream) => Some(stream),
+            Err(error) => {
+                tracing::debug!(%error, "a TLS handshake failed");
+                None
+            }
+        }
+    };
+    tokio::time::timeout(patience, work).await.ok().flatten()
+}
+
+/// Reads a request's head and answers 400.
+async fn answer_plain(mut stream: TcpStream) {
+    let mut head = Vec::new();
+    while !head.windows(4).any(|end| end == b"\r\n\r\n") && head.len() < HEAD_BYTES {
+        match stream.read_buf(&mut head).await {
+            Ok(0) | Err(_) => break,
+            Ok(_) => {}
+        }
+    }
+    let detail = "this port speaks HTTPS and the request came as plain HTTP; write https:// instead of http:// in the address";
+    let response = Error::BadRequest(detail.into()).into_response();
+    let Ok(body) = axum::body::to_bytes(response.into_body(), HEAD_BYTES).await else { return };
+    let answer = format!(
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\ncontent-length: {}\r\ncache-control: \
+         no-store\r\nconnection: close\r\n\r\n",
+        body.len()
+    );
+    let told = async {
+        stream.write_all(answer.as_bytes()).await?;
+        stream.write_all(&body).await?;
+        stream.shutdown().await?;
+        // Closing with something unread would take the answer from its reader.
+        let mut rest = [0; 1024];
+        while stream.read(&mut rest).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    // Whoever has gone need not be told.
+    let _ = tokio::time::timeout(LAST_BYTES, told).await;
+}

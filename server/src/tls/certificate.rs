@@ -1,0 +1,285 @@
+//! What a certificate says: its names, when it begins and ends, and who it is for. Read from its DER encoding (X.690, RFC 5280);
+//! whether it is to be trusted is for clients to decide, so no signature is checked here.
+
+use jiff::Timestamp;
+use std::{fmt, net::IpAddr};
+
+/// A name that a certificate is for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Name {
+    /// As it stands there; the first label may be `*`.
+    Dns(String),
+    /// An address.
+    Address(IpAddr),
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Name::Dns(name) => f.write_str(name),
+            Name::Address(address) => address.fmt(f),
+        }
+    }
+}
+
+impl Name {
+    /// Whether `host` (without port and brackets) is meant by it. A `*` stands for one label.
+    pub fn matches(&self, host: &str) -> bool {
+        match self {
+            Name::Address(address) => host.parse() == Ok(*address),
+            Name::Dns(name) => match name.strip_prefix("*.") {
+                Some(rest) => host.split_once('.').is_some_and(|(label, parent)| {
+                    !label.is_empty() && parent.eq_ignore_ascii_case(rest) && host.parse::<IpAddr>().is_err()
+                }),
+                None => name.eq_ignore_ascii_case(host),
+            },
+        }
+    }
+}
+
+/// What a certificate says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Facts {
+    /// The subject's common name, when the subject is nothing else.
+    pub common_name: Option<String>,
+    /// It is not to be trusted before.
+    pub not_before: Timestamp,
+    /// It is not to be trusted after.
+    pub not_after: Timestamp,
+    /// The subject alternative names: what clients compare an address with.
+    pub names: Vec<Name>,
+}
+
+impl Facts {
+    /// Reads a certificate; none when it is no X.509 certificate.
+    pub fn read(der: &[u8]) -> Option<Self> {
+        let mut certificate = Der(Der(der).take(SEQUENCE)?);
+        let mut fields = Der(certificate.take(SEQUENCE)?);
+        if fields.tag() == Some(VERSION) {
+            fields.next()?;
+        }
+        fields.take(INTEGER)?;
+        let _signature = fields.take(SEQUENCE)?;
+        let _issuer = fields.take(SEQUENCE)?;
+        let mut validity = Der(fields.take(SEQUENCE)?);
+        let (not_before, not_after) = (time(validity.next()?)?, time(validity.next()?)?);
+        let common_name = common_name(fields.take(SEQUENCE)?);
+        let _public_key = fields.take(SEQUENCE)?;
+        let mut names = Vec::new();
+        while let Some((tag, content)) = fields.next() {
+            if tag == EXTENSIONS {
+                names = alternative_names(content)?;
+            }
+        }
+        Some(Self { common_name, not_before, not_after, names })
+    }
+
+    /// Whole days until it ends; 0 when it has.
+    pub fn days_left(&self, now: Timestamp) -> i64 {
+        (self.not_after.as_second() - now.as_second()).max(0) / DAY
+    }
+
+    /// Whether it ends soon: fewer days are left than 90, or than a quarter of its life where that is short.
+    pub fn ends_soon(&self, now: Timestamp) -> bool {
+        let left = self.not_after.as_second() - now.as_second();
+        let life = self.not_after.as_second() - self.not_before.as_second();
+        left < (90 * DAY).min(life / 4)
+    }
+
+    /// The names in one line.
+    pub fn names_in_words(&self) -> String {
+        self.names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    }
+}
+
+const DAY: i64 = 24 * 3600;
+
+const INTEGER: u8 = 0x02;
+const OCTETS: u8 = 0x04;
+const OBJECT_ID: u8 = 0x06;
+const UTC_TIME: u8 = 0x17;
+const GENERALIZED_TIME: u8 = 0x18;
+const SEQUENCE: u8 = 0x30;
+const SET: u8 = 0x31;
+const VERSION: u8 = 0xa0;
+const EXTENSIONS: u8 = 0xa3;
+const DNS_NAME: u8 = 0x82;
+const IP_ADDRESS: u8 = 0x87;
+/// 2.5.4.3
+const COMMON_NAME_ID: &[u8] = &[0x55, 0x04, 0x03];
+/// 2.5.29.17
+const ALTERNATIVE_NAMES_ID: &[u8] = &[0x55, 0x1d, 0x11];
+
+/// Elements one after another: tag, length, content.
+struct Der<'a>(&'a [u8]);
+
+impl<'a> Der<'a> {
+    fn tag(&self) -> Option<u8> {
+        self.0.first().copied()
+    }
+
+    fn next(&mut self) -> Option<(u8, &'a [u8])> {
+        let (&tag, rest) = self.0.split_first()?;
+        let (&first, rest) = rest.split_first()?;
+        let (length, rest) = match first {
+            0..=0x7f => (usize::from(first), rest),
+            // More than four bytes of length are longer than any file that is read.
+            0x81..=0x84 => {
+                let (length, rest) = rest.split_at_checked(usize::from(first - 0x80))?;
+                (length.iter().fold(0, |all, &byte| all << 8 | usize::from(byte)), rest)
+            }
+            _ => return None,
+        };
+        let (content, rest) = rest.split_at_checked(length)?;
+        self.0 = rest;
+        Some((tag, content))
+    }
+
+    fn take(&mut self, wanted: u8) -> Option<&'a [u8]> {
+        self.next().filter(|(tag, _)| *tag == wanted).map(|(_, content)| content)
+    }
+}
+
+/// `YYMMDDhhmmssZ` until 2049, `YYYYMMDDhhmmssZ` otherwise.
+fn time((tag, content): (u8, &[u8])) -> Option<Timestamp> {
+    let text = std::str::from_utf8(content).ok()?.strip_suffix('Z')?;
+    let (year, rest) = match tag {
+        UTC_TIME => {
+            let (year, rest) = text.split_at_checked(2)?;
+            let year: u16 = year.parse().ok()?;
+            (if year < 50 { 2000 + year } else { 1900 + year }, rest)
+        }
+        GENERALIZED_TIME => {
+            let (year, rest) = text.split_at_checked(4)?;
+            (year.parse().ok()?, rest)
+        }
+        _ => return None,
+    };
+    if rest.len() != 10 || !rest.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    // "Never ends" is the last second of the year 9999, which is later than the latest time there is here.
+    if year == 9999 {
+        return Some(Timestamp::MAX);
+    }
+    let two = |at: usize| &rest[at..at + 2];
+    let (month, day, hour, minute, second) = (two(0), two(2), two(4), two(6), two(8));
+    format!("{year:04}-{month}-{day}T{hour}:{minute}:{second}Z").parse().ok()
+}
+
+fn common_name(subject: &[u8]) -> Option<String> {
+    let mut parts = Der(subject);
+    let mut attributes = Der(parts.take(SET)?);
+    let mut attribute = Der(attributes.take(SEQUENCE)?);
+    let is_it = attribute.take(OBJECT_ID)? == COMMON_NAME_ID;
+    let (_, text) = attribute.next()?;
+    let alone = parts.0.is_empty() && attributes.0.is_empty();
+    (is_it && alone).then(|| String::from_utf8(text.to_vec()).ok())?
+}
+
+fn alternative_names(extensions: &[u8]) -> Option<Vec<Name>> {
+    let mut extensions = Der(Der(extensions).take(SEQUENCE)?);
+    let mut names = Vec::new();
+    while let Some((_, extension)) = extensions.next() {
+        let mut parts = Der(extension);
+        if parts.take(OBJECT_ID)? != ALTERNATIVE_NAMES_ID {
+            continue;
+        }
+        // Whether it is critical may stand before.
+        let mut content = None;
+        while let Some((tag, part)) = parts.next() {
+            content = (tag == OCTETS).then_some(part).or(content);
+        }
+        let mut all = Der(Der(content?).take(SEQUENCE)?);
+        while let Some((tag, name)) = all.next() {
+            match tag {
+                DNS_NAME => names.push(Name::Dns(String::from_utf8(name.to_vec()).ok()?)),
+                IP_ADDRESS => names.push(Name::Address(address(name)?)),
+                _ => {}
+            }
+        }
+    }
+    Some(names)
+}
+
+fn address(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
+        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{CertificateParams, DnType, KeyPair, date_time_ymd};
+
+    fn certificate(change: impl FnOnce(&mut CertificateParams)) -> Vec<u8> {
+        let names = ["lockstep.example.org", "*.lab.example", "10.1.2.3", "2001:db8::7"].map(str::to_owned);
+        let mut params = CertificateParams::new(names).unwrap();
+        params.not_before = date_time_ymd(2026, 2, 3);
+        params.not_after = date_time_ymd(2027, 2, 3);
+        change(&mut params);
+        params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
+    }
+
+    #[test]
+    fn what_a_certificate_says_is_read() {
+        let facts = Facts::read(&certificate(|_| {})).unwrap();
+        assert_eq!(facts.not_before, "2026-02-03T00:00:00Z".parse().unwrap());
+        assert_eq!(facts.not_after, "2027-02-03T00:00:00Z".parse().unwrap());
+        assert_eq!(facts.names_in_words(), "lockstep.example.org, *.lab.example, 10.1.2.3, 2001:db8::7");
+        assert_eq!(facts.common_name.as_deref(), Some("rcgen self signed cert"));
+        let far = Facts::read(&certificate(|p| p.not_after = date_time_ymd(2080, 1, 1))).unwrap();
+        assert_eq!(far.not_after, "2080-01-01T00:00:00Z".parse().unwrap());
+        let subject = |p: &mut CertificateParams| p.distinguished_name.push(DnType::OrganizationName, "Lab");
+        assert_eq!(Facts::read(&certificate(subject)).unwrap().common_name, None);
+        assert_eq!(Facts::read(&certificate(|p| p.subject_alt_names.clear())).unwrap().names, []);
+    }
+
+    #[test]
+    fn what_is_no_certificate_is_refused_wherever_it_breaks_off() {
+        let whole = certificate(|_| {});
+        for length in 0..whole.len() {
+            assert_eq!(Facts::read(&whole[..length]), None, "{length}");
+        }
+        // Whatever a byte is, nothing panics.
+        for at in 0..whole.len() {
+            for byte in [0, 0x30, 0x7f, 0x80, 0x84, 0xff] {
+                let mut torn = whole.clone();
+                torn[at] = byte;
+                let _ = Facts::read(&torn);
+            }
+        }
+    }
+
+    #[test]
+    fn a_star_stands_for_one_label() {
+        let star = Name::Dns("*.lab.example".into());
+        for (host, fits) in [
+            ("a.lab.example", true),
+            ("A.LAB.example", true),
+            ("lab.example", false),
+            ("a.b.lab.example", false),
+            (".lab.example", false),
+        ] {
+            assert_eq!(star.matches(host), fits, "{host}");
+        }
+        assert!(Name::Address("::1".parse().unwrap()).matches("0:0:0:0:0:0:0:1"));
+    }
+
+    #[test]
+    fn soon_is_90_days_or_a_quarter_of_a_short_life() {
+        let facts = |days: i64| Facts {
+            common_name: None,
+            not_before: Timestamp::UNIX_EPOCH,
+            not_after: Timestamp::from_second(days * DAY).unwrap(),
+            names: Vec::new(),
+        };
+        let at = |day: i64| Timestamp::from_second(day * DAY).unwrap();
+        assert!(!facts(400).ends_soon(at(310)) && facts(400).ends_soon(at(311)));
+        assert!(!facts(80).ends_soon(at(60)) && facts(80).ends_soon(at(61)));
+        assert_eq!((facts(80).days_left(at(61)), facts(80).days_left(at(90))), (19, 0));
+    }
+}

@@ -1,0 +1,197 @@
+//! Where the server listens, and what comes to a port with TLS: from other machines, past the proxy, in another protocol, and never
+//! to the end.
+
+use crate::{
+    test_server::{DEADLINE, TestServer, config},
+    tls::{Files, http, refused, text, with_tls},
+};
+use lockstep_server::{ServeConfig, tls::addresses};
+use rustls::pki_types::ServerName;
+use std::{
+    fs,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
+    time::timeout,
+};
+use tokio_rustls::TlsConnector;
+
+#[tokio::test]
+async fn other_machines_are_let_in_by_name_of_how() {
+    let files = Files::new();
+    let tls = files.issue("server", |_| {});
+    let dir = tempfile::tempdir().unwrap();
+    let everywhere = |change: &dyn Fn(&mut ServeConfig)| {
+        let mut config = config(&dir);
+        config.listen = "0.0.0.0:0".parse().unwrap();
+        change(&mut config);
+        config
+    };
+    let open = refused(everywhere(&|c| c.tls = Some(tls.clone()))).await;
+    assert!(open.contains("token"), "{open}");
+    let clear = refused(everywhere(&|c| c.authenticates = true)).await;
+    for word in ["--tls-cert", "--tls-own-ca", "--trusted-proxy", "--insecure-http"] {
+        assert!(clear.contains(word), "{word}: {clear}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is touched");
+    type Change = Box<dyn Fn(&mut ServeConfig)>;
+    let ways: [Change; 3] = [
+        Box::new(move |c| c.tls = Some(tls.clone())),
+        Box::new(|c| c.insecure_http = true),
+        Box::new(|c| c.trusted_proxies = vec!["192.0.2.200".parse().unwrap()]),
+    ];
+    for way in ways {
+        let server = TestServer::with(|c| {
+            c.listen = "0.0.0.0:0".parse().unwrap();
+            c.authenticates = true;
+            way(c);
+        })
+        .await;
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn behind_a_proxy_nobody_comes_past_it() {
+    // Without an address that is not loopback there is nothing to come past.
+    let Some(outside) = addresses().into_iter().find(|a| a.is_ipv4()) else { return };
+    let open = |proxies: &str, insecure: bool| {
+        let proxies = vec![proxies.parse().unwrap()];
+        TestServer::with(move |c| {
+            c.listen = "0.0.0.0:0".parse().unwrap();
+            c.authenticates = true;
+            c.insecure_http = insecure;
+            c.trusted_proxies = proxies;
+        })
+    };
+    let ask = async |server: &TestServer| {
+        let url = format!("http://{outside}:{}/healthz", server.address.port());
+        server.http.get(url).send().await.unwrap().status().as_u16()
+    };
+    let server = open("203.0.113.1", false).await;
+    assert_eq!(ask(&server).await, 403);
+    let url = format!("http://127.0.0.1:{}/healthz", server.address.port());
+    assert_eq!(server.http.get(url).send().await.unwrap().status().as_u16(), 200, "this machine itself");
+    server.stop().await;
+    let server = open(&outside.to_string(), false).await;
+    assert_eq!(ask(&server).await, 200, "the proxy itself, by the address that it connects to");
+    server.stop().await;
+    let server = open("203.0.113.1", true).await;
+    assert_eq!(ask(&server).await, 200, "in clear by name");
+    server.stop().await;
+}
+
+async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(bytes).await.unwrap();
+    let mut answer = Vec::new();
+    // An end by reset is an end as well.
+    let _ = timeout(DEADLINE, stream.read_to_end(&mut answer)).await.expect("it is ended");
+    answer
+}
+
+#[tokio::test]
+async fn what_is_no_tls_is_answered_or_ended() {
+    let files = Files::new();
+    let server =
+        with_tls(files.issue("server", |_| {}), |c| c.handshake_patience = Duration::from_millis(600)).await;
+    let plain = reqwest::Client::new().get(server.url("/api/v1/jobs")).send().await.unwrap();
+    assert_eq!(plain.status().as_u16(), 400);
+    assert_eq!(plain.headers()["content-type"], "application/problem+json");
+    assert!(plain.text().await.unwrap().contains("https://"));
+    let post = reqwest::Client::new()
+        .post(server.url("/api/v1/jobs"))
+        .body(vec![b'x'; 1 << 20])
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(post.status().as_u16(), 400, "also before a body is read");
+    let upgrade = b"GET /api/v1/stream HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\n\r\n";
+    assert!(answer_to(server.address, upgrade).await.starts_with(b"HTTP/1.1 400"));
+    for garbage in
+        [&b"\0\0\0\0garbage"[..], b"\x16\x03\x01\xff\xff", b"ssh-2.0", &[0x16; 4000], b"\x16", b"GET / HT"]
+    {
+        let answer = answer_to(server.address, garbage).await;
+        assert!(!answer.windows(3).any(|w| w == b"200"), "{garbage:?}: {answer:?}");
+    }
+    let began = Instant::now();
+    answer_to(server.address, b"").await;
+    assert!(began.elapsed() >= Duration::from_millis(600), "the whole time is given");
+    assert_eq!(text(&http(&files.client()), &server, "/healthz").await.0, 200);
+    server.stop().await;
+}
+
+/// Connects from an address of loopback, of which there are 16 million.
+async fn from(source: [u8; 4], to: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((source, 0).into()).unwrap();
+    timeout(DEADLINE, socket.connect(to)).await.expect("the kernel takes it in").unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thousand_half_open_connections_keep_nobody_out() {
+    let files = Files::new();
+    let server = with_tls(files.issue("server", |_| {}), |c| c.connections = Some(600)).await;
+    let config = files.client();
+    for of_one_address in [true, false] {
+        let mut half_open = Vec::new();
+        for n in 0..1000_u16 {
+            let [high, low] = n.to_be_bytes();
+            let source = if of_one_address { [127, 0, 0, 9] } else { [127, 7, high, low] };
+            let mut stream = from(source, server.address).await;
+            // Half of them have begun to speak.
+            if n % 2 == 0 {
+                stream.write_all(b"\x16\x03\x01").await.unwrap();
+            }
+            half_open.push(stream);
+        }
+        // Each of these is a new connection, from another address and from the same.
+        let mut longest = Duration::ZERO;
+        for source in [[127, 0, 0, 1], [127, 0, 0, 9], [127, 7, 0, 1]] {
+            let began = Instant::now();
+            let stream = from(source, server.address).await;
+            let name = ServerName::try_from("localhost").unwrap();
+            let connecting = TlsConnector::from(config.clone()).connect(name, stream);
+            let mut stream = timeout(DEADLINE, connecting).await.expect("in time").unwrap();
+            stream
+                .write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                .await
+                .unwrap();
+            let mut answer = Vec::new();
+            let _ = timeout(DEADLINE, stream.read_to_end(&mut answer)).await.expect("in time");
+            assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+            longest = longest.max(began.elapsed());
+        }
+        eprintln!("of one address: {of_one_address}: answered within {longest:?}");
+        assert!(longest < Duration::from_secs(2), "{longest:?}");
+        // Those that are not among the newest were ended, long before their time.
+        let mut ended = 0;
+        for stream in &mut half_open {
+            let mut byte = [0];
+            if timeout(Duration::from_millis(1), stream.read(&mut byte)).await.is_ok() {
+                ended += 1;
+            }
+        }
+        assert!(ended >= if of_one_address { 1000 - 64 } else { 1000 - 300 }, "{ended}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_agents_own_listener_is_loopback_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(&dir);
+    config.local_listener = Some(Arc::new(std::net::TcpListener::bind("0.0.0.0:0").unwrap()));
+    assert!(refused(config).await.contains("0.0.0.0"));
+    let files = Files::new();
+    let local_listener = Arc::new(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    let address = local_listener.local_addr().unwrap();
+    let server = with_tls(files.issue("server", |_| {}), |c| c.local_listener = Some(local_listener)).await;
+    let answer = server.http.get(format!("http://{address}/healthz")).send().await.unwrap();
+    assert_eq!(answer.status().as_u16(), 200);
+    server.stop().await;
+}

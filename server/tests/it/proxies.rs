@@ -1,0 +1,178 @@
+//! Behind a proxy: for whom it speaks, which names are the server's, how much an address may ask, and the access log.
+
+use crate::test_server::TestServer;
+use lockstep_server::AccessLogTo;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    time::{Duration, Instant},
+};
+use tokio_tungstenite::{
+    connect_async,
+    tungstenite::{self, client::IntoClientRequest},
+};
+
+const PUBLIC: &str = "https://lockstep.example.org";
+
+async fn behind(change: impl FnOnce(&mut lockstep_server::ServeConfig)) -> TestServer {
+    TestServer::with(|c| {
+        c.trusted_proxies = vec!["127.0.0.1".parse().unwrap()];
+        c.public_url = Some(PUBLIC.parse().unwrap());
+        change(c);
+    })
+    .await
+}
+
+#[tokio::test]
+async fn names_and_origins_are_those_of_the_public_url() {
+    let server = behind(|_| {}).await;
+    let get = |host: &str, forwarded: &[(&str, &str)]| {
+        let mut request = server.http.get(server.url("/healthz")).header("host", host);
+        for (name, value) in forwarded {
+            request = request.header(*name, *value);
+        }
+        async move { request.send().await.unwrap() }
+    };
+    for (host, forwarded, status) in [
+        ("lockstep.example.org", None, 200),
+        ("localhost", None, 200),
+        ("evil.example", None, 421),
+        ("127.0.0.1", Some("lockstep.example.org"), 200),
+        ("127.0.0.1", Some("evil.example"), 421),
+        ("evil.example", Some("lockstep.example.org"), 421),
+        ("127.0.0.1", Some("evil.example, lockstep.example.org"), 200),
+        ("127.0.0.1", Some("lockstep.example.org, evil.example"), 421),
+        ("lockstep.example.org.evil.example", None, 421),
+    ] {
+        let headers: Vec<_> = forwarded.map(|host| ("x-forwarded-host", host)).into_iter().collect();
+        let answer = get(host, &headers).await;
+        assert_eq!(answer.status().as_u16(), status, "{host} {forwarded:?}");
+        assert!(!answer.headers().contains_key("strict-transport-security"), "in clear nothing is strict");
+    }
+    // Strict for the public name under https, and for no other name of the machine.
+    let https = ("x-forwarded-proto", "https");
+    let strict = get("lockstep.example.org", &[https]).await;
+    assert_eq!(strict.headers()["strict-transport-security"], "max-age=31536000");
+    assert!(!get("localhost", &[https]).await.headers().contains_key("strict-transport-security"));
+
+    let post = async |origin: &str, proto: &str| {
+        let request = server.http.post(server.url("/api/v1/jobs")).header("host", "lockstep.example.org");
+        let request = request.header("origin", origin).header("x-forwarded-proto", proto);
+        server.send(request.json(&crate::test_server::spec())).await.0
+    };
+    // 422: the request is looked at; there is no dataset.
+    for (origin, proto, status) in [
+        (PUBLIC, "https", 422),
+        (PUBLIC, "http", 422),
+        ("http://lockstep.example.org", "https", 403),
+        ("https://evil.example", "https", 403),
+        ("https://lockstep.example.org.evil.example", "https", 403),
+        ("null", "https", 403),
+    ] {
+        assert_eq!(post(origin, proto).await, status, "{origin} {proto}");
+    }
+    for (origin, fine) in [(PUBLIC, true), ("https://evil.example", false)] {
+        let mut request = format!("ws://{}/api/v1/stream", server.address).into_client_request().unwrap();
+        request.headers_mut().insert("origin", origin.parse().unwrap());
+        request.headers_mut().insert("host", "lockstep.example.org".parse().unwrap());
+        match connect_async(request).await {
+            Ok(_) => assert!(fine, "{origin}"),
+            Err(tungstenite::Error::Http(answer)) => {
+                assert!(!fine && answer.status().as_u16() == 403, "{origin} {}", answer.status());
+            }
+            Err(error) => panic!("{origin}: {error}"),
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn nobody_but_the_proxy_is_believed() {
+    let server = TestServer::with(|c| {
+        c.trusted_proxies = vec!["192.0.2.77".parse().unwrap()];
+        c.public_url = Some(PUBLIC.parse().unwrap());
+    })
+    .await;
+    let request = server.http.get(server.url("/healthz")).header("x-forwarded-host", "localhost");
+    let request = request.header("host", "evil.example").header("x-forwarded-proto", "https");
+    assert_eq!(request.send().await.unwrap().status().as_u16(), 421);
+    let request = server.http.get(server.url("/healthz")).header("x-forwarded-proto", "https");
+    let answer = request.header("host", "lockstep.example.org").send().await.unwrap();
+    assert!(!answer.headers().contains_key("strict-transport-security"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_address_that_asks_too_much_is_told_when_to_ask_again() {
+    let server = behind(|c| c.requests_per_second = 5).await;
+    let ask = async |forwarded: &str| {
+        let request = server.http.get(server.url("/api/v1/jobs")).header("x-forwarded-for", forwarded);
+        request.send().await.unwrap()
+    };
+    let began = Instant::now();
+    let mut answered = 0;
+    // What the client itself sends stands left of what the proxy adds: it buys nothing.
+    let refused = loop {
+        let answer = ask(&format!("10.9.{}.{}, 203.0.113.7", answered / 256, answered % 256)).await;
+        if answer.status().as_u16() == 429 {
+            break answer;
+        }
+        assert_eq!(answer.status().as_u16(), 200);
+        answered += 1;
+        assert!(answered < 1000, "there is a limit");
+    };
+    let most = 50 + (began.elapsed().as_secs_f64() * 5.0).ceil() as u64;
+    assert!((50..=most).contains(&answered), "{answered} of {most}");
+    assert_eq!(refused.headers()["retry-after"], "1");
+    assert_eq!(refused.headers()["content-type"], "application/problem+json");
+    assert!(refused.headers().contains_key("content-security-policy"));
+    let text = refused.text().await.unwrap();
+    assert!(text.contains("429") && text.contains("--requests-per-second"), "{text}");
+    assert_eq!(ask("203.0.113.8").await.status().as_u16(), 200, "others are not touched");
+    let own = server.http.get(server.url("/api/v1/jobs")).send().await.unwrap();
+    assert_eq!(own.status().as_u16(), 200, "nor is this machine");
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    assert_eq!(ask("203.0.113.7").await.status().as_u16(), 200, "and it may again");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn every_request_is_a_line_of_the_access_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("access.log");
+    let to = path.clone();
+    let server = behind(|c| c.access_log = Some(AccessLogTo::File(to))).await;
+    let request = server.http.get(server.url("/api/v1/jobs?limit=7&token=hush"));
+    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let length = answer.bytes().await.unwrap().len();
+    server.http.get(server.url("/nothing")).header("host", "evil.example").send().await.unwrap();
+    drop(connect_async(format!("ws://{}/api/v1/stream", server.address)).await.unwrap());
+    let began = Instant::now();
+    let lines = loop {
+        let text = fs::read_to_string(&path).unwrap();
+        let lines: Vec<_> =
+            text.lines().map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect();
+        if lines.len() >= 3 {
+            break lines;
+        }
+        assert!(began.elapsed() < crate::test_server::DEADLINE, "{text}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    assert!(lines.iter().all(|line| line.len() == 8), "{lines:?}");
+    let line = |at: usize| lines[at][1..6].iter().map(String::as_str).collect::<Vec<_>>();
+    assert_eq!(line(0), ["203.0.113.7", "GET", "/api/v1/jobs?limit&token", "200", &length.to_string()]);
+    assert_eq!(line(1)[..4], ["127.0.0.1", "GET", "/nothing", "421"]);
+    assert_eq!(line(2)[..4], ["127.0.0.1", "GET", "/api/v1/stream", "101"]);
+    assert!(lines[0][0].parse::<jiff::Timestamp>().is_ok() && lines[0][6].parse::<f64>().is_ok());
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    server.stop().await;
+
+    let folder = TestServer::with(|_| {}).await.stop().await;
+    let mut config = lockstep_server::ServeConfig::new(folder.path());
+    config.listen.set_port(0);
+    config.access_log = Some(AccessLogTo::File(folder.path().to_owned()));
+    let error = lockstep_server::serve(config, |_| panic!("it must not start"), std::future::pending())
+        .await
+        .unwrap_err();
+    assert!(error.exit_code() == 2 && error.to_string().contains("--access-log"), "{error}");
+}

@@ -1,0 +1,286 @@
+//! Certificates of the server: from files that are renewed, of its own, and those that it refuses.
+
+use crate::test_server::{DEADLINE, TestServer, config};
+use futures_util::{SinkExt, StreamExt};
+use lockstep_server::{
+    ServeConfig, ServeError, TlsConfig, serve,
+    tls::{Facts, ca::Authority},
+};
+use rcgen::{CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, ServerName, pem::PemObject},
+};
+use std::{
+    fs,
+    net::SocketAddr,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tempfile::TempDir;
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::TlsConnector;
+use tokio_tungstenite::{Connector, connect_async_tls_with_config, tungstenite::Message};
+
+/// An authority that is not the server's, and files that it issued.
+pub struct Files {
+    pub dir: TempDir,
+    pub ca: CertifiedIssuer<'static, KeyPair>,
+}
+
+impl Files {
+    pub fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        params.distinguished_name.push(rcgen::DnType::CommonName, "an authority");
+        let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), ca }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Issues a certificate for `localhost` into `NAME.crt` and `NAME.key`.
+    pub fn issue(&self, name: &str, change: impl FnOnce(&mut CertificateParams)) -> TlsConfig {
+        let mut params = CertificateParams::new(["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();
+        change(&mut params);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.ca).unwrap();
+        let files = (self.path(&format!("{name}.crt")), self.path(&format!("{name}.key")));
+        fs::write(&files.0, certificate.pem()).unwrap();
+        fs::write(&files.1, key.serialize_pem()).unwrap();
+        fs::set_permissions(&files.1, fs::Permissions::from_mode(0o600)).unwrap();
+        TlsConfig::Files { certificate: files.0, key: files.1 }
+    }
+
+    /// Puts the files called `name` in the place of those called `of`, as a renewal does: one after the other.
+    fn replace(&self, of: &str, name: &str) {
+        for ending in ["crt", "key"] {
+            fs::rename(self.path(&format!("{name}.{ending}")), self.path(&format!("{of}.{ending}"))).unwrap();
+        }
+    }
+
+    pub fn client(&self) -> Arc<ClientConfig> {
+        trusting(self.ca.pem().as_bytes())
+    }
+}
+
+/// A client that trusts one authority.
+fn trusting(pem: &[u8]) -> Arc<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(pem).unwrap()).unwrap();
+    Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())
+}
+
+pub fn http(config: &Arc<ClientConfig>) -> reqwest::Client {
+    reqwest::Client::builder()
+        .tls_backend_preconfigured((**config).clone())
+        .timeout(DEADLINE)
+        .build()
+        .unwrap()
+}
+
+/// What the server shows a new connection.
+async fn served(address: SocketAddr, config: &Arc<ClientConfig>) -> Facts {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let name = ServerName::try_from("localhost").unwrap();
+    let stream = TlsConnector::from(config.clone()).connect(name, stream).await.unwrap();
+    let (_, session) = stream.get_ref();
+    assert_eq!(session.alpn_protocol(), None);
+    Facts::read(&session.peer_certificates().unwrap()[0]).unwrap()
+}
+
+pub async fn text(client: &reqwest::Client, server: &TestServer, path: &str) -> (u16, String) {
+    let url = format!("https://localhost:{}{path}", server.address.port());
+    let answer = client.get(url).send().await.unwrap();
+    (answer.status().as_u16(), answer.text().await.unwrap())
+}
+
+/// Asks until the answer is as wanted.
+async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
+    let start = Instant::now();
+    while !done().await {
+        assert!(start.elapsed() < DEADLINE, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+pub async fn with_tls(tls: TlsConfig, change: impl FnOnce(&mut ServeConfig)) -> TestServer {
+    TestServer::with(|c| {
+        c.tls = Some(tls);
+        c.certificate_check = Duration::from_millis(50);
+        change(c);
+    })
+    .await
+}
+
+#[tokio::test]
+async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_are_not() {
+    let files = Files::new();
+    let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
+    let (config, port) = (files.client(), server.address.port());
+    let client = http(&config);
+    assert_eq!(text(&client, &server, "/readyz").await, (200, "ready\n".into()));
+    let url = format!("wss://localhost:{port}/api/v1/stream");
+    let connector = Some(Connector::Rustls(config.clone()));
+    let (mut socket, _) = connect_async_tls_with_config(url, None, false, connector).await.unwrap();
+
+    let day = date_time_ymd(2093, 7, 1);
+    files.issue("next", |p| p.not_after = day);
+    files.replace("server", "next");
+    let renewed = "2093-07-01T00:00:00Z".parse().unwrap();
+    until("the new certificate", async || served(server.address, &config).await.not_after == renewed).await;
+
+    // A certificate whose key is another's, then no certificate at all: the last good one stays, and it is told.
+    files.issue("other", |_| {});
+    fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
+    let told = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);
+    until("it is told", async || told("not served").await && told("server.key").await).await;
+    fs::write(files.path("server.crt"), "broken").unwrap();
+    until("it is told", async || told("has no certificate").await).await;
+    assert_eq!(served(server.address, &config).await.not_after, renewed);
+    files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
+    files.replace("server", "soon");
+    until("80 days are few", async || told("ends in 79 days").await && !told("not served").await).await;
+
+    // What was connected before all this still is.
+    socket.send(Message::Ping("still".into())).await.unwrap();
+    let pong = async {
+        loop {
+            if let Message::Pong(bytes) = socket.next().await.unwrap().unwrap() {
+                break bytes;
+            }
+        }
+    };
+    assert_eq!(timeout(DEADLINE, pong).await.unwrap(), "still");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_makes_its_own_authority_and_renews_its_certificate() {
+    let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
+    let folder = server.dir.path().join("ca");
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(
+        (mode(&folder), mode(&folder.join("ca.key")), mode(&folder.join("server.pem"))),
+        (0o700, 0o600, 0o600)
+    );
+    let authority = Authority::open(server.dir.path()).unwrap();
+    let config = trusting(authority.pem().as_bytes());
+    let client = http(&config);
+    for host in ["localhost", "127.0.0.1"] {
+        let url = format!("https://{host}:{}/readyz", server.address.port());
+        assert_eq!(client.get(url).send().await.unwrap().text().await.unwrap(), "ready\n", "{host}");
+    }
+    let first = served(server.address, &config).await;
+    assert!((395..=397).contains(&first.days_left(jiff::Timestamp::now())), "{first:?}");
+    let host = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
+    assert!(first.names.iter().any(|name| name.matches(&host)), "{first:?}");
+
+    // One that ends in 120 days is left as it is, one that ends in 119 is renewed.
+    let names: Vec<_> = first.names.iter().map(ToString::to_string).collect();
+    for (days, renewed) in [(121, false), (120, true)] {
+        let issued = authority.issue(&names, days).unwrap();
+        // As the server itself does it, which looks at any moment.
+        fs::write(folder.join("new"), format!("{}{}", issued.chain, issued.key)).unwrap();
+        fs::set_permissions(folder.join("new"), fs::Permissions::from_mode(0o600)).unwrap();
+        fs::rename(folder.join("new"), folder.join("server.pem")).unwrap();
+        until("a certificate that lasts", async || {
+            let left = served(server.address, &config).await.days_left(jiff::Timestamp::now());
+            if renewed { left > 300 } else { left == 120 }
+        })
+        .await;
+    }
+    // The authority stays, and a new name of the server is in a new certificate.
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |c| {
+        c.tls = Some(TlsConfig::OwnCa);
+        c.public_url = Some("https://lockstep.example.org/".parse().unwrap());
+    })
+    .await;
+    let again = served(server.address, &config).await;
+    assert!(again.names_in_words().contains("lockstep.example.org"), "{again:?}");
+    server.stop().await;
+}
+
+#[test]
+fn an_authority_is_made_once_and_issues_for_names() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(Authority::open(dir.path()).unwrap_err().contains("lockstep ca init"));
+    let made = Authority::init(dir.path()).unwrap();
+    assert_eq!(made.fingerprint().len(), 32 * 3 - 1);
+    let again = Authority::init(dir.path()).unwrap_err();
+    assert!(again.contains("is there already") && again.contains("ca show"), "{again}");
+    assert_eq!(Authority::open(dir.path()).unwrap().fingerprint(), made.fingerprint());
+    let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+    for wrong in [names(&[]), names(&["a b"]), names(&["https://a"]), names(&["a", ""])] {
+        assert!(made.issue(&wrong, 30).is_err(), "{wrong:?}");
+    }
+    for (days, fine) in [(0, false), (1, true), (825, true), (826, false)] {
+        assert_eq!(
+            made.issue(&names(&["proxy.example", "*.lab.example", "10.0.0.7"]), days).is_ok(),
+            fine,
+            "{days}"
+        );
+    }
+    // A key that others can read signs nothing.
+    let key = dir.path().join("ca/ca.key");
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o604)).unwrap();
+    assert!(Authority::open(dir.path()).unwrap_err().contains("chmod 600"));
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    let other = tempfile::tempdir().unwrap();
+    Authority::init(other.path()).unwrap();
+    fs::copy(other.path().join("ca/ca.key"), &key).unwrap();
+    assert!(Authority::open(dir.path()).unwrap_err().contains("not the one"));
+}
+
+pub async fn refused(config: ServeConfig) -> String {
+    let ready = |_| panic!("it must not start");
+    let started = timeout(DEADLINE, serve(config, ready, std::future::pending())).await.unwrap();
+    let error = started.unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{error}");
+    error.to_string()
+}
+
+#[tokio::test]
+async fn certificates_that_nobody_could_use_are_refused_at_the_start() {
+    let files = Files::new();
+    let dir = tempfile::tempdir().unwrap();
+    let with = |tls: TlsConfig| {
+        let mut config = config(&dir);
+        config.tls = Some(tls);
+        config
+    };
+    let expired = files.issue("expired", |p| p.not_after = date_time_ymd(2020, 1, 2));
+    let text = refused(with(expired)).await;
+    assert!(text.contains("expired at 2020-01-02") && text.contains("renew"), "{text}");
+    let early = refused(with(files.issue("early", |p| p.not_before = date_time_ymd(2090, 1, 1)))).await;
+    assert!(early.contains("not valid before 2090-01-01"), "{early}");
+    let nameless = refused(with(files.issue("nameless", |p| p.subject_alt_names.clear()))).await;
+    assert!(nameless.contains("no subject alternative name"), "{nameless}");
+    let (a, b) = (files.issue("a", |_| {}), files.issue("b", |_| {}));
+    let (TlsConfig::Files { certificate, .. }, TlsConfig::Files { key, .. }) = (a, b) else { unreachable!() };
+    let mixed = refused(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
+    assert!(mixed.contains("is not the one of the certificate"), "{mixed}");
+    for (mode, told) in [(0o604, "0604"), (0o660, "0660")] {
+        fs::set_permissions(files.path("a.key"), fs::Permissions::from_mode(mode)).unwrap();
+        let tls = TlsConfig::Files { certificate: certificate.clone(), key: files.path("a.key") };
+        let open = refused(with(tls)).await;
+        assert!(open.contains(told) && open.contains("chmod 600"), "{open}");
+    }
+    for path in ["none.crt", "a.key"] {
+        let tls = TlsConfig::Files { certificate: files.path(path), key: key.clone() };
+        let missing = refused(with(tls)).await;
+        assert!(missing.contains(path), "{missing}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is touched");
+}
+
+#[test]
+fn errors_are_of_the_request() {
+    assert_eq!(ServeError::Tls("x".into()).exit_code(), 2);
+    assert_eq!(ServeError::AccessLog("x".into()).exit_code(), 2);
+}

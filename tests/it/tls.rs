@@ -1,0 +1,420 @@
+//! The real program where others reach it: its own certificates, agents and commands over https, and nginx before it.
+
+use crate::{
+    pictures,
+    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    specs,
+};
+use reqwest::StatusCode;
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, pem::PemObject},
+};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio_tungstenite::{Connector, tungstenite};
+
+/// `lockstep serve` with more arguments, ended with the test.
+struct Serve {
+    process: Child,
+    port: u16,
+    folder: Folder,
+}
+
+impl Serve {
+    async fn start(options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
+        let (folder, port) = (Folder::new(), free_port());
+        let mut command = lockstep();
+        command.args(["serve", "--listen", &format!("127.0.0.1:{port}"), "--data-dir", "data"]).args(options);
+        let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
+        command.current_dir(folder.path()).stdout(log.try_clone().expect("a log")).stderr(log);
+        let mut serve = Self { process: command.spawn().expect("lockstep serve"), port, folder };
+        let start = Instant::now();
+        while !(serve.log().contains("dashboard: ") && ready(port).await) {
+            let ended = serve.process.try_wait().expect("its status");
+            assert!(ended.is_none() && start.elapsed() < SOON, "{ended:?}: {}", serve.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        serve
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("serve.log")).unwrap_or_default()
+    }
+
+    fn ca(&self) -> PathBuf {
+        self.folder.path().join("data/ca/ca.crt")
+    }
+
+    /// A command against it, which trusts `ca`.
+    fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
+        let mut command = lockstep();
+        command.args(args).env("LOCKSTEP_SERVER", server).current_dir(self.folder.path());
+        if let Some(ca) = ca {
+            command.env("LOCKSTEP_CA_FILE", ca);
+        }
+        Finished::of(&mut command)
+    }
+}
+
+impl Drop for Serve {
+    fn drop(&mut self) {
+        crate::server::signal(self.process.id() as i32, rustix::process::Signal::TERM);
+        let _ = self.process.wait();
+    }
+}
+
+/// A client that trusts the authority in a file.
+fn trusting(ca: &Path) -> Arc<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(ca).expect("a certificate")).expect("an authority");
+    Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())
+}
+
+async fn listens(port: u16) -> bool {
+    tokio::net::TcpStream::connect(("127.0.0.1", port)).await.is_ok()
+}
+
+#[tokio::test]
+async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
+    let _turn = turn().await;
+    let serve =
+        Serve::start(&["--tls-own-ca", "--cpu-slots", "1", "--access-log", "access.log"], listens).await;
+    let (https, ca) = (format!("https://localhost:{}", serve.port), serve.ca());
+    let start = Instant::now();
+    while serve.cli(&https, Some(&ca), &["list"]).status != 0 {
+        assert!(start.elapsed() < SOON, "{}", serve.log());
+    }
+    // This machine's own agent came by itself; another comes over TLS.
+    let beside = serve.folder.path().join("beside");
+    let mut command = lockstep();
+    command.args(["agent", "--server", &https, "--cpu-slots", "1", "--name", "beside", "--ca-file"]).arg(&ca);
+    command.arg("--data-dir").arg(&beside).current_dir(serve.folder.path()).stderr(Stdio::null());
+    let mut agent = command.spawn().expect("an agent");
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone()).build().expect("one");
+    let online = async || -> Vec<String> {
+        let answer = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
+        let answer: Value = answer.json().await.expect("JSON");
+        let agents = answer["agents"].as_array().expect("agents").clone();
+        let online = agents.iter().filter(|agent| agent["online"] == true);
+        online.map(|agent| agent["name"].as_str().expect("a name").to_owned()).collect()
+    };
+    while online().await.len() < 2 {
+        assert!(start.elapsed() < SOON, "{:?} {}", online().await, serve.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    // Two ranks on two agents: one of them speaks TLS with the server.
+    let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
+    serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
+    let job = specs::short("over-tls", "pictures", 1, 20);
+    for wanted in ["local", "beside"] {
+        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
+        let agents: Value = agents.json().await.expect("JSON");
+        let others =
+            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
+        for other in others {
+            let id = other["id"].as_str().expect("an id");
+            let drained =
+                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("an answer");
+            assert!(drained.status().is_success());
+        }
+        let spec = specs::with(job.clone(), json!({"name": wanted}));
+        let submitted =
+            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+        assert_eq!(submitted.status(), StatusCode::CREATED);
+        let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
+        let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
+        assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+        for agent in agents["agents"].as_array().expect("agents") {
+            let id = agent["id"].as_str().expect("an id");
+            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("an answer");
+        }
+    }
+    crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
+    agent.wait().expect("its status");
+
+    // What `ca show` prints is what clients trust; its SHA-256 is openssl's.
+    let mut show = lockstep();
+    show.args(["ca", "show", "--data-dir", "data"]).current_dir(serve.folder.path());
+    let shown = Finished::of(&mut show);
+    assert_eq!(shown.ok().trim(), fs::read_to_string(&ca).expect("the CA").trim());
+    let openssl =
+        Command::new("openssl").args(["x509", "-noout", "-fingerprint", "-sha256", "-in"]).arg(&ca).output();
+    let openssl = String::from_utf8(openssl.expect("openssl").stdout).expect("UTF-8");
+    let (_, fingerprint) = openssl.trim().split_once('=').expect("a fingerprint");
+    assert!(shown.stderr.contains(fingerprint), "{fingerprint}: {}", shown.stderr);
+    let curl =
+        Command::new("curl").args(["-sS", "--cacert"]).arg(&ca).arg(format!("{https}/readyz")).output();
+    assert_eq!(curl.expect("curl").stdout, b"ready\n");
+    let mut doctor = lockstep();
+    doctor.args(["doctor", "--ranks", "1", "--json", "--data-dir", "data"]).current_dir(serve.folder.path());
+    let findings = Finished::of(&mut doctor);
+    assert_eq!(findings.stdout.matches("\"certificate\"").count(), 2, "{}", findings.stdout);
+    let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
+    assert!(log.contains(" GET /api/v1/jobs/") && log.contains("/stream?since 101 "), "{log}");
+}
+
+#[tokio::test]
+async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    let plain = Serve::start(&["--no-local-agent"], listens).await;
+    let at = |scheme: &str, host: &str, port: u16| format!("{scheme}://{host}:{port}");
+    let https = at("https", "localhost", serve.port);
+    serve.cli(&https, Some(&serve.ca()), &["list"]).ok();
+    serve
+        .cli(&https, None, &["list"])
+        .fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
+    // Another server with a certificate of the same authority, which is for another name.
+    let mut issue = lockstep();
+    issue.args(["ca", "issue", "other.example", "--data-dir", "data"]).current_dir(serve.folder.path());
+    Finished::of(&mut issue).ok();
+    let file =
+        |ending: &str| serve.folder.path().join(format!("other.example.{ending}")).display().to_string();
+    let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
+    let named = Serve::start(&options, listens).await;
+    let other = at("https", "localhost", named.port);
+    serve.cli(&other, Some(&serve.ca()), &["list"]).fails(1, &["not for localhost", "other.example"]);
+    serve.cli(&at("http", "localhost", serve.port), None, &["list"]).wrong(&["HTTPS", "https://"]);
+    serve.cli(&at("https", "localhost", plain.port), None, &["list"]).fails(1, &["plain HTTP", "http://"]);
+    let no_file = serve.cli(&https, Some(Path::new("none.crt")), &["list"]);
+    no_file.wrong(&["CA file none.crt"]);
+    serve.cli(&at("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
+    let no_pem = serve.folder.write("no.crt", "nothing");
+    serve.cli(&https, Some(&no_pem), &["list"]).wrong(&["no certificate"]);
+
+    // An agent says the same, and tries on.
+    for (server, ca, words) in [
+        (https.clone(), None, "does not know the authority"),
+        (at("http", "localhost", serve.port), None, "https://"),
+        (at("https", "localhost", plain.port), None, "plain HTTP"),
+        (other, Some(serve.ca()), "not for localhost"),
+    ] {
+        let log = serve.folder.path().join("agent.log");
+        let mut command = lockstep();
+        command.args(["agent", "--server", &server, "--cpu-slots", "1", "--data-dir", "agent"]);
+        if let Some(ca) = ca {
+            command.arg("--ca-file").arg(ca);
+        }
+        command.current_dir(serve.folder.path()).stderr(fs::File::create(&log).expect("a log"));
+        let mut agent = command.spawn().expect("an agent");
+        let start = Instant::now();
+        let said = loop {
+            let said = fs::read_to_string(&log).expect("the log");
+            if said.contains("no connection") || start.elapsed() > SOON {
+                break said;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
+        agent.wait().expect("its status");
+        assert!(said.contains(words), "{server}: {said}");
+    }
+}
+
+/// What openssl makes of it, which is not the library that both ends use here.
+#[tokio::test]
+async fn old_versions_of_tls_are_refused_by_the_server() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    let connect = format!("127.0.0.1:{}", serve.port);
+    for (version, taken) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)] {
+        let mut openssl = Command::new("openssl");
+        // openssl itself would not speak the old versions otherwise.
+        openssl.args([
+            "s_client",
+            "-connect",
+            &connect,
+            "-servername",
+            "localhost",
+            "-cipher",
+            "DEFAULT@SECLEVEL=0",
+        ]);
+        openssl.args([version, "-brief", "-verify_return_error", "-verify_hostname", "localhost", "-CAfile"]);
+        let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(said.contains("CONNECTION ESTABLISHED"), taken, "{version}: {said}");
+        assert!(taken || said.contains("SSL alert number"), "the server says so: {version}: {said}");
+    }
+}
+
+#[test]
+fn certificates_are_issued_for_others() {
+    let folder = Folder::new();
+    let ca = |args: &[&str]| {
+        let mut command = lockstep();
+        Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
+    };
+    ca(&["show"]).wrong(&["lockstep ca init"]);
+    let made = ca(&["init"]);
+    assert!(made.ok().starts_with("-----BEGIN CERTIFICATE-----") && made.stderr.contains("SHA-256"));
+    ca(&["init"]).wrong(&["there already"]);
+    ca(&["issue", "proxy.example", "10.0.0.7", "--days", "30"]).ok();
+    ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "there already"]);
+    ca(&["issue", "not a name"]).wrong(&["no DNS name"]);
+    ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
+    let verify = |name: &str| {
+        let mut openssl = Command::new("openssl");
+        openssl.args([
+            "verify",
+            "-purpose",
+            "sslserver",
+            "-CAfile",
+            "lockstep-data/ca/ca.crt",
+            "-verify_hostname",
+            name,
+        ]);
+        openssl.arg("proxy.example.crt").current_dir(folder.path()).output().expect("openssl")
+    };
+    assert!(verify("proxy.example").status.success(), "{:?}", verify("proxy.example"));
+    assert!(!verify("other.example").status.success());
+}
+
+/// nginx in a folder of its own.
+struct Nginx(Child);
+
+impl Nginx {
+    fn start(folder: &Path, port: u16, server: u16) -> Self {
+        let conf = format!(
+            "daemon off; master_process off; error_log stderr; pid {dir}/nginx.pid;
+             events {{ worker_connections 256; }}
+             http {{
+               access_log off;
+               client_body_temp_path {dir}; proxy_temp_path {dir}; fastcgi_temp_path {dir}; uwsgi_temp_path {dir};
+               scgi_temp_path {dir};
+               map $http_upgrade $connection_upgrade {{ default upgrade; '' close; }}
+               server {{
+                 listen 127.0.0.1:{port} ssl;
+                 server_name lockstep.example.org;
+                 ssl_certificate {dir}/lockstep.example.org.crt;
+                 ssl_certificate_key {dir}/lockstep.example.org.key;
+                 client_max_body_size 32m;
+                 location / {{
+                   proxy_pass http://127.0.0.1:{server};
+                   proxy_http_version 1.1;
+                   proxy_set_header Host $host;
+                   proxy_set_header Upgrade $http_upgrade;
+                   proxy_set_header Connection $connection_upgrade;
+                   proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
+                   proxy_set_header X-Forwarded-Proto $scheme;
+                   proxy_read_timeout 1h;
+                   proxy_buffering off;
+                 }}
+               }}
+             }}",
+            dir = folder.display()
+        );
+        let path = folder.join("nginx.conf");
+        fs::write(&path, conf).expect("a file");
+        let log = fs::File::create(folder.join("nginx.log")).expect("a log");
+        let mut command = Command::new("nginx");
+        command.arg("-p").arg(folder).arg("-c").arg(&path).arg("-e").arg("stderr").stderr(log);
+        Self(command.spawn().expect("nginx, which tests/run installs"))
+    }
+}
+
+impl Drop for Nginx {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn nginx_terminates_tls_before_it() {
+    let serve = Serve::start(
+        &[
+            "--no-local-agent",
+            "--trusted-proxy",
+            "127.0.0.1",
+            "--public-url",
+            "https://lockstep.example.org/",
+            "--requests-per-second",
+            "3",
+            "--access-log",
+            "access.log",
+        ],
+        listens,
+    )
+    .await;
+    assert!(serve.log().contains("dashboard: https://lockstep.example.org"), "{}", serve.log());
+    let folder = Folder::new();
+    let ca = |args: &[&str]| {
+        let mut command = lockstep();
+        Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
+    };
+    ca(&["init"]).ok();
+    ca(&["issue", "lockstep.example.org"]).ok();
+    let port = free_port();
+    let _nginx = Nginx::start(folder.path(), port, serve.port);
+    let start = Instant::now();
+    while !listens(port).await {
+        let said = fs::read_to_string(folder.path().join("nginx.log")).unwrap_or_default();
+        assert!(start.elapsed() < SOON, "{said}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let trusted = trusting(&folder.path().join("lockstep-data/ca/ca.crt"));
+    let url = |path: &str| format!("https://lockstep.example.org:{port}{path}");
+    let client = reqwest::Client::builder()
+        .tls_backend_preconfigured((*trusted).clone())
+        .resolve("lockstep.example.org", ([127, 0, 0, 1], port).into())
+        // Not the proxy's own address, which is believed.
+        .local_address(std::net::IpAddr::from([127, 0, 0, 77]))
+        .build()
+        .expect("a client");
+    let page = client.get(url("/jobs")).send().await.expect("a page");
+    assert_eq!(page.status(), StatusCode::OK);
+    assert_eq!(page.headers()["strict-transport-security"], "max-age=31536000");
+    // A form of our own page, and one of somebody else's.
+    for (origin, status) in [("https://lockstep.example.org", 422), ("https://evil.example", 403)] {
+        let spec = specs::short("x", "none", 1, 1);
+        let post = client
+            .post(url("/api/v1/jobs"))
+            .header("origin", origin)
+            .json(&spec)
+            .send()
+            .await
+            .expect("an answer");
+        assert_eq!(post.status().as_u16(), status, "{origin}");
+    }
+    // The dashboard's websocket, through TLS and nginx.
+    for (origin, fine) in [("https://lockstep.example.org", true), ("https://evil.example", false)] {
+        let mut request = tungstenite::client::IntoClientRequest::into_client_request(format!(
+            "wss://127.0.0.1:{port}/api/v1/stream"
+        ))
+        .expect("a request");
+        request.headers_mut().insert("host", "lockstep.example.org".parse().expect("a host"));
+        request.headers_mut().insert("origin", origin.parse().expect("an origin"));
+        // The name in the certificate is the public one, not the address that the test connects to.
+        let stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("nginx");
+        *request.uri_mut() = "wss://lockstep.example.org/api/v1/stream".parse().expect("an address");
+        let connector = Some(Connector::Rustls(trusted.clone()));
+        match tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector).await {
+            Ok((mut socket, _)) => {
+                assert!(fine, "{origin}");
+                let frame = tokio::time::timeout(SOON, futures_util::StreamExt::next(&mut socket)).await;
+                let frame = frame.expect("in time").expect("a frame").expect("sound");
+                assert!(frame.is_text(), "{frame:?}");
+            }
+            Err(tungstenite::Error::Http(answer)) => {
+                assert!(!fine && answer.status() == 403, "{origin} {answer:?}")
+            }
+            Err(error) => panic!("{origin}: {error}"),
+        }
+    }
+    // What a client says of itself is not believed: nginx adds the true address at the right. That is loopback here, so none of
+    // these is counted, and the log has that address.
+    for n in 0..40 {
+        let answer =
+            client.get(url("/healthz")).header("x-forwarded-for", format!("203.0.113.{n}")).send().await;
+        assert_eq!(answer.expect("an answer").status(), StatusCode::OK, "{n}");
+    }
+    let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
+    let probes: Vec<_> = log.lines().filter(|line| line.contains("/healthz")).collect();
+    assert!(probes.len() > 30 && probes.iter().all(|line| line.contains(" 127.0.0.77 ")), "{log}");
+}

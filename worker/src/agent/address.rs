@@ -1,0 +1,67 @@
+//! The address of the server, and how a connection to it begins.
+
+use crate::tls;
+use std::path::{Path, PathBuf};
+use tokio_tungstenite::{
+    Connector,
+    tungstenite::{
+        client::IntoClientRequest,
+        handshake::client::Request,
+        http::{HeaderValue, header::AUTHORIZATION},
+    },
+};
+
+/// Where the server listens for agents.
+#[derive(Debug)]
+pub(super) struct Address {
+    /// As it was given.
+    server: String,
+    request: Request,
+    /// Trusted besides the system's authorities.
+    ca_file: Option<PathBuf>,
+}
+
+/// The address of the agents' websocket on `server`.
+///
+/// # Errors
+/// A sentence that says what a server's address looks like.
+pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
+    let base = server.trim_end_matches('/');
+    let base = match base.split_once("://") {
+        Some(("http" | "ws", rest)) => format!("ws://{rest}"),
+        Some(("https" | "wss", rest)) => format!("wss://{rest}"),
+        Some(_) => return Err(format!("--server {server}: an address looks like http://127.0.0.1:7070")),
+        None => format!("ws://{base}"),
+    };
+    let mut request = format!("{base}/api/v1/agent/socket")
+        .into_client_request()
+        .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
+    if let Some(token) = token {
+        let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
+            .map_err(|_| "the token has characters that no token has".to_owned())?;
+        request.headers_mut().insert(AUTHORIZATION, value);
+    }
+    let address = Address { server: server.to_owned(), request, ca_file: ca_file.map(Path::to_owned) };
+    // What is wrong with the file is better told now than when there is no connection.
+    address.connector()?;
+    Ok(address)
+}
+
+impl Address {
+    /// Read for each connection: a new authority is known without a new start.
+    pub(super) fn connector(&self) -> Result<Connector, String> {
+        match self.request.uri().scheme_str() {
+            Some("wss") => Ok(Connector::Rustls(tls::client_config(self.ca_file.as_deref())?)),
+            _ => Ok(Connector::Plain),
+        }
+    }
+
+    /// The server as it was given.
+    pub(super) fn server(&self) -> &str {
+        &self.server
+    }
+
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+}

@@ -1,0 +1,135 @@
+//! TLS of clients: whom an agent and the command line trust, and what went wrong in words.
+
+use rustls::{
+    AlertDescription, CertificateError, ClientConfig, Error as TlsError, InvalidMessage, RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, pem::PemObject},
+};
+use std::{
+    error::Error,
+    io,
+    path::Path,
+    sync::{Arc, LazyLock},
+};
+
+/// Names of a certificate that an error tells.
+const NAMED: usize = 8;
+/// The longest file of authorities that is read.
+const FILE_BYTES: u64 = 16 << 20;
+
+/// Settings that trust the system's authorities and those in `ca_file`. The system's are where its programs look for them;
+/// `SSL_CERT_FILE` and `SSL_CERT_DIR` name others.
+///
+/// # Errors
+/// A sentence: the file cannot be used.
+pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String> {
+    let mut roots = RootCertStore::empty();
+    // What the system has and cannot be read is not trusted: an error comes when it is needed.
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    if let Some(path) = ca_file {
+        let shown = path.display();
+        let about = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
+        if !about.is_file() || about.len() > FILE_BYTES {
+            return Err(format!("the CA file {shown} is no file of less than {} MiB", FILE_BYTES >> 20));
+        }
+        let pem = std::fs::read(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
+        let mut count = 0;
+        for certificate in CertificateDer::pem_slice_iter(&pem) {
+            let certificate =
+                certificate.map_err(|error| format!("the CA file {shown} cannot be read as PEM: {error}"))?;
+            roots.add(certificate).map_err(|error| {
+                format!("the CA file {shown} has a certificate that cannot be used: {error}")
+            })?;
+            count += 1;
+        }
+        if count == 0 {
+            return Err(format!("the CA file {shown} has no certificate (PEM, \"BEGIN CERTIFICATE\")"));
+        }
+    }
+    config(roots)
+}
+
+/// Settings for a client that speaks plain HTTP: nobody is trusted, nothing is read.
+///
+/// # Errors
+/// Never, as long as the cryptography has a version of TLS.
+pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
+    static NONE: LazyLock<Result<Arc<ClientConfig>, String>> =
+        LazyLock::new(|| config(RootCertStore::empty()));
+    NONE.clone()
+}
+
+fn config(roots: RootCertStore) -> Result<Arc<ClientConfig>, String> {
+    let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
+/// What keeps a client from speaking TLS with the server that it knows as `server`; none when it is something else.
+pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
+    let why = match find(error)? {
+        TlsError::InvalidCertificate(problem) => certificate_in_words(problem),
+        TlsError::InvalidMessage(InvalidMessage::InvalidContentType) => {
+            "it speaks plain HTTP on this port; write http:// instead of https:// in the address".into()
+        }
+        TlsError::AlertReceived(AlertDescription::ProtocolVersion) | TlsError::PeerIncompatible(_) => {
+            "it has no version of TLS in common with this program, which speaks 1.2 and 1.3".into()
+        }
+        other => format!("TLS fails: {other}"),
+    };
+    Some(format!("{server}: {why}"))
+}
+
+fn certificate_in_words(problem: &CertificateError) -> String {
+    match problem {
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+            "this machine does not know the authority (CA) that signed its certificate. If the server makes its own, \
+             `lockstep ca show` prints the CA's certificate there: save it in a file here and name it with --ca-file or \
+             LOCKSTEP_CA_FILE"
+                .into()
+        }
+        CertificateError::NotValidForNameContext { expected, presented } => format!(
+            "its certificate is not for {} but for {}; use such a name in the address, or have a certificate issued for \
+             this one",
+            expected.to_str(),
+            match presented.is_empty() {
+                true => "no name at all".to_owned(),
+                false => presented.iter().take(NAMED).map(|name| plain(name)).collect::<Vec<_>>().join(", "),
+            }
+        ),
+        CertificateError::NotValidForName => {
+            "its certificate is not for the name in this address; use one that it is for".into()
+        }
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            "its certificate has expired; renew it there (or is the clock of this machine wrong?)".into()
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "its certificate is not valid yet; is the clock of this machine right?".into()
+        }
+        other => format!("its certificate is not accepted: {other}"),
+    }
+}
+
+/// `DnsName("a")` as the library writes it, without its wrapping.
+fn plain(presented: &str) -> String {
+    presented.split_once('(').map_or(presented, |(_, rest)| rest).trim_matches([')', '"']).to_owned()
+}
+
+/// The TLS error among the causes; input and output have theirs inside.
+fn find<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(found) = error.downcast_ref::<TlsError>() {
+            return Some(found);
+        }
+        next = match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+            Some(inner) => Some(inner as &(dyn Error + 'static)),
+            None => error.source(),
+        };
+    }
+    None
+}

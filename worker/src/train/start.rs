@@ -246,11 +246,11 @@ fn shared(
     template: NamedTensors,
     loaded: Option<NamedTensors>,
 ) -> Result<NamedTensors, TrainError> {
-    if let Some(loaded) = &loaded {
-        if shapes(loaded) != shapes(&template) {
-            let text = "the optimizer state of the checkpoint does not belong to its weights";
-            return Err(TrainError::Impossible(text.into()));
-        }
+    if let Some(loaded) = &loaded
+        && shapes(loaded) != shapes(&template)
+    {
+        let text = "the optimizer state of the checkpoint does not belong to its weights";
+        return Err(TrainError::Impossible(text.into()));
     }
     let mut tensors = loaded.unwrap_or(template);
     for tensor in tensors.values_mut() {

@@ -2,7 +2,10 @@
 
 use crate::fence::Fence;
 use std::{
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -18,53 +21,78 @@ const FENCE_EVERY: Duration = Duration::from_millis(500);
 /// Renewed by every `Welcome` and `HeartbeatAck`. Once it is over, the server may have given the work to another agent, so the
 /// ranks here must end. On the monotonic clock: setting the time of day fences nobody.
 #[derive(Debug)]
-pub(super) struct Lease(Mutex<(Instant, Duration)>);
+pub(super) struct Lease {
+    state: Mutex<State>,
+    fence: Fence,
+    has_complained: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State {
+    /// When the server was last in contact; before that, when this agent started.
+    last: Instant,
+    length: Duration,
+    /// The server was in contact since this agent started.
+    renewed: bool,
+}
 
 impl Lease {
-    pub(super) fn new() -> Self {
-        Self(Mutex::new((Instant::now(), UNTIL_TOLD)))
+    /// `fence`: the file in which ranks read their deadline.
+    pub(super) fn new(fence: Fence) -> Self {
+        let state = State { last: Instant::now(), length: UNTIL_TOLD, renewed: false };
+        Self { state: Mutex::new(state), fence, has_complained: AtomicBool::new(false) }
     }
 
-    /// The server answered a message that was sent at `sent`: its own clock began then at the earliest.
+    /// The server answered a message that was sent at `sent`: its own clock began then at the earliest. Ranks have the new
+    /// deadline when this returns, so one that is started next finds it.
     pub(super) fn renew(&self, sent: Instant) {
-        self.lock().0 = sent;
+        {
+            let mut state = self.lock();
+            (state.last, state.renewed) = (sent, true);
+        }
+        self.extend();
     }
 
     /// The server has sent how long it waits.
     pub(super) fn set_length(&self, length: Duration) {
-        self.lock().1 = length;
+        self.lock().length = length;
     }
 
     /// How long the server has been silent, when that is past the lease.
     pub(super) fn overdue(&self) -> Option<Duration> {
-        let (last, length) = *self.lock();
+        let State { last, length, .. } = *self.lock();
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
     /// How long ranks may continue without further contact. A little less than the server's own limit, so that they have ended
-    /// when it gives the work to others.
-    pub(super) fn left(&self) -> Option<Duration> {
-        let (last, length) = *self.lock();
+    /// when it gives the work to others. `None` also before the first contact: the ranks of an earlier agent keep the deadline
+    /// that it gave them, or starting agents again and again would let them train for ever.
+    fn left(&self) -> Option<Duration> {
+        let State { last, length, renewed } = *self.lock();
         let length = length.saturating_sub((length / 5).min(MARGIN));
-        length.checked_sub(last.elapsed())
+        length.checked_sub(last.elapsed()).filter(|_| renewed)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, (Instant, Duration)> {
-        // Two plain values, which are valid even if the thread that held the lock panicked.
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    /// Gives ranks the time that is left.
+    fn extend(&self) {
+        if let Some(left) = self.left()
+            && let Err(error) = self.fence.set(left)
+            && !self.has_complained.swap(true, Ordering::Relaxed)
+        {
+            tracing::error!(%error, path = %self.fence.path().display(), "cannot extend the lease that ranks read");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Plain values, which are valid even if the thread that held the lock panicked.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Extends the lease's deadline periodically while the server is in contact.
-pub(super) async fn keep_fence(fence: Fence, lease: Arc<Lease>) {
-    let mut complained = false;
+pub(super) async fn keep_fence(lease: Arc<Lease>) {
     loop {
-        if let Some(left) = lease.left()
-            && let Err(error) = fence.set(left)
-            && !std::mem::replace(&mut complained, true)
-        {
-            tracing::error!(%error, path = %fence.path().display(), "cannot extend the lease that ranks read");
-        }
+        lease.extend();
         tokio::time::sleep(FENCE_EVERY).await;
     }
 }
@@ -74,8 +102,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn ranks_keep_their_deadline_until_the_server_is_in_contact() {
+        let dir = tempfile::tempdir().unwrap();
+        let lease = Lease::new(Fence::open(dir.path()).unwrap());
+        let deadline = || std::fs::read_to_string(dir.path().join("lease")).unwrap();
+        lease.extend();
+        lease.set_length(Duration::from_secs(15));
+        lease.extend();
+        assert_eq!(deadline(), "", "what an earlier agent wrote stays");
+        lease.renew(Instant::now());
+        let first = deadline();
+        assert_ne!(first, "", "a rank that starts now has a deadline");
+        assert!(lease.left().unwrap() > Duration::from_secs(10));
+        lease.renew(Instant::now() + Duration::from_secs(5));
+        assert!(deadline() > first);
+    }
+
+    #[test]
     fn it_counts_from_the_sending_not_from_the_answer() {
-        let lease = Lease::new();
+        let dir = tempfile::tempdir().unwrap();
+        let lease = Lease::new(Fence::open(dir.path()).unwrap());
         assert_eq!(lease.overdue(), None);
         lease.set_length(Duration::from_secs(5));
         lease.renew(Instant::now().checked_sub(Duration::from_secs(6)).unwrap());

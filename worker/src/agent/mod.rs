@@ -115,17 +115,18 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
-    let lease = Arc::new(Lease::new());
+    let fence_path = fence.path().to_owned();
+    let lease = Arc::new(Lease::new(fence));
     let around = Surroundings {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
-        fence: fence.path().to_owned(),
+        fence: fence_path,
         check: preflight::check,
         wake: Arc::new(Notify::new()),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Started before ranks are adopted, which check it; ends with this process.
-    let fencing = tokio::spawn(lease::keep_fence(fence, lease));
+    let fencing = tokio::spawn(lease::keep_fence(lease));
     let adopted: Vec<_> = state_dir.stored_attempts();
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),

@@ -2,6 +2,7 @@ mod preflight;
 
 use super::{watch::GRACE, *};
 use crate::{
+    fence::Fence,
     report::Reporter,
     supervisor::{RankProcess, rank_file},
 };
@@ -43,7 +44,7 @@ fn place(ranks: u32, script: &str) -> Place {
     fs::create_dir_all(stored.attempt_dir()).unwrap();
     let around = Surroundings {
         program,
-        lease: Arc::new(Lease::new()),
+        lease: Arc::new(Lease::new(Fence::open(dir.path()).unwrap())),
         fence: dir.path().join("lease"),
         check: |_, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),

@@ -5,7 +5,7 @@ use super::{
     init_tracing,
     local_agent::Slots,
     output,
-    serve::{LAST_FILES, Server, stop_signal},
+    serve::{LAST_FILES, Server, StopSignals},
     watch, wrong,
 };
 use anyhow::Context;
@@ -52,18 +52,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
+        let mut signals = StopSignals::listen()?;
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
         output::line(format_args!("dashboard: {}", server.url()))?;
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
-            ended = stop_signal() => ended.and_then(|()| match args.exit_when_done {
+            () = signals.next() => match args.exit_when_done {
                 true => Err(anyhow::anyhow!("ended before the job was over")),
                 false => Ok(()),
-            }),
+            },
         };
         tokio::select! {
             stopped = server.stop() => shown.and(stopped),
-            _ = stop_signal() => shown,
+            () = signals.next() => shown,
         }
     });
     runtime.shutdown_timeout(LAST_FILES);
@@ -91,8 +92,9 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
         return result;
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.url()))?;
+    let mut signals = StopSignals::listen()?;
     tokio::select! {
-        ended = stop_signal() => ended.and(result),
+        () = signals.next() => result,
         ended = &mut server.ended => {
             ended.context("the server failed")??;
             result

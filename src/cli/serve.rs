@@ -8,13 +8,14 @@ use super::{
 use lockstep_server::{AccessLogTo, Network, PublicUrl, ServeConfig, ServeError, TlsConfig, tls::addresses};
 use lockstep_worker::engine::MOST_CPU_SLOTS;
 use std::{
+    io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
     path::PathBuf,
     sync::Arc,
     time::Duration,
 };
 use tokio::{
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     sync::oneshot,
 };
 
@@ -104,20 +105,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let local_agent = !args.no_local_agent;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
+        // Before the address is printed: who reads it may stop the server at once.
+        let mut signals = StopSignals::listen()?;
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.shown_url()))?;
         if local_agent {
             server.start_agent(slots, false).await?;
         }
-        let signal = tokio::select! {
-            signal = stop_signal() => signal,
+        tokio::select! {
+            () = signals.next() => {}
             ended = &mut server.ended => return server_error(ended),
-        };
-        signal?;
+        }
         tracing::info!("ending in order; once more to end at once");
         tokio::select! {
             stopped = server.stop() => stopped,
-            again = stop_signal() => again,
+            () = signals.next() => Ok(()),
         }
     });
     // A thread that waits for a file system which does not respond cannot be stopped.
@@ -125,18 +127,26 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// SIGTERM or Ctrl-C.
-///
-/// # Errors
-/// The system does not let us listen to signals.
-pub(crate) async fn stop_signal() -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+/// SIGTERM and Ctrl-C, from when this is made on: one that comes before somebody waits for it is not lost.
+pub(crate) struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    /// # Errors
+    /// The system does not let us listen to signals.
+    pub(crate) fn listen() -> io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
-    Ok(())
+
+    /// Waits for the next one.
+    pub(crate) async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 /// A running server, and the agent of its machine.

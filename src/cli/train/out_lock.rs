@@ -5,10 +5,18 @@ use rustix::{
     fs::{FlockOperation, flock},
     io::{Errno, FdFlags, fcntl_setfd},
 };
-use std::{fs::File, path::Path};
+use std::{
+    fs::File,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
 
 /// The file in the folder that is locked.
 const LOCK: &str = "train.lock";
+/// For the threads of a run that was just killed: they may hold the lock a moment longer than `ps` shows it.
+const PATIENCE: Duration = Duration::from_secs(1);
+const AGAIN: Duration = Duration::from_millis(20);
 
 /// A locked folder, until this is dropped and every process that inherited it has ended.
 pub(super) struct OutLock {
@@ -25,7 +33,13 @@ impl OutLock {
         let path = out.join(LOCK);
         let unusable = |e: &dyn std::fmt::Display| wrong(format!("--out: {}: {e}", path.display()));
         let file = File::options().create(true).append(true).open(&path).map_err(|e| unusable(&e))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        let until = Instant::now() + PATIENCE;
+        let mut locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        while locked == Err(Errno::WOULDBLOCK) && Instant::now() < until {
+            thread::sleep(AGAIN);
+            locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        }
+        match locked {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 return Err(wrong(format!(

@@ -41,6 +41,8 @@ enum Command {
     #[command(hide = true)]
     Look(cli::look::Args),
     Dataset(cli::dataset::Args),
+    Token(cli::token::Args),
+    LoginLink(cli::token::LinkArgs),
     Migrate(cli::database::MigrateArgs),
     Backup(cli::database::BackupArgs),
     Restore(cli::database::RestoreArgs),
@@ -78,6 +80,8 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Look(args) => cli::look::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Token(args) => cli::token::run(args),
+        Command::LoginLink(args) => cli::token::login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),
         Command::Restore(args) => cli::database::bring_back(args),

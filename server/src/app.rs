@@ -1,7 +1,9 @@
 //! The application: what handlers and the server's own tasks share. State alone: it knows none of them.
 
 use crate::{
+    access::Access,
     agents::Agents,
+    audit::Audit,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     evaluations::Evaluations,
@@ -18,6 +20,7 @@ use std::{
         Arc,
         atomic::{AtomicI64, AtomicU64},
     },
+    time::Instant,
 };
 use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -32,6 +35,11 @@ pub struct Parts {
     pub config: ServeConfig,
     /// What outlives the server.
     pub store: Arc<dyn Store>,
+    /// Who may do what.
+    pub(crate) access: Access,
+    pub(crate) audit: Audit,
+    /// When strangers were last told whether jobs can be stored, and what.
+    pub(crate) told_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
@@ -59,8 +67,11 @@ impl Deref for App {
 
 impl App {
     /// With nothing that runs yet, nor anything of the store read.
-    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox) -> App {
+    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox, audit: Audit) -> App {
         App(Arc::new(Parts {
+            access: Access::new(!config.no_auth),
+            audit,
+            told_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
             config,
             store,

@@ -30,6 +30,12 @@ pub struct ServeConfig {
     pub head_patience: Duration,
     /// A request's body must go on within this time.
     pub body_patience: Duration,
+    /// Everybody who reaches the server may do everything. For loopback addresses alone.
+    pub no_auth: bool,
+    /// Browsers send cookies over TLS alone.
+    pub secure_cookies: bool,
+    /// Entries of the audit log that are kept.
+    pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
 }
@@ -48,6 +54,9 @@ impl ServeConfig {
             evaluation_wait: Duration::from_secs(20),
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
+            no_auth: false,
+            secure_cookies: false,
+            audit_entries: 100_000,
             connections: None,
         }
     }
@@ -162,6 +171,11 @@ pub enum ServeError {
         /// What went wrong.
         detail: String,
     },
+    /// The file that holds the token of this machine cannot be used.
+    #[error(
+        "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
+    )]
+    Token(#[source] std::io::Error),
     /// It ran, and then could not go on.
     #[error("the server stopped: {0}")]
     Stopped(#[source] std::io::Error),

@@ -1,14 +1,19 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod access;
+mod access_upkeep;
 mod agent_requests;
 mod agents;
 pub mod app;
+mod audit;
+mod audit_log;
 mod compaction_queue;
 pub mod config;
 mod dispatch;
 mod document;
 mod error;
 mod evaluations;
+mod gate;
 mod guard;
 mod handlers;
 mod hub;
@@ -23,14 +28,18 @@ mod numbers;
 mod private;
 mod purge;
 mod regular;
+mod request_id;
 mod router;
+mod running;
 mod serve;
 mod slow_body;
 pub mod store;
+mod token_file;
 
 pub use config::{ServeConfig, ServeError};
 pub use private::keep_files_private;
-pub use router::openapi;
+pub use router::{openapi, page_paths};
+pub use running::Running;
 pub use serve::serve;
 
 /// The time, to the millisecond: what is stored and what is streamed are then the same.

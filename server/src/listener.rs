@@ -5,7 +5,12 @@
 //! as there may be, the one that has been idle longest makes room for the next. What a client does not read is
 //! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers.
 
-use axum::{Router, body::Body, extract::Request, response::Response};
+use axum::{
+    Router,
+    body::Body,
+    extract::{ConnectInfo, Request},
+    response::Response,
+};
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
@@ -14,6 +19,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::{
     collections::HashMap,
     io,
+    net::SocketAddr,
     pin::{Pin, pin},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -98,8 +104,8 @@ pub(crate) async fn serve(
             accepted = listener.accept() => accepted,
             () = stop.cancelled() => break,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, from) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) if is_the_client_s(&error) => continue,
             Err(error) => {
                 // Most likely there is no descriptor left.
@@ -125,7 +131,7 @@ pub(crate) async fn serve(
             }
         };
         let number = next.fetch_add(1, Ordering::Relaxed);
-        tasks.spawn(shared.clone().speak(number, stream, permit, stop.clone()));
+        tasks.spawn(shared.clone().speak(number, (stream, from), permit, stop.clone()));
     }
     tasks.close();
     tasks.wait().await;
@@ -154,7 +160,7 @@ impl Shared {
     async fn speak(
         self: Arc<Self>,
         number: u64,
-        stream: TcpStream,
+        (stream, from): (TcpStream, SocketAddr),
         permit: OwnedSemaphorePermit,
         stop: CancellationToken,
     ) {
@@ -167,7 +173,9 @@ impl Shared {
         let service = service_fn(|request: hyper::Request<Incoming>| {
             let router = self.router.clone();
             let answering = Answering::begin(&connection);
-            async move { answer(router, request.map(Body::new), answering).await }
+            let mut request = request.map(Body::new);
+            request.extensions_mut().insert(ConnectInfo(from));
+            async move { answer(router, request, answering).await }
         });
         let io = TokioIo::new(Held { stream, _permit: permit });
         let serving = http1::Builder::new()

@@ -10,7 +10,7 @@ use std::{
 };
 
 const FOLDER: u32 = 0o700;
-const FILE: u32 = 0o600;
+pub(crate) const FILE: u32 = 0o600;
 
 /// Lets files and folders that this process and its children make be read by nobody else, whatever it was told to
 /// allow before.
@@ -19,11 +19,12 @@ pub fn keep_files_private() {
 }
 
 /// What a server, its agent and its database put into a data directory.
-const OURS: [&str; 9] = [
+const OURS: [&str; 10] = [
     "jobs",
     "agent",
     "datasets",
     "token",
+    "token.new",
     "server.lock",
     "lockstep.db",
     "lockstep.db-wal",

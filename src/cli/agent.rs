@@ -1,6 +1,6 @@
 //! `lockstep agent`: joins a server from any machine.
 
-use super::{init_tracing, wrong};
+use super::{access::from_file, init_tracing, wrong};
 use lockstep_protocol::JobId;
 use lockstep_worker::agent::{self, Options};
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ pub(crate) struct Args {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::api::DEFAULT_SERVER)]
     server: String,
-    /// File that holds the server's access token
+    /// File that holds this agent's access token; see `lockstep token create --scope agent`
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// Shown on the dashboard [default: this machine's name]
@@ -45,15 +45,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    let token = match &args.token_file {
-        Some(path) => Some(
-            std::fs::read_to_string(path)
-                .map_err(|e| wrong(format!("--token-file {}: {e}", path.display())))?
-                .trim()
-                .to_owned(),
-        ),
-        None => None,
-    };
+    let token = args.token_file.as_deref().map(from_file).transpose()?;
     let options = Options {
         server: args.server,
         token,

@@ -1,15 +1,24 @@
 //! The server's REST interface and its streams, as the client commands use them.
 
-use super::{output, wrong};
+use super::{
+    access::{AccessArgs, NO_TOKEN},
+    output, wrong,
+};
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::{Job, stream::Frame};
-use reqwest::{Client, Method, Response, StatusCode};
+use reqwest::{
+    Client, Method, Response, StatusCode,
+    header::{AUTHORIZATION, HeaderMap, HeaderValue},
+};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::{fmt::Write, time::Duration};
 use tokio::net::TcpStream;
-use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{Message, client::IntoClientRequest},
+};
 
 /// Where `lockstep serve` listens unless told otherwise.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
@@ -24,9 +33,21 @@ pub(crate) struct ServerArgs {
     /// Address of the server
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = DEFAULT_SERVER)]
     pub(crate) server: String,
+    #[command(flatten)]
+    pub(crate) access: AccessArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl ServerArgs {
+    /// Talks to this server with the token that there is for it; nothing is sent yet.
+    ///
+    /// # Errors
+    /// An address that is none, or a token that cannot be read.
+    pub(crate) fn api(&self) -> anyhow::Result<Api> {
+        Api::new(&self.server, self.access.token(&self.server)?)
+    }
 }
 
 /// A connection to a server.
@@ -34,14 +55,15 @@ pub(crate) struct ServerArgs {
 pub(crate) struct Api {
     base: String,
     client: Client,
+    token: Option<HeaderValue>,
 }
 
 impl Api {
-    /// Talks to `server`; nothing is sent yet.
+    /// Talks to `server`, as whoever has the token; nothing is sent yet.
     ///
     /// # Errors
-    /// An address that is none.
-    pub(crate) fn new(server: &str) -> anyhow::Result<Self> {
+    /// An address that is none, or a token that is none.
+    pub(crate) fn new(server: &str, token: Option<String>) -> anyhow::Result<Self> {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
         if base.starts_with("https://") {
@@ -51,8 +73,15 @@ impl Api {
         }
         reqwest::Url::parse(&base)
             .map_err(|e| wrong(format!("{server}: {e}; an address looks like {DEFAULT_SERVER}")))?;
-        let client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy().build()?;
-        Ok(Self { base, client })
+        let token = token.map(|token| bearer(&token)).transpose()?;
+        let mut headers = HeaderMap::new();
+        headers.extend(token.clone().map(|token| (AUTHORIZATION, token)));
+        let client = Client::builder()
+            .default_headers(headers)
+            .connect_timeout(Duration::from_secs(5))
+            .no_proxy()
+            .build()?;
+        Ok(Self { base, client, token })
     }
 
     /// The server's address.
@@ -202,7 +231,9 @@ impl Api {
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
         let base = self.base.replacen("http", "ws", 1);
         let url = format!("{base}/api/v1/jobs/{}/stream?since={since}", job.id);
-        match tokio::time::timeout(Duration::from_secs(10), tokio_tungstenite::connect_async(url)).await {
+        let mut request = url.into_client_request()?;
+        request.headers_mut().extend(self.token.clone().map(|token| (AUTHORIZATION, token)));
+        match tokio::time::timeout(Duration::from_secs(10), tokio_tungstenite::connect_async(request)).await {
             Ok(Ok((socket, _))) => Ok(Stream(socket)),
             Ok(Err(error)) => bail!("the stream of {}: {error}", job.id),
             Err(_) => bail!("the stream of {}: the server does not answer", job.id),
@@ -250,10 +281,21 @@ async fn problem(answer: Response) -> anyhow::Error {
             let _ = write!(message, "\n  {}", mistake(part("pointer"), part("detail")));
         }
     }
+    if status == StatusCode::UNAUTHORIZED {
+        message = format!("{message}\n{NO_TOKEN}");
+    }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
         _ => wrong(message),
     }
+}
+
+/// The header that says who we are.
+fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
+    let value = HeaderValue::from_str(&format!("Bearer {token}"));
+    let mut value = value.map_err(|_| wrong("the token has characters that no token has"))?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 /// A mistake in a specification as a line: `/train/lr` is `train.lr` to a writer of TOML.

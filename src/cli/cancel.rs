@@ -20,7 +20,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job or it is over.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let _: serde_json::Value =

@@ -20,7 +20,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     let answer: Value = block_on(async {
         let job = api.find_job(&args.job).await?;
         api.get(&format!("/jobs/{}/checkpoints", job.id)).await

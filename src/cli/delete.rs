@@ -30,7 +30,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job, it still runs, or the answer is no.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let asks = !args.yes && !args.server.json && io::stdin().is_terminal() && io::stderr().is_terminal();

@@ -37,7 +37,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     for one in &args.sets {
         apply_set(&mut set, one).map_err(|e| wrong(format!("--set {}: {e}", shortened(one))))?;
     }
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let source = api.find_job(&args.job).await?;
         let request = json!({"checkpoint": args.checkpoint, "set": set});

@@ -62,7 +62,7 @@ pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
 }
 
 fn ask(which: &Which, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
-    let api = Api::new(&which.server.server)?;
+    let api = which.server.api()?;
     block_on(async {
         let job = api.find_job(&which.job).await?;
         let job: Job = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await?;

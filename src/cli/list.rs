@@ -24,7 +24,7 @@ pub(crate) struct Args {
 /// # Errors
 /// The server is not reachable.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     let mut jobs = block_on(api.jobs())?;
     jobs.retain(|job| {
         args.state.is_none_or(|state| job.state == state)

@@ -1,11 +1,12 @@
 //! `lockstep serve`: the server, its dashboard, and an agent for this machine.
 
 use super::{
-    init_tracing,
+    access, init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     output, wrong,
 };
-use lockstep_server::{ServeConfig, ServeError};
+use lockstep_server::{Running, ServeConfig, ServeError};
+use lockstep_worker::agent::state_dir;
 use std::{
     net::{SocketAddr, ToSocketAddrs},
     path::PathBuf,
@@ -34,6 +35,9 @@ pub(crate) struct Args {
     /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
+    /// Ask nobody for a token: everybody on this machine may do everything
+    #[arg(long)]
+    no_auth: bool,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -55,6 +59,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
     config.database = args.database;
+    config.no_auth = args.no_auth;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),
@@ -66,6 +71,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.url()))?;
+        if !args.no_auth {
+            // Once, within ten minutes; `lockstep login-link` prints another.
+            output::line(format_args!("sign in: {}", server.login_link()?))?;
+        }
         if local_agent {
             server.start_agent(slots, false).await?;
         }
@@ -101,7 +110,7 @@ pub(crate) async fn told_to_end() -> anyhow::Result<()> {
 
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
-    address: SocketAddr,
+    running: Running,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
     /// When it ends, wanted or not.
@@ -131,9 +140,9 @@ impl Server {
         let (shutdown, is_shutdown) = oneshot::channel::<()>();
         let ended = tokio::spawn(lockstep_server::serve(
             config,
-            move |address| {
+            move |running| {
                 // Nobody waits for it any more: then nobody needs it.
-                let _ = ready.send(address);
+                let _ = ready.send(running);
             },
             async {
                 // Told, or dropped: both mean the end.
@@ -141,7 +150,7 @@ impl Server {
             },
         ));
         match is_ready.await {
-            Ok(address) => Ok(Self { address, data_dir, shutdown: Some(shutdown), ended, agent: None }),
+            Ok(running) => Ok(Self { running, data_dir, shutdown: Some(shutdown), ended, agent: None }),
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) => Err(stopped("it ended before it was ready")),
@@ -152,7 +161,23 @@ impl Server {
 
     /// `http://127.0.0.1:PORT`.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.running.address)
+    }
+
+    /// The address that signs a browser in, once.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn login_link(&self) -> std::io::Result<String> {
+        self.running.login_link()
+    }
+
+    /// The token for this machine's programs.
+    ///
+    /// # Errors
+    /// Its file cannot be read.
+    pub(crate) fn token(&self) -> anyhow::Result<String> {
+        access::from_file(&self.data_dir.join("token"))
     }
 
     /// Starts the agent of this machine.
@@ -161,7 +186,10 @@ impl Server {
     /// It cannot be started.
     pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
         let dir = self.data_dir.join("agent");
-        let settings = Settings { server: self.url(), dir, slots, quiet };
+        let agent_id = state_dir::agent_id(&dir)?;
+        let token = dir.join("token");
+        let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
+        let settings = Settings { server: self.url(), dir, slots, quiet, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

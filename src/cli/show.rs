@@ -22,7 +22,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server.server)?;
+    let api = args.server.api()?;
     let (job, answer) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;

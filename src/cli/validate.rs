@@ -1,6 +1,7 @@
 //! `lockstep validate`: what a submission would say, without a job.
 
 use super::{
+    access::AccessArgs,
     api::{Api, DEFAULT_SERVER},
     block_on, output, submit, wrong,
 };
@@ -26,6 +27,8 @@ pub(crate) struct Args {
     /// Address of the server, which must respond [default: the one on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
+    #[command(flatten)]
+    access: AccessArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -48,7 +51,8 @@ struct Plan {
 /// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let document = submit::document(&args.job, &args.sets)?;
-    let api = Api::new(args.server.as_deref().unwrap_or(DEFAULT_SERVER))?;
+    let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
+    let api = Api::new(server, args.access.token(server)?)?;
     let own = submit::check(&args.job, &document);
     // No server knows a path: such a file is for `lockstep train`.
     let dataset = document.pointer("/data/dataset").and_then(Value::as_str);

@@ -1,17 +1,22 @@
 //! For supervisors and monitoring.
 
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
 };
-use axum::{extract::State, http::header, response::IntoResponse};
+use axum::{Extension, extract::State, http::header, response::IntoResponse};
 use std::{
     fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
     sync::atomic::Ordering,
+    time::{Duration, Instant},
 };
 
+const READY: &str = "ready\n";
+/// What strangers are told may be so old.
+const STRANGERS_EVERY: Duration = Duration::from_secs(1);
 /// What a job's first files take.
 const PROBE_BYTES: usize = 64 << 10;
 
@@ -25,7 +30,29 @@ pub(crate) async fn healthz() -> &'static str {
 ///
 /// Something is written to the database and to the data directory, so a disk that is full or read-only is told.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
-pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
+pub(crate) async fn readyz(
+    State(app): State<App>,
+    caller: Option<Extension<Caller>>,
+) -> Result<&'static str> {
+    if caller.is_some() {
+        return ready(&app).await;
+    }
+    // Strangers learn no details, and cause one look a second.
+    let mut told = app.told_ready.lock().await;
+    let is_ready = match *told {
+        Some((at, is_ready)) if at.elapsed() < STRANGERS_EVERY => is_ready,
+        _ => ready(&app).await.is_ok(),
+    };
+    if told.is_none_or(|(at, _)| at.elapsed() >= STRANGERS_EVERY) {
+        *told = Some((Instant::now(), is_ready));
+    }
+    match is_ready {
+        true => Ok(READY),
+        false => Err(Error::Unavailable("nothing can be stored now; ask with a token for more".into())),
+    }
+}
+
+async fn ready(app: &App) -> Result<&'static str> {
     // Whatever the database says of a row that is sound: nothing can be written.
     app.store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![app.config.data_dir.join("jobs")];
@@ -35,7 +62,7 @@ pub(crate) async fn readyz(State(app): State<App>) -> Result<&'static str> {
     for probed in folders.collect::<Vec<_>>() {
         probed.await.map_err(|e| Error::Internal(e.to_string()))??;
     }
-    Ok("ready\n")
+    Ok(READY)
 }
 
 /// Writes a file and removes it.

@@ -1,32 +1,35 @@
 //! Pages for people: what is stored, put into the views of `lockstep_web`.
 
 use super::{
-    agents,
+    agents, audit,
     datasets::{self, NewDataset, Registered},
     extract::{Path, Query, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, PageError},
     store::JobFilter,
 };
 use axum::{
-    Form,
+    Extension, Form,
     extract::State,
     http::{HeaderMap, StatusCode, header},
     response::{Html, IntoResponse, Redirect, Response},
 };
+use lockstep_protocol::access::Scope;
 use lockstep_web::{
-    compare, datasets as dataset_views, job as job_views, jobs as jobs_views, machines, submit,
+    audit as audit_views, compare, datasets as dataset_views, job as job_views, jobs as jobs_views,
+    layout::Viewer, machines, submit,
 };
 use serde::Deserialize;
 
 /// Rows of the list as the server writes it: what fits a screen. The script reads on, or the link below them.
 const ROWS: u32 = 25;
 
-type Page = Result<Response, PageError>;
+pub(super) type Page = Result<Response, PageError>;
 
 fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
@@ -34,9 +37,14 @@ fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
 }
 
 /// The server as this browser sees it, for commands to copy.
-fn server_url(headers: &HeaderMap) -> String {
+pub(super) fn server_url(headers: &HeaderMap) -> String {
     let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("127.0.0.1:7070");
     format!("http://{host}")
+}
+
+/// Who looks at a page.
+fn viewer(caller: &Caller) -> Viewer {
+    Viewer { signed_in: caller.session().is_some(), is_admin: caller.may(Scope::Admin) }
 }
 
 /// `GET /`
@@ -45,7 +53,12 @@ pub(crate) async fn home() -> Redirect {
 }
 
 /// `GET /jobs`
-pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query): Query<ListQuery>) -> Page {
+pub(crate) async fn jobs(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    Query(query): Query<ListQuery>,
+) -> Page {
     // A filter typed by hand that is none shows everything.
     let mut filter = query.filter().unwrap_or_default();
     if query.limit.is_none() {
@@ -62,6 +75,7 @@ pub(crate) async fn jobs(State(app): State<App>, headers: HeaderMap, Query(query
             next: page.next.map(|id| id.to_string()),
             server_url: server_url(&headers),
             now: crate::now(),
+            viewer: viewer(&caller),
         }
         .render(),
     )
@@ -79,6 +93,7 @@ pub(crate) struct NewJobQuery {
 /// `GET /jobs/new`
 pub(crate) async fn new_job(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Query(query): Query<NewJobQuery>,
 ) -> Page {
@@ -90,6 +105,7 @@ pub(crate) async fn new_job(
         slots(&app),
         server_url(&headers),
     );
+    page.viewer = viewer(&caller);
     if let Some(id) = &query.from {
         let job = jobs::find(&app, id).await?;
         jobs::check_readable(&job)?;
@@ -105,6 +121,7 @@ fn slots(app: &App) -> u32 {
 /// `POST /jobs/new`: the form without scripts.
 pub(crate) async fn submit_job(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
@@ -119,6 +136,7 @@ pub(crate) async fn submit_job(
                 datasets,
                 slots: slots(&app),
                 server_url: server_url(&headers),
+                viewer: viewer(&caller),
             };
             Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
         }
@@ -127,7 +145,12 @@ pub(crate) async fn submit_job(
 }
 
 /// `GET /jobs/{id}`
-pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Path<String>) -> Page {
+pub(crate) async fn job(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    Path(id): Path<String>,
+) -> Page {
     let id = job_id(&id)?;
     let row = app
         .store
@@ -174,6 +197,7 @@ pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Pa
             size_bytes,
             server_url: server_url(&headers),
             now: crate::now(),
+            viewer: viewer(&caller),
         }
         .render(),
     )
@@ -195,26 +219,42 @@ pub(super) fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
 }
 
 /// `GET /compare`: which jobs stands in the address; the script reads them.
-pub(crate) async fn compare() -> Page {
-    html(compare::ComparePage.render())
+pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
+    html(compare::ComparePage { viewer: viewer(&caller) }.render())
 }
 
 /// `GET /datasets`
-pub(crate) async fn datasets(State(app): State<App>, headers: HeaderMap) -> Page {
-    datasets_page(&app, &headers, dataset_views::DatasetForm::default()).await
+pub(crate) async fn datasets(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+) -> Page {
+    datasets_page(&app, &caller, &headers, dataset_views::DatasetForm::default()).await
 }
 
-async fn datasets_page(app: &App, headers: &HeaderMap, form: dataset_views::DatasetForm) -> Page {
+async fn datasets_page(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    form: dataset_views::DatasetForm,
+) -> Page {
     let datasets = app.store.datasets().await?;
     html(
-        dataset_views::DatasetsPage { datasets, form, server_url: server_url(headers), now: crate::now() }
-            .render(),
+        dataset_views::DatasetsPage {
+            datasets,
+            form,
+            server_url: server_url(headers),
+            now: crate::now(),
+            viewer: viewer(caller),
+        }
+        .render(),
     )
 }
 
 /// `POST /datasets`: the form without scripts.
 pub(crate) async fn add_dataset(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Form(new): Form<NewDataset>,
 ) -> Page {
@@ -240,11 +280,15 @@ pub(crate) async fn add_dataset(
         }
         Err(other) => return Err(PageError(other)),
     };
-    Ok((status, datasets_page(&app, &headers, form).await?).into_response())
+    Ok((status, datasets_page(&app, &caller, &headers, form).await?).into_response())
 }
 
 /// `GET /machines`
-pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page {
+pub(crate) async fn machines(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+) -> Page {
     let mut cards = Vec::new();
     for agent in agents::all(&app).await? {
         let mut slots = Vec::new();
@@ -270,9 +314,33 @@ pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page
         });
     }
     html(
-        machines::MachinesPage { agents: cards, server_url: server_url(&headers), now: crate::now() }
-            .render(),
+        machines::MachinesPage {
+            agents: cards,
+            server_url: server_url(&headers),
+            now: crate::now(),
+            viewer: viewer(&caller),
+        }
+        .render(),
     )
+}
+
+/// `GET /audit`
+pub(crate) async fn audit(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Query(query): Query<audit::AuditQuery>,
+) -> Page {
+    let audit::AuditPage { entries, next } = audit::page(&app, &query).await?;
+    let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
+        at: entry.at,
+        who: entry.who,
+        address: entry.address,
+        action: entry.action,
+        object: entry.object,
+        status: entry.status,
+        request_id: entry.request_id,
+    });
+    html(audit_views::AuditPage { lines: lines.collect(), next, viewer: viewer(&caller) }.render())
 }
 
 /// Any other address.

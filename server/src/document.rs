@@ -48,9 +48,9 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
         "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",
     ));
-    schemes.insert(BEARER.into(), SecurityScheme::Http(bearer.build()));
+    schemes.insert(BEARER.into(), RefOr::T(SecurityScheme::Http(bearer.build())));
     let cookie = ApiKeyValue::with_description("lockstep_PORT", "A browser that has signed in at `/login`");
-    schemes.insert(COOKIE.into(), SecurityScheme::ApiKey(ApiKey::Cookie(cookie)));
+    schemes.insert(COOKIE.into(), RefOr::T(SecurityScheme::ApiKey(ApiKey::Cookie(cookie))));
     document
 }
 

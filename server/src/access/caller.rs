@@ -61,7 +61,7 @@ impl Credential {
 
 /// Who sends a request, as the gate has found.
 #[derive(Debug, Clone)]
-pub(crate) struct Caller(Option<Arc<Credential>>);
+pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 
 impl Caller {
     /// Somebody under `--no-auth`.

@@ -412,8 +412,10 @@ async fn a_body_that_stops_coming_is_answered_in_time() {
     ] {
         let began = Instant::now();
         let mut socket = TcpStream::connect(server.address).await.unwrap();
+        let token = &server.token;
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n"
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Type: {kind}\r\n\
+             Content-Length: 100\r\n\r\n"
         );
         socket.write_all(head.as_bytes()).await.unwrap();
         // What comes in parts has come: the time counts from the last one.

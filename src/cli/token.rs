@@ -101,7 +101,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
                 let named: Vec<_> = all.iter().filter(is_valid).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {
-                    (Some(found), _) | (None, [found]) => found.id.clone(),
+                    (Some(found), _) => found.id.clone(),
+                    (None, [found]) => found.id.clone(),
                     (None, []) => {
                         return Err(wrong(format!(
                             "no token is called {token}; `lockstep token list` shows them"

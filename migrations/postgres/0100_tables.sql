@@ -136,3 +136,36 @@ CREATE TABLE annotations (
 CREATE TABLE draining (
     agent_id TEXT COLLATE "C" PRIMARY KEY
 );
+
+CREATE TABLE tokens (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    name TEXT NOT NULL,
+    hash TEXT COLLATE "C" NOT NULL UNIQUE,
+    scope TEXT NOT NULL,
+    agent TEXT COLLATE "C",
+    agent_id TEXT COLLATE "C",
+    created_at BIGINT NOT NULL,
+    expires_at BIGINT,
+    revoked_at BIGINT,
+    last_used_at BIGINT
+);
+
+CREATE TABLE sessions (
+    hash TEXT COLLATE "C" PRIMARY KEY,
+    token_id TEXT COLLATE "C" NOT NULL,
+    created_at BIGINT NOT NULL,
+    expires_at BIGINT NOT NULL
+);
+
+CREATE TABLE audit (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    at BIGINT NOT NULL,
+    who TEXT NOT NULL,
+    token_id TEXT NOT NULL,
+    address TEXT NOT NULL,
+    action TEXT NOT NULL,
+    object TEXT NOT NULL,
+    status BIGINT NOT NULL,
+    request_id TEXT NOT NULL
+);
+CREATE INDEX audit_by_time ON audit (at);

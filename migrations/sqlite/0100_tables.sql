@@ -167,3 +167,44 @@ CREATE TABLE annotations (
 CREATE TABLE draining (
     agent_id TEXT PRIMARY KEY
 ) STRICT;
+
+-- Who may do what. A token is 256 random bits, shown once; the table has its SHA-256 (hexadecimal).
+CREATE TABLE tokens (
+    id TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    hash TEXT NOT NULL UNIQUE,
+    scope TEXT NOT NULL,
+    -- Of the scope `agent`: the agent's name and, once it is known, its id.
+    agent TEXT,
+    agent_id TEXT,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER,
+    revoked_at INTEGER,
+    -- To the minute.
+    last_used_at INTEGER
+) STRICT;
+
+-- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.
+CREATE TABLE sessions (
+    hash TEXT PRIMARY KEY,
+    token_id TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT;
+
+-- Who did what: every request that may change something, and sign-ins. Ids sort by time.
+CREATE TABLE audit (
+    id TEXT PRIMARY KEY,
+    at INTEGER NOT NULL,
+    -- Name and id of the token; both empty for nobody.
+    who TEXT NOT NULL,
+    token_id TEXT NOT NULL,
+    address TEXT NOT NULL,
+    -- Method and route, or `sign in`.
+    action TEXT NOT NULL,
+    -- The address that was asked for.
+    object TEXT NOT NULL,
+    status INTEGER NOT NULL,
+    request_id TEXT NOT NULL
+) STRICT;
+CREATE INDEX audit_by_time ON audit (at);

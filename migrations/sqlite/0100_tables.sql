@@ -34,8 +34,9 @@ CREATE TABLE jobs (
     stop TEXT,
     -- Failed or lost attempts since it was last submitted or retried.
     restarts INTEGER NOT NULL DEFAULT 0,
-    -- Fencing token of the attempt that may write; NULL when none may.
+    -- Fencing token of the attempt that may write, its number and its secret (hexadecimal); NULL when none may.
     fencing_token INTEGER,
+    fencing_secret TEXT,
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
@@ -49,6 +50,8 @@ CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 CREATE TABLE attempts (
     -- Grows with every attempt of any job, also past deleted ones.
     fencing_token INTEGER PRIMARY KEY AUTOINCREMENT,
+    -- 128 random bits that only the attempt's agents know; NULL in rows of earlier versions, whose attempts are over.
+    fencing_secret TEXT,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
     -- [{agent_id, agent, ranks: [[rank, slot]]}]: a gang may one day span agents.

@@ -378,7 +378,8 @@ impl Connection<'_> {
                     let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
-                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
+                let agent_id = self.id.clone();
+                let report = Report { agent_id, attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
                 app.inbox.put(Work::Report { agent, connection, report, reservation });
             }

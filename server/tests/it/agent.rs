@@ -220,5 +220,5 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
 }
 
 pub fn stranger() -> AttemptRef {
-    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 }
+    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
 }

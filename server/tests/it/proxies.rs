@@ -167,7 +167,7 @@ async fn every_request_is_a_line_of_the_access_log() {
     let path = dir.path().join("access.log");
     let to = path.clone();
     let server = behind(|c| c.access_log = Some(AccessLogTo::File(to))).await;
-    let request = server.http.get(server.url("/api/v1/jobs?limit=7&token=hush"));
+    let request = server.http.get(server.url("/api/v1/jobs?limit=7&name=hush"));
     let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
     let length = answer.bytes().await.unwrap().len();
     server.http.get(server.url("/nothing")).header("host", "evil.example").send().await.unwrap();
@@ -185,7 +185,7 @@ async fn every_request_is_a_line_of_the_access_log() {
     };
     assert!(lines.iter().all(|line| line.len() == 8), "{lines:?}");
     let line = |at: usize| lines[at][1..6].iter().map(String::as_str).collect::<Vec<_>>();
-    assert_eq!(line(0), ["203.0.113.7", "GET", "/api/v1/jobs?limit&token", "200", &length.to_string()]);
+    assert_eq!(line(0), ["203.0.113.7", "GET", "/api/v1/jobs?limit&name", "200", &length.to_string()]);
     assert_eq!(line(1)[..4], ["127.0.0.1", "GET", "/nothing", "421"]);
     assert_eq!(line(2)[..4], ["127.0.0.1", "GET", "/api/v1/stream", "101"]);
     assert!(lines[0][0].parse::<jiff::Timestamp>().is_ok() && lines[0][6].parse::<f64>().is_ok());

@@ -1,10 +1,10 @@
 //! An agent is who its token says.
 
 use crate::{
-    agent::{Agent, hello},
+    agent::{Agent, hello, losses, running},
     test_server::TestServer,
 };
-use lockstep_protocol::agent::FromAgent;
+use lockstep_protocol::agent::{FromAgent, Source, ToAgent};
 use serde_json::json;
 use std::time::{Duration, Instant};
 use tokio_tungstenite::{connect_async, tungstenite};
@@ -69,5 +69,38 @@ async fn an_agent_whose_token_is_revoked_is_cut_off() {
         Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), 401),
         other => panic!("{other:?}"),
     }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_report_counts_from_the_agent_that_has_the_attempt_alone() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await, 1);
+
+    // Another agent, well known to the server, that has learned everything but has not been given the attempt.
+    let mut other = Agent::greet(&server, hello("other", 2, Vec::new())).await.unwrap();
+    let forged = |attempt, first| FromAgent::Report {
+        attempt,
+        source: Source::Rank(0),
+        first,
+        events: vec![losses(0, 1..=5)],
+    };
+    other.send(forged(attempt.clone(), 1)).await;
+    assert!(
+        matches!(other.next().await, Some(ToAgent::Stop { .. })),
+        "it is told that it has no such attempt"
+    );
+    // The right agent that guesses the attempt's fencing token.
+    let mut guessed = attempt.clone();
+    guessed.fencing_token.secret ^= 1;
+    agent.send(forged(guessed, 1)).await;
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    let points = format!("SELECT count(*) FROM events WHERE job_id = '{id}' AND kind = 'metrics'");
+    assert_eq!(server.number(&points).await, 0);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=5)]).await, 2);
+    assert_eq!(server.number(&points).await, 1);
     server.stop().await;
 }

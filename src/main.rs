@@ -43,6 +43,8 @@ enum Command {
     #[command(hide = true, alias = "look")]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
+    Token(cli::token::Args),
+    LoginLink(cli::token::LinkArgs),
     Migrate(cli::database::MigrateArgs),
     Backup(cli::database::BackupArgs),
     Restore(cli::database::RestoreArgs),
@@ -81,6 +83,8 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Token(args) => cli::token::run(args),
+        Command::LoginLink(args) => cli::token::login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),
         Command::Restore(args) => cli::database::bring_back(args),

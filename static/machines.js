@@ -1,6 +1,6 @@
 // The machines, read again as jobs come and go; and the switch that lets one take no new work.
 
-import { ask, byId, sentence, showLive, text } from "./page.js";
+import { ask, byId, sentence, showLive, signIn, text } from "./page.js";
 import { Stream } from "./stream.js";
 
 const EVERY_MS = 5000;
@@ -12,6 +12,7 @@ async function refresh() {
   asking = true;
   try {
     const answer = await fetch("/machines", { headers: { accept: "text/html" } });
+    if (answer.redirected) return signIn();
     if (!answer.ok) return;
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const id of ["machines", "summary"]) {

@@ -16,6 +16,11 @@ export class Problem extends Error {
   }
 }
 
+/** Leads to the page to sign in, and from there back here. */
+export function signIn() {
+  location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
+}
+
 /** JSON from the server. Throws a Problem for an answer that is none, a TypeError when it is away. */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
   const answer = await fetch(path, {
@@ -25,6 +30,7 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   });
   const is_json = /json/.test(answer.headers.get("content-type") ?? "");
   const content = is_json ? await answer.json() : null;
+  if (answer.status === 401) signIn();
   if (!answer.ok) throw new Problem(answer.status, content);
   return content;
 }

@@ -3,6 +3,8 @@
 // Every event of a job has a sequence number; a reconnect asks for those after the last one seen, so
 // nothing is missing and nothing doubled, however often the line breaks.
 
+import { signIn } from "./page.js";
+
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
 /** A timer this late means that the machine slept: the old socket may be dead without knowing it. */
@@ -54,6 +56,8 @@ export class Stream {
     };
     socket.onclose = async (event) => {
       if (socket !== this.#socket || this.#closed) return;
+      // 4401: the session is over.
+      if (event.code === 4401) { this.close(); return signIn(); }
       this.onStatus("reconnecting");
       // 4008: this reader fell behind; the store has what it missed, so come back at once.
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;

@@ -34,8 +34,9 @@ CREATE TABLE jobs (
     stop TEXT,
     -- Failed or lost attempts since it was last submitted or retried.
     restarts INTEGER NOT NULL DEFAULT 0,
-    -- Fencing token of the attempt that may write; NULL when none may.
+    -- Fencing token of the attempt that may write, its number and its secret (hexadecimal); NULL when none may.
     fencing_token INTEGER,
+    fencing_secret TEXT,
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
@@ -49,6 +50,8 @@ CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 CREATE TABLE attempts (
     -- Grows with every attempt of any job, also past deleted ones.
     fencing_token INTEGER PRIMARY KEY AUTOINCREMENT,
+    -- 128 random bits that only the attempt's agents know; NULL in rows of earlier versions, whose attempts are over.
+    fencing_secret TEXT,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
     -- [{agent_id, agent, ranks: [[rank, slot]]}]: a gang may one day span agents.
@@ -167,3 +170,44 @@ CREATE TABLE annotations (
 CREATE TABLE draining (
     agent_id TEXT PRIMARY KEY
 ) STRICT;
+
+-- Who may do what. A token is 256 random bits, shown once; the table has its SHA-256 (hexadecimal).
+CREATE TABLE tokens (
+    id TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    hash TEXT NOT NULL UNIQUE,
+    scope TEXT NOT NULL,
+    -- Of the scope `agent`: the agent's name and, once it is known, its id.
+    agent TEXT,
+    agent_id TEXT,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER,
+    revoked_at INTEGER,
+    -- To the minute.
+    last_used_at INTEGER
+) STRICT;
+
+-- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.
+CREATE TABLE sessions (
+    hash TEXT PRIMARY KEY,
+    token_id TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT;
+
+-- Who did what: every request that may change something, and sign-ins. Ids sort by time.
+CREATE TABLE audit (
+    id TEXT PRIMARY KEY,
+    at INTEGER NOT NULL,
+    -- Name and id of the token; both empty for nobody.
+    who TEXT NOT NULL,
+    token_id TEXT NOT NULL,
+    address TEXT NOT NULL,
+    -- Method and route, or `sign in`.
+    action TEXT NOT NULL,
+    -- The address that was asked for.
+    object TEXT NOT NULL,
+    status INTEGER NOT NULL,
+    request_id TEXT NOT NULL
+) STRICT;
+CREATE INDEX audit_by_time ON audit (at);

@@ -5,9 +5,11 @@
 //! is stored twice: the files are the spool.
 
 mod events;
+mod fencing;
 mod requests;
 
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
+pub use fencing::FencingToken;
 pub use requests::{AgentReply, AgentRequest};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};
@@ -15,10 +17,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Raised when a message changes in a way that older programs cannot read.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
-/// The oldest version whose agents a server still accepts. Up to 3, some keys of a job and some messages had other names.
-pub const OLDEST_PROTOCOL_VERSION: u32 = 4;
+/// The oldest version whose agents a server still accepts. Up to 4, fencing tokens were numbers.
+pub const OLDEST_PROTOCOL_VERSION: u32 = 5;
 
 /// One place a rank can run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -51,11 +53,11 @@ pub struct Machine {
 pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
-    /// Grows with every attempt of any job. The store refuses writes with an older one, so an attempt that was given up
-    /// and still runs somewhere changes nothing. `token` is its name in the files and messages of protocol 3: an agent
+    /// Grows with every attempt of any job, and has a random part. The store refuses writes with another one, so an attempt that was
+    /// given up and still runs somewhere changes nothing, nor does whoever does not know it. `token` is its name in the files and messages of protocol 3: an agent
     /// takes over the ranks that an agent of the last version started.
     #[serde(alias = "token")]
-    pub fencing_token: u64,
+    pub fencing_token: FencingToken,
 }
 
 /// What an agent says.

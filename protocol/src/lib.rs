@@ -2,6 +2,7 @@
 //! server, agents, ranks and browsers. Data and its checks only; no input or output,
 //! but for faults on demand.
 
+pub mod access;
 pub mod agent;
 pub mod attempt;
 pub mod dataset;

@@ -31,3 +31,11 @@ pub const CLASS_NAMES_BYTES: usize = 4 << 20;
 pub const MEMBER_NAME_BYTES: usize = 4096;
 /// Most characters of the text about a broken file of a dataset: its name, or what is wrong with it.
 pub const BROKEN_FILE_CHARS: usize = 1000;
+/// Tokens that are valid at once; every one is kept in the server's memory.
+pub const TOKENS: usize = 1000;
+/// A token's name, in characters.
+pub const TOKEN_NAME_CHARS: usize = 100;
+/// Days until a token expires, at most: a hundred years.
+pub const TOKEN_DAYS: u32 = 36_525;
+/// Browsers that are signed in at once; of more, those that signed in first are signed out.
+pub const SESSIONS: usize = 10_000;

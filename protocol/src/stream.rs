@@ -91,3 +91,6 @@ pub enum EventBody {
 
 /// Close code of a reader that fell behind; the close reason holds the last sequence number it was sent.
 pub const CLOSE_TOO_SLOW: u16 = 4008;
+
+/// Close code of a connection whose token was revoked or has expired, or whose reader has signed out.
+pub const CLOSE_SIGNED_OUT: u16 = 4401;

@@ -187,7 +187,7 @@ fn both_names_of_a_key_are_one_mistake_that_names_both() {
 fn an_agent_reads_the_attempts_of_one_of_the_last_version() {
     let spec = from_toml(&toml("train", "pct_start = 0.125\nfinal_lr_fraction = 0.25")).unwrap();
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 3, fencing_token: 41 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 3, fencing_token: 41.into() },
         spec: spec.clone(),
         dataset_path: "/data".into(),
         world_size: 1,
@@ -199,7 +199,8 @@ fn an_agent_reads_the_attempts_of_one_of_the_last_version() {
         resume: None,
     };
     let mut old = serde_json::to_value(&start).unwrap();
-    old["attempt"]["token"] = take(&mut old["attempt"], "fencing_token");
+    take(&mut old["attempt"], "fencing_token");
+    old["attempt"]["token"] = 41.into();
     old["spec"] = serde_json::from_str(&old_text(&spec)).unwrap();
     assert!(old["spec"]["train"].get("rise").is_some());
     assert_eq!(serde_json::from_value::<StartAttempt>(old).unwrap(), start);

@@ -1,7 +1,9 @@
 //! The application state that handlers and background tasks share. It knows neither.
 
 use crate::{
+    access::Access,
     agents::Agents,
+    audit::Audit,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     evaluations::Evaluations,
@@ -19,6 +21,7 @@ use std::{
         Arc,
         atomic::{AtomicI64, AtomicU64},
     },
+    time::Instant,
 };
 use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -34,6 +37,11 @@ pub struct Parts {
     /// What outlives the server.
     pub store: Arc<dyn Store>,
     pub(crate) ingress: Ingress,
+    /// Who may do what.
+    pub(crate) access: Access,
+    pub(crate) audit: Audit,
+    /// When a client without a token last asked whether jobs can be stored, and the response.
+    pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
@@ -61,8 +69,17 @@ impl Deref for App {
 
 impl App {
     /// With nothing that runs yet, nor anything of the store read.
-    pub(crate) fn new(config: ServeConfig, store: Arc<dyn Store>, inbox: Inbox, ingress: Ingress) -> App {
+    pub(crate) fn new(
+        config: ServeConfig,
+        store: Arc<dyn Store>,
+        inbox: Inbox,
+        ingress: Ingress,
+        audit: Audit,
+    ) -> App {
         App(Arc::new(Parts {
+            access: Access::new(!config.no_auth),
+            audit,
+            last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
             config,
             store,

@@ -36,8 +36,6 @@ pub struct ServeConfig {
     pub tls: Option<TlsConfig>,
     /// Listen in clear where other machines can reach it.
     pub insecure_http: bool,
-    /// Requests have to say who sends them.
-    pub authenticates: bool,
     /// The address that people and programs use.
     pub public_url: Option<PublicUrl>,
     /// Proxies that are believed when they say for whom they speak.
@@ -70,6 +68,10 @@ pub struct ServeConfig {
     pub head_patience: Duration,
     /// A request's body must go on within this time.
     pub body_patience: Duration,
+    /// Everybody who reaches the server may do everything. For loopback addresses alone.
+    pub no_auth: bool,
+    /// Entries of the audit log that are kept.
+    pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
 }
@@ -82,7 +84,6 @@ impl ServeConfig {
             local_listener: None,
             tls: None,
             insecure_http: false,
-            authenticates: false,
             public_url: None,
             trusted_proxies: Vec::new(),
             requests_per_second: 200,
@@ -99,6 +100,8 @@ impl ServeConfig {
             evaluation_wait: Duration::from_secs(20),
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
+            no_auth: false,
+            audit_entries: 100_000,
             connections: None,
         }
     }
@@ -119,7 +122,7 @@ pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
     if ip.is_loopback() {
         return Ok(());
     }
-    if !config.authenticates {
+    if config.no_auth {
         return Err(ServeError::NotLoopback(ip));
     }
     if config.tls.is_none() && !config.insecure_http && config.trusted_proxies.is_empty() {
@@ -134,8 +137,8 @@ pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
 pub enum ServeError {
     /// An address that other machines can reach.
     #[error(
-        "refusing to listen on {0}: it can be reached from other machines, and no access token is set up, \
-         so anybody there could run jobs here; listen on 127.0.0.1 or [::1] and use an SSH tunnel"
+        "refusing to listen on {0} with --no-auth: it can be reached from other machines, and anybody there could run jobs \
+         here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
     )]
     NotLoopback(IpAddr),
     /// An address that other machines can reach, without TLS.
@@ -250,6 +253,11 @@ pub enum ServeError {
         /// What went wrong.
         detail: String,
     },
+    /// The file that holds the token of this machine cannot be used.
+    #[error(
+        "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
+    )]
+    Token(#[source] std::io::Error),
     /// It ran, and then could not go on.
     #[error("the server stopped: {0}")]
     Stopped(#[source] std::io::Error),

@@ -1,19 +1,36 @@
 //! The OpenAPI document: what handlers say of themselves, and what every call has in common with others.
 
+use crate::gate::{self, Needed};
+use axum::http::Method;
 use utoipa::openapi::{
     OpenApi, Ref, RefOr,
     content::ContentBuilder,
     path::{Operation, ParameterIn, PathItem},
     response::{Response, ResponseBuilder},
+    security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
 };
 
+const BEARER: &str = "bearer";
+const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
 
 /// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
 pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
-    for item in document.paths.paths.values_mut() {
-        for (is_safe, operation) in operations(item) {
-            for (status, description) in common(is_safe, operation) {
+    for (path, item) in &mut document.paths.paths {
+        for (method, operation) in operations(item) {
+            let needed = gate::needed(&method, Some(path));
+            let is_safe = method == Method::GET;
+            let mut refusals = common(is_safe, operation);
+            if let Needed::Scope(scope) = needed {
+                refusals.push(("401", "No token, or one that is not valid"));
+                refusals.push((
+                    "403",
+                    "The scope of the token does not suffice, or the request is a page's of another origin",
+                ));
+                let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
+                operation.security = Some(schemes.into());
+            }
+            for (status, description) in refusals {
                 let responses = &mut operation.responses.responses;
                 responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(problem(description)));
             }
@@ -27,14 +44,27 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
             }
         }
     }
+    let schemes = &mut document.components.get_or_insert_default().security_schemes;
+    let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
+        "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",
+    ));
+    schemes.insert(BEARER.into(), RefOr::T(SecurityScheme::Http(bearer.build())));
+    let cookie = ApiKeyValue::with_description("lockstep_PORT", "A browser that has signed in at `/login`");
+    schemes.insert(COOKIE.into(), RefOr::T(SecurityScheme::ApiKey(ApiKey::Cookie(cookie))));
     document
 }
 
-/// The calls of an address, and whether they change nothing.
-fn operations(item: &mut PathItem) -> impl Iterator<Item = (bool, &mut Operation)> {
-    let safe = item.get.as_mut().map(|operation| (true, operation));
-    let unsafe_ones = [&mut item.put, &mut item.post, &mut item.patch, &mut item.delete];
-    safe.into_iter().chain(unsafe_ones.into_iter().flatten().map(|operation| (false, operation)))
+/// The calls of an address.
+fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operation)> {
+    [
+        (Method::GET, &mut item.get),
+        (Method::PUT, &mut item.put),
+        (Method::POST, &mut item.post),
+        (Method::PATCH, &mut item.patch),
+        (Method::DELETE, &mut item.delete),
+    ]
+    .into_iter()
+    .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
 /// What [`crate::guard`], the extractors, the store and the router answer on behalf of a handler.

@@ -3,7 +3,7 @@
 use crate::{agents::RequestError, store::StoreError};
 use axum::{
     extract::rejection::{PathRejection, QueryRejection},
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{Html, IntoResponse, Response},
 };
 use lockstep_protocol::{JobState, spec::SpecError};
@@ -22,8 +22,12 @@ pub(crate) enum Error {
     Invalid(Vec<SpecError>),
     /// What is there forbids it; the state, when it is a job's.
     Conflict(String, Option<JobState>),
-    /// From a page of another origin, or for another host.
+    /// Who sends this is not known.
+    Unauthorized(String),
+    /// From a page of another origin, or more than the caller may do.
     Forbidden(String),
+    /// Too often; seconds until it may be tried again.
+    TooMany(String, u64),
     /// The body is not JSON, or too large, or the method is not one of the address.
     Refused(StatusCode, String),
     /// Something that the server needs is away; trying again may help.
@@ -66,6 +70,8 @@ impl Error {
                 (StatusCode::UNPROCESSABLE_ENTITY, detail, errors, None)
             }
             Error::Conflict(detail, state) => (StatusCode::CONFLICT, detail, Vec::new(), state),
+            Error::Unauthorized(detail) => (StatusCode::UNAUTHORIZED, detail, Vec::new(), None),
+            Error::TooMany(detail, _) => (StatusCode::TOO_MANY_REQUESTS, detail, Vec::new(), None),
             Error::Forbidden(detail) => (StatusCode::FORBIDDEN, detail, Vec::new(), None),
             Error::Refused(status, detail) => (status, detail, Vec::new(), None),
             Error::Unavailable(detail) => {
@@ -83,16 +89,30 @@ impl Error {
     }
 }
 
+impl Error {
+    /// What the answer says besides its status and its body.
+    fn header(&self) -> Option<(HeaderName, HeaderValue)> {
+        match self {
+            Error::Unauthorized(_) => Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
+            Error::TooMany(_, secs) => Some((header::RETRY_AFTER, (*secs).into())),
+            Error::Unavailable(_) => Some((header::RETRY_AFTER, HeaderValue::from_static("2"))),
+            Error::Refused(StatusCode::SERVICE_UNAVAILABLE, _) => {
+                Some((header::RETRY_AFTER, HeaderValue::from_static("2")))
+            }
+            _ => None,
+        }
+    }
+}
+
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
+        let header = self.header();
         let problem = self.problem();
         let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let body = serde_json::to_vec(&problem).unwrap_or_default();
         let mut response =
             (status, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response();
-        if status == StatusCode::SERVICE_UNAVAILABLE {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("2"));
-        }
+        response.headers_mut().extend(header);
         response
     }
 }
@@ -109,11 +129,12 @@ impl<E: Into<Error>> From<E> for PageError {
 
 impl IntoResponse for PageError {
     fn into_response(self) -> Response {
+        let header = self.0.header();
         let problem = self.0.problem();
         let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let page = MessagePage { status: problem.status, title: problem.title, detail: problem.detail };
         match page.render() {
-            Ok(html) => (status, Html(html)).into_response(),
+            Ok(html) => (status, HeaderMap::from_iter(header), Html(html)).into_response(),
             Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
         }
     }

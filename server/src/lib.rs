@@ -1,16 +1,21 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 
+mod access;
 mod access_log;
+mod access_upkeep;
 mod addresses;
 mod agent_requests;
 mod agents;
 pub mod app;
+mod audit;
+mod audit_log;
 mod compaction_queue;
 pub mod config;
 mod dispatch;
 mod document;
 mod error;
 mod evaluations;
+mod gate;
 mod guard;
 mod handlers;
 mod handshakes;
@@ -28,17 +33,21 @@ mod private;
 mod purge;
 mod rate_limit;
 mod regular;
+mod request_id;
 mod router;
+mod running;
 mod serve;
 mod slow_body;
 pub mod store;
 pub mod tls;
+mod token_file;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
 pub use config::{ServeConfig, ServeError, TlsConfig};
 pub use private::keep_files_private;
-pub use router::openapi;
+pub use router::{openapi, page_paths};
+pub use running::Running;
 pub use serve::serve;
 
 /// The time, to the millisecond: what is stored and what is streamed are then the same.

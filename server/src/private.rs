@@ -10,7 +10,7 @@ use std::{
 };
 
 const FOLDER: u32 = 0o700;
-const FILE: u32 = 0o600;
+pub(crate) const FILE: u32 = 0o600;
 
 /// Makes files and folders that this process and its children create readable by nobody else, whatever the umask was.
 pub fn keep_files_private() {
@@ -18,12 +18,13 @@ pub fn keep_files_private() {
 }
 
 /// What a server, its agent and its database put into a data directory.
-const OURS: [&str; 10] = [
+const OURS: [&str; 11] = [
     "jobs",
     "agent",
     "ca",
     "datasets",
     "token",
+    "token.new",
     "server.lock",
     "lockstep.db",
     "lockstep.db-wal",

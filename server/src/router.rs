@@ -5,12 +5,12 @@ use crate::{
     app::App,
     document,
     error::Error,
-    guard,
+    gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, checkpoints, datasets, evaluation, fork, health,
-        jobs, logs, metrics, pages, pictures, predict, stream,
+        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation, fork,
+        health, jobs, login, logs, metrics, pages, pictures, predict, stream, tokens,
     },
-    slow_body,
+    request_id, slow_body,
 };
 use axum::{
     Json, Router,
@@ -18,7 +18,7 @@ use axum::{
     http::StatusCode,
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{any, get},
+    routing::{MethodRouter, any, get, post},
 };
 use std::{any::Any, time::Duration};
 use tower_http::{
@@ -79,6 +79,10 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agents::drain))
         .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))
+        .routes(routes!(tokens::list, tokens::create))
+        .routes(routes!(tokens::revoke))
+        .routes(routes!(login::link))
+        .routes(routes!(audit::list))
         .routes(routes!(stream::job_stream))
         .routes(routes!(stream::list_stream))
         .routes(routes!(served_document));
@@ -100,21 +104,36 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
     Json(openapi())
 }
 
+/// What is not in the document: pages and what they load.
+fn pages() -> [(&'static str, MethodRouter<App>); 12] {
+    [
+        ("/", get(pages::home)),
+        ("/jobs", get(pages::jobs)),
+        ("/jobs/new", get(pages::new_job).post(pages::submit_job)),
+        ("/jobs/{id}", get(pages::job)),
+        ("/compare", get(pages::compare)),
+        ("/datasets", get(pages::datasets).post(pages::add_dataset)),
+        ("/machines", get(pages::machines)),
+        ("/audit", get(pages::audit)),
+        ("/login", get(login::show).post(login::submit)),
+        ("/logout", post(login::sign_out)),
+        ("/static/{*path}", get(assets::asset)),
+        ("/api/{*path}", any(no_such_call)),
+    ]
+}
+
+/// The paths of pages and of what they load, for whoever walks all of them.
+pub fn page_paths() -> Vec<&'static str> {
+    pages().into_iter().map(|(path, _)| path).collect()
+}
+
 /// Every URL of the server.
 pub(crate) fn build_router(app: App) -> Router {
     lockstep_web::layout::set_assets(assets::folder().to_owned());
     let (api, _) = api().split_for_parts();
-    Router::new()
+    let pages = pages().into_iter().fold(Router::new(), |router, (path, page)| router.route(path, page));
+    pages
         .merge(api)
-        .route("/", get(pages::home))
-        .route("/jobs", get(pages::jobs))
-        .route("/jobs/new", get(pages::new_job).post(pages::submit_job))
-        .route("/jobs/{id}", get(pages::job))
-        .route("/compare", get(pages::compare))
-        .route("/datasets", get(pages::datasets).post(pages::add_dataset))
-        .route("/machines", get(pages::machines))
-        .route("/static/{*path}", get(assets::asset))
-        .route("/api/{*path}", any(no_such_call))
         .fallback(pages::not_found)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES))
@@ -126,7 +145,9 @@ pub(crate) fn build_router(app: App) -> Router {
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
         .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn_with_state(app.clone(), gate::gate))
         .layer(middleware::from_fn_with_state(app.clone(), guard::guard))
+        .layer(middleware::from_fn(request_id::name))
         .with_state(app)
 }
 

@@ -2,7 +2,10 @@
 
 use crate::{
     access_log::{AccessLog, AccessLogTo},
+    access_upkeep,
     app::App,
+    audit::Audit,
+    audit_log,
     config::{ServeConfig, ServeError, TlsConfig, may_listen},
     dispatch,
     inbox::Inbox,
@@ -12,6 +15,7 @@ use crate::{
     metrics::{compaction, retire},
     private, purge,
     router::build_router,
+    running::{self, Running},
     store::Location,
     tls::ServerCertificate,
 };
@@ -31,14 +35,14 @@ const LOCK_WITHIN: Duration = Duration::from_millis(500);
 /// For requests under way, and again for sockets, when the server stops.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Runs the server until `shutdown` is done; `ready` is told the address once it accepts connections.
+/// Runs the server until `shutdown` is done; `ready` is given it once it accepts connections.
 ///
 /// # Errors
 /// [`ServeError`], which knows the exit status it stands for. Nothing is left half done: the address and the
 /// directory are checked before the database is touched.
 pub async fn serve(
-    config: ServeConfig,
-    ready: impl FnOnce(SocketAddr) + Send,
+    mut config: ServeConfig,
+    ready: impl FnOnce(Running) + Send,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
     may_listen(&config)?;
@@ -47,7 +51,7 @@ pub async fn serve(
     let given =
         given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
     let listener = listen(config.listen).await?;
-    let address = listener.local_addr().map_err(ServeError::Stopped)?;
+    config.listen = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock_data_dir(&config.data_dir)?;
     let certificate = match (given, &config.tls) {
         (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
@@ -66,7 +70,7 @@ pub async fn serve(
     }
 
     let app = open(config, certificate).await?;
-    ready(address);
+    ready(Running::new(app.clone()));
     let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.stopping.clone();
     let stop = async {
@@ -83,6 +87,7 @@ pub async fn serve(
     stopping.cancel();
     app.tasks.close();
     let _ = tokio::time::timeout(PATIENCE, app.tasks.wait()).await;
+    access_upkeep::store_use(&app).await;
     app.store.close().await;
     Ok(())
 }
@@ -99,15 +104,20 @@ async fn open(
     let store = Location::of(&config)?.open().await?;
     let (inbox, queue) = Inbox::new();
     let ingress = Ingress::new(&config, certificate.clone());
-    let app = App::new(config, store, inbox, ingress);
+    let (audit, entries) = Audit::new();
+    let app = App::new(config, store, inbox, ingress, audit);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
+        app.access.load(app.store.tokens().await?, app.store.sessions(crate::now()).await?);
         dispatch::restore(&app).await
     };
     restored.await.map_err(|error| ServeError::Database {
         path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
         detail: error.to_string(),
     })?;
+    running::own_token(&app).await.map_err(ServeError::Token)?;
+    app.tasks.spawn(audit_log::run(app.clone(), entries));
+    app.spawn(access_upkeep::run(app.clone()));
     app.spawn(ingest::run(app.clone(), queue));
     app.spawn(dispatch::run(app.clone()));
     app.spawn(compaction::run(app.clone()));

@@ -1,6 +1,6 @@
 //! `lockstep agent`: joins a server from any machine.
 
-use super::{init_tracing, wrong};
+use super::{access::from_file, init_tracing, wrong};
 use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, Options},
@@ -17,7 +17,7 @@ pub(crate) struct Args {
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<PathBuf>,
-    /// File that holds the server's access token
+    /// File that holds this agent's access token; see `lockstep token create --scope agent`
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// Shown on the dashboard [default: this machine's name]
@@ -51,15 +51,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    let token = match &args.token_file {
-        Some(path) => Some(
-            std::fs::read_to_string(path)
-                .map_err(|e| wrong(format!("--token-file {}: {e}", path.display())))?
-                .trim()
-                .to_owned(),
-        ),
-        None => None,
-    };
+    let token = args.token_file.as_deref().map(from_file).transpose()?;
     let options = Options {
         server: args.server,
         ca_file: args.ca_file,

@@ -1,11 +1,17 @@
 //! The server's REST interface and its streams, as the client commands use them.
 
-use super::{output, wrong};
+use super::{
+    access::{AccessArgs, NO_TOKEN},
+    output, wrong,
+};
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::{Job, stream::Frame};
 use lockstep_worker::tls;
-use reqwest::{Client, Method, Response, StatusCode};
+use reqwest::{
+    Client, Method, Response, StatusCode,
+    header::{AUTHORIZATION, HeaderMap, HeaderValue},
+};
 use rustls::ClientConfig;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -16,7 +22,10 @@ use std::{
     time::Duration,
 };
 use tokio::net::TcpStream;
-use tokio_tungstenite::{Connector, MaybeTlsStream, WebSocketStream, tungstenite::Message};
+use tokio_tungstenite::{
+    Connector, MaybeTlsStream, WebSocketStream,
+    tungstenite::{Message, client::IntoClientRequest},
+};
 
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
@@ -34,9 +43,21 @@ pub(crate) struct ServerArgs {
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     pub(crate) ca_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) access: AccessArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl ServerArgs {
+    /// Talks to this server with the token that there is for it; nothing is sent yet.
+    ///
+    /// # Errors
+    /// An address that is none, or a token that cannot be read.
+    pub(crate) fn api(&self) -> anyhow::Result<Api> {
+        Api::at(&self.server, self.ca_file.as_deref(), self.access.token(&self.server)?)
+    }
 }
 
 /// A connection to a server.
@@ -45,22 +66,15 @@ pub(crate) struct Api {
     base: String,
     client: Client,
     tls: Arc<ClientConfig>,
+    token: Option<HeaderValue>,
 }
 
 impl Api {
-    /// Talks to the server that a command was given; nothing is sent yet.
+    /// Talks to `server` with this token, trusting `ca_file` besides the system's authorities; nothing is sent yet.
     ///
     /// # Errors
-    /// An address that is none, or a CA file that cannot be used.
-    pub(crate) fn new(server: &ServerArgs) -> anyhow::Result<Self> {
-        Self::at(&server.server, server.ca_file.as_deref())
-    }
-
-    /// Talks to `server`, trusting `ca_file` besides the system's authorities.
-    ///
-    /// # Errors
-    /// As [`Api::new`].
-    pub(crate) fn at(server: &str, ca_file: Option<&Path>) -> anyhow::Result<Self> {
+    /// An address that is none, a CA file that cannot be used, or a token that is none.
+    pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
@@ -70,12 +84,16 @@ impl Api {
             _ => tls::without_roots(),
         };
         let tls = tls.map_err(wrong)?;
+        let token = token.map(|token| bearer(&token)).transpose()?;
+        let mut headers = HeaderMap::new();
+        headers.extend(token.clone().map(|token| (AUTHORIZATION, token)));
         let client = Client::builder()
+            .default_headers(headers)
             .connect_timeout(Duration::from_secs(5))
             .no_proxy()
             .tls_backend_preconfigured((*tls).clone())
             .build()?;
-        Ok(Self { base, client, tls })
+        Ok(Self { base, client, tls, token })
     }
 
     /// The server's address.
@@ -228,8 +246,10 @@ impl Api {
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
         let base = self.base.replacen("http", "ws", 1);
         let url = format!("{base}/api/v1/jobs/{}/stream?since={since}", job.id);
+        let mut request = url.into_client_request()?;
+        request.headers_mut().extend(self.token.clone().map(|token| (AUTHORIZATION, token)));
         let connector = Some(Connector::Rustls(self.tls.clone()));
-        let connecting = tokio_tungstenite::connect_async_tls_with_config(url, None, false, connector);
+        let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, false, connector);
         match tokio::time::timeout(Duration::from_secs(10), connecting).await {
             Ok(Ok((socket, _))) => Ok(Stream(socket)),
             Ok(Err(error)) => match tls::in_words(&error, &self.base) {
@@ -281,10 +301,21 @@ async fn problem(answer: Response) -> anyhow::Error {
             let _ = write!(message, "\n  {}", mistake(part("pointer"), part("detail")));
         }
     }
+    if status == StatusCode::UNAUTHORIZED {
+        message = format!("{message}\n{NO_TOKEN}");
+    }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
         _ => wrong(message),
     }
+}
+
+/// The header that says who we are.
+fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
+    let value = HeaderValue::from_str(&format!("Bearer {token}"));
+    let mut value = value.map_err(|_| wrong("the token has characters that no token has"))?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 /// A mistake in a specification as a line: `/train/lr` is `train.lr` to a writer of TOML.

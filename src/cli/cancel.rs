@@ -1,9 +1,6 @@
 //! `lockstep cancel`: ends a job.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output, watch,
-};
+use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::JobState;
 
 /// Cancel a job: its ranks end, its checkpoints stay
@@ -20,7 +17,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job or it is over.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let _: serde_json::Value =

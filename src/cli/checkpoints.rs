@@ -1,9 +1,6 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output,
-};
+use super::{api::ServerArgs, block_on, output};
 use serde_json::Value;
 
 /// List a job's checkpoints, newest first
@@ -20,7 +17,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     let answer: Value = block_on(async {
         let job = api.find_job(&args.job).await?;
         api.get(&format!("/jobs/{}/checkpoints", job.id)).await

@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Add { name, path, prepare, to, pictures, server } => {
             let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
-            let api = Api::new(&server)?;
+            let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
-            let api = Api::new(&server)?;
+            let api = server.api()?;
             let answer: Value = block_on(api.get("/datasets"))?;
             let datasets: Vec<Dataset> = list(&answer, "datasets")?;
             if server.json {
@@ -152,7 +152,7 @@ fn unknown(name: &str) -> anyhow::Error {
 }
 
 fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
-    let api = Api::new(server)?;
+    let api = server.api()?;
     block_on(async {
         // Names that are registered have nothing that means something in a URL.
         let Dataset { path, .. } = find(&api, name).await?.ok_or_else(|| unknown(name))?;
@@ -223,7 +223,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     let info = if is_path(name) {
         look(Path::new(name))?
     } else {
-        let api = Api::new(server)?;
+        let api = server.api()?;
         block_on(find(&api, name))?.ok_or_else(|| unknown(name))?.info
     };
     if server.json {

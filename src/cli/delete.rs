@@ -5,10 +5,7 @@
 //! (`Api::find_job`). `cancel` and `dataset remove` ask nobody: a cancelled job continues with `retry`, and a dataset's files
 //! stay.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output, wrong,
-};
+use super::{api::ServerArgs, block_on, output, wrong};
 use lockstep_protocol::Job;
 use reqwest::Method;
 use std::io::{self, BufRead, IsTerminal};
@@ -30,7 +27,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job, it still runs, or the answer is no.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let asks = !args.yes && !args.server.json && io::stdin().is_terminal() && io::stderr().is_terminal();

@@ -54,7 +54,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
-        output::line(format_args!("dashboard: {}", server.url()))?;
+        // Signs the browser in, once; `lockstep login-link` prints another.
+        output::line(format_args!("dashboard: {}", server.login_link()?))?;
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
             () = signals.next() => match args.exit_when_done {
@@ -73,7 +74,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Everything after the server is up; what it returns is how the demo ends.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::at(&server.url(), None)?;
+    let api = Api::at(&server.url(), None, Some(server.token()?))?;
     let dataset = unpack(data_dir)?;
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     cancel_leftovers(&api).await?;

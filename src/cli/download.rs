@@ -35,7 +35,7 @@ pub(crate) struct Args {
 /// Exit status 2 when there is no such job or checkpoint, 1 when what came is damaged.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let (_, chosen) = args.which.find(&api).await?;
         let file = args.which.weights.file();

@@ -46,7 +46,7 @@ struct Evaluated {
 /// # Errors
 /// Exit status 2 when there is no such job, checkpoint or dataset, or it does not fit.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = args.which.find(&api).await?;
         let mut query = vec![("checkpoint", chosen.id.as_str())];

@@ -1,9 +1,6 @@
 //! `lockstep fork`: a new job from a checkpoint of another.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output, watch, wrong,
-};
+use super::{api::ServerArgs, block_on, output, watch, wrong};
 use lockstep_protocol::{
     Job,
     spec::{apply_set, shortened},
@@ -37,7 +34,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     for one in &args.sets {
         apply_set(&mut set, one).map_err(|e| wrong(format!("--set {}: {e}", shortened(one))))?;
     }
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let source = api.find_job(&args.job).await?;
         let request = json!({"checkpoint": args.checkpoint, "set": set});

@@ -1,9 +1,6 @@
 //! `lockstep pause`, `resume` and `retry`.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output, watch,
-};
+use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::{Job, JobState};
 
 /// Which job.
@@ -62,7 +59,7 @@ pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
 }
 
 fn ask(which: &Which, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
-    let api = Api::new(&which.server)?;
+    let api = which.server.api()?;
     block_on(async {
         let job = api.find_job(&which.job).await?;
         let job: Job = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await?;

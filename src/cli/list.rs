@@ -1,9 +1,6 @@
 //! `lockstep list`: the jobs.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output,
-};
+use super::{api::ServerArgs, block_on, output};
 use lockstep_protocol::{Job, JobState};
 
 /// List jobs, newest first
@@ -24,7 +21,7 @@ pub(crate) struct Args {
 /// # Errors
 /// The server is not reachable.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     let mut jobs = block_on(api.jobs())?;
     jobs.retain(|job| {
         args.state.is_none_or(|state| job.state == state)

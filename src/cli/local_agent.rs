@@ -5,7 +5,7 @@
 
 use super::{sentence, wrong};
 use anyhow::Context;
-use lockstep_worker::agent::state_dir::running_agent;
+use lockstep_worker::{agent::state_dir::running_agent, host::SECRETS};
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
     path::{Path, PathBuf},
@@ -51,6 +51,9 @@ pub(crate) struct Settings {
     /// The agent's folder.
     pub(crate) dir: PathBuf,
     pub(crate) slots: Slots,
+    /// Holds its token, unless it needs none. The token itself is in no argument and no variable, which other accounts could read
+    /// and ranks would inherit.
+    pub(crate) token_file: Option<PathBuf>,
     /// What it has to say goes into `agent.log` of its folder instead of standard error.
     pub(crate) quiet: bool,
 }
@@ -120,6 +123,12 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
         .stdout(Stdio::null())
         // Ctrl-C is for the server, which ends its agent in order.
         .process_group(0);
+    for name in SECRETS {
+        command.env_remove(name);
+    }
+    if let Some(path) = &settings.token_file {
+        command.arg("--token-file").arg(path);
+    }
     match &settings.slots {
         Slots::Found => {}
         Slots::Cpu(count) => {

@@ -45,7 +45,7 @@ struct Line {
 /// # Errors
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let mut printer = Printer { args: &args, shown: HashMap::new() };

@@ -1,9 +1,6 @@
 //! `lockstep metrics`: the numbers behind the charts.
 
-use super::{
-    api::{Api, ServerArgs},
-    block_on, output,
-};
+use super::{api::ServerArgs, block_on, output};
 use futures_util::StreamExt;
 use reqwest::Method;
 use serde_json::Value;
@@ -29,7 +26,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job or metric.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let name = args.name.as_ref().map(|n| format!("name={n}")).unwrap_or_default();

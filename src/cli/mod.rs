@@ -1,5 +1,6 @@
 //! One command a file, each `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and what they share.
 
+pub(crate) mod access;
 pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;
@@ -28,6 +29,7 @@ pub(crate) mod rank;
 pub(crate) mod serve;
 pub(crate) mod show;
 pub(crate) mod submit;
+pub(crate) mod token;
 pub(crate) mod train;
 pub(crate) mod validate;
 pub(crate) mod watch;

@@ -136,7 +136,7 @@ async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
 }
 
 async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(Answering, Vec<Prediction>)> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     let (job, checkpoint) = match &args.job {
         Some(id) => {
             let job = api.find_job(id).await?;

@@ -1,12 +1,12 @@
 //! `lockstep serve`: the server, its dashboard, and an agent for this machine.
 
 use super::{
-    init_tracing,
+    access, init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     output, wrong,
 };
-use lockstep_server::{AccessLogTo, Network, PublicUrl, ServeConfig, ServeError, TlsConfig, tls::addresses};
-use lockstep_worker::engine::MOST_CPU_SLOTS;
+use lockstep_server::{AccessLogTo, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig};
+use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
@@ -62,6 +62,9 @@ pub(crate) struct Args {
     /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
+    /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
+    #[arg(long)]
+    no_auth: bool,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -96,6 +99,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         _ => AccessLogTo::File(path),
     });
     config.database = args.database;
+    config.no_auth = args.no_auth;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),
@@ -108,7 +112,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         // Before the address is printed: who reads it may stop the server at once.
         let mut signals = StopSignals::listen()?;
         let mut server = Server::start(config).await?;
-        output::line(format_args!("dashboard: {}", server.shown_url()))?;
+        output::line(format_args!("dashboard: {}", server.running.url()))?;
+        if !args.no_auth {
+            // Once, within ten minutes; `lockstep login-link` prints another.
+            output::line(format_args!("sign in: {}", server.login_link()?))?;
+        }
         if local_agent {
             server.start_agent(slots, false).await?;
         }
@@ -151,11 +159,9 @@ impl StopSignals {
 
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
-    address: SocketAddr,
+    running: Running,
     /// Where programs of this machine find it in clear.
     local: SocketAddr,
-    is_https: bool,
-    public_url: Option<PublicUrl>,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
     /// When it ends, wanted or not.
@@ -181,10 +187,9 @@ impl Server {
     /// What keeps the server from starting.
     pub(crate) async fn start_or(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
-        let (is_https, public_url) = (config.tls.is_some(), config.public_url.clone());
         // The certificate is for the names that others use: this machine's own agent comes by a way of its own.
         let mut local_listener = None;
-        if is_https {
+        if config.tls.is_some() {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
             local_listener = Some(listener.local_addr().map_err(ServeError::Stopped)?);
             config.local_listener = Some(Arc::new(listener));
@@ -193,9 +198,9 @@ impl Server {
         let (shutdown, is_shutdown) = oneshot::channel::<()>();
         let ended = tokio::spawn(lockstep_server::serve(
             config,
-            move |address| {
+            move |running| {
                 // Nobody waits for it any more: then nobody needs it.
-                let _ = ready.send(address);
+                let _ = ready.send(running);
             },
             async {
                 // Told, or dropped: both mean the end.
@@ -203,16 +208,10 @@ impl Server {
             },
         ));
         match is_ready.await {
-            Ok(address) => Ok(Self {
-                address,
-                local: local_listener.unwrap_or_else(|| reachable(address)),
-                is_https,
-                public_url,
-                data_dir,
-                shutdown: Some(shutdown),
-                ended,
-                agent: None,
-            }),
+            Ok(running) => {
+                let local = local_listener.unwrap_or_else(|| reachable(running.address()));
+                Ok(Self { running, local, data_dir, shutdown: Some(shutdown), ended, agent: None })
+            }
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) => Err(stopped("it ended before it was ready")),
@@ -226,16 +225,20 @@ impl Server {
         format!("http://{}", self.local)
     }
 
-    /// The address to open in a browser.
-    fn shown_url(&self) -> String {
-        if let Some(url) = &self.public_url {
-            return url.to_string();
-        }
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            address.set_ip(addresses().first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)));
-        }
-        format!("{}://{address}", if self.is_https { "https" } else { "http" })
+    /// The address that signs a browser in, once.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn login_link(&self) -> std::io::Result<String> {
+        self.running.login_link()
+    }
+
+    /// The token for this machine's programs.
+    ///
+    /// # Errors
+    /// Its file cannot be read.
+    pub(crate) fn token(&self) -> anyhow::Result<String> {
+        access::from_file(&self.data_dir.join("token"))
     }
 
     /// Starts the agent of this machine.
@@ -244,7 +247,10 @@ impl Server {
     /// It cannot be started.
     pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
         let dir = self.data_dir.join("agent");
-        let settings = Settings { server: self.url(), dir, slots, quiet };
+        let agent_id = state_dir::agent_id(&dir)?;
+        let token = dir.join("token");
+        let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
+        let settings = Settings { server: self.url(), dir, slots, quiet, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

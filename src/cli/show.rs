@@ -1,7 +1,7 @@
 //! `lockstep show`: one job.
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{ServerArgs, list},
     block_on, output,
 };
 use lockstep_protocol::{Job, job::Batch, reason::Reason};
@@ -22,7 +22,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     let (job, answer) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;

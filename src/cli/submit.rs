@@ -1,7 +1,7 @@
 //! `lockstep submit`: submits a job.
 
 use super::{
-    api::{Api, ServerArgs, mistake},
+    api::{ServerArgs, mistake},
     block_on, file, output, watch, wrong,
 };
 use lockstep_protocol::{
@@ -37,7 +37,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let document = document(&args.job, &args.sets)?;
     check(&args.job, &document)?;
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));

@@ -10,7 +10,7 @@ use launcher::Place;
 use local::Ended;
 use lockstep_protocol::{
     JobSpec,
-    agent::{AttemptRef, StartAttempt},
+    agent::{AttemptRef, FencingToken, StartAttempt},
     dataset::default_validation,
     job::JobId,
     pickle,
@@ -90,7 +90,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 0, fencing_token: 0 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 0, fencing_token: FencingToken::NONE },
         dataset_path: dataset.to_string_lossy().into_owned(),
         world_size,
         ranks: (0..world_size).map(|rank| (rank, rank)).collect(),

@@ -1,6 +1,7 @@
 //! `lockstep validate`: checks a specification as a submission would, without creating a job.
 
 use super::{
+    access::AccessArgs,
     api::{Api, DEFAULT_SERVER},
     block_on, output, submit, wrong,
 };
@@ -29,6 +30,8 @@ pub(crate) struct Args {
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<std::path::PathBuf>,
+    #[command(flatten)]
+    access: AccessArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -51,7 +54,8 @@ struct Plan {
 /// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let document = submit::document(&args.job, &args.sets)?;
-    let api = Api::at(args.server.as_deref().unwrap_or(DEFAULT_SERVER), args.ca_file.as_deref())?;
+    let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
+    let api = Api::at(server, args.ca_file.as_deref(), args.access.token(server)?)?;
     let own = submit::check(&args.job, &document);
     // No server knows a path: such a file is for `lockstep train`.
     let dataset = document.pointer("/data/dataset").and_then(Value::as_str);

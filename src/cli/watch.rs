@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// # Errors
 /// Exit status 1 when the job ends in another way than `succeeded`.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let api = Api::new(&args.server)?;
+    let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
         to_the_end(&api, job, args.server.json).await

@@ -66,7 +66,7 @@ describe("a model", () => {
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     const binary = process.env.LOCKSTEP_BIN ?? new URL("../../target/release/lockstep", import.meta.url).pathname;
-    const said = JSON.parse(execFileSync(binary, ["predict", "--server", server.url, "--job", job.id, "--json", ...files.map((f) => f.file)]));
+    const said = JSON.parse(execFileSync(binary, ["predict", "--server", server.url, "--data-dir", server.dir, "--job", job.id, "--json", ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {
       const lines = cards.nth(i).locator("ol li");
       assert.equal(await lines.count(), 5, "the top five");

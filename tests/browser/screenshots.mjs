@@ -25,7 +25,7 @@ try {
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [first, ...others]) await over(id);
   await server.ask(`/jobs/${first.id}`, undefined);
-  const patch = (id, body) => fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  const patch = (id, body) => fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
   await patch(first.id, { tags: ["baseline"], note: "one_cycle to 0.1" });
   for (const { id } of others) await patch(id, { tags: ["sweep"] });
   const running = await job("four-ranks", 4, { epochs: 40 });

@@ -37,9 +37,10 @@ export const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class TestServer {
+  /** Without an agent the tests make one up, in a page: pages have no agent's token, so such a server asks nobody for one. */
   static async open({ dataset = true, agent = true, slots = 2, options = [] } = {}) {
     const server = new TestServer();
-    Object.assign(server, { agent, slots, options });
+    Object.assign(server, { agent, slots, options, headers: {} });
     server.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
     server.port = await freePort();
     server.url = `http://127.0.0.1:${server.port}`;
@@ -50,18 +51,22 @@ export class TestServer {
   }
 
   async start() {
-    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...this.options],
+    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent", "--no-auth"]), ...this.options],
       { stdio: ["ignore", "pipe", "pipe"] });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
     await until("the server answers", () => this.process.exitCode === null && fetch(`${this.url}/readyz`).then((r) => r.ok))
       .catch((error) => { throw new Error(`${error.message}\n${this.output}`); });
+    if (this.agent) {
+      this.token = (await readFile(join(this.dir, "token"), "utf8")).trim();
+      this.headers = { authorization: `Bearer ${this.token}` };
+    }
     if (this.agent) await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
   }
 
   async ask(path, body) {
-    const answer = await fetch(`${this.url}/api/v1${path}`, body === undefined ? {}
-      : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+    const answer = await fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
+      : { method: "POST", headers: { ...this.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
     const content = await answer.json();
     assert.ok(answer.ok, `${path}: ${answer.status} ${JSON.stringify(content)}`);
     return content;
@@ -120,6 +125,11 @@ export class Browser {
         if (!page) return route.fulfill({ path: join(ROOT, path) });
         return route.fulfill({ contentType: "text/javascript", body: `import "/static/keys.js";\nimport "/static/${page}";\n` });
       });
+    }
+    if (server.token) {
+      // The context has the cookie from then on, its pages and their sockets with it.
+      const { url } = await server.ask("/login-links", {});
+      await context.request.get(url, { maxRedirects: 0 });
     }
     const page = await context.newPage();
     page.faults = [];

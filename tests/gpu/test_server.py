@@ -42,12 +42,13 @@ def wait(seconds, words, look, every=0.05):
 class Stream:
     """A websocket client (RFC 6455) that reads text frames of JSON."""
 
-    def __init__(self, port, path, timeout):
+    def __init__(self, port, path, timeout, token=None):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=timeout)
         key = base64.b64encode(secrets.token_bytes(16)).decode()
+        authorization = f"Authorization: Bearer {token}\r\n" if token else ""
         self.socket.sendall(
             f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n{authorization}\r\n".encode()
         )
         self.buffer = b""
         head = self._until(b"\r\n\r\n").decode()
@@ -101,7 +102,7 @@ class Job:
 
     def __init__(self, server, made, patience):
         self.server, self.id, self.patience = server, made["id"], patience
-        self.stream = Stream(server.port, f"/api/v1/jobs/{self.id}/stream?since=0", patience)
+        self.stream = Stream(server.port, f"/api/v1/jobs/{self.id}/stream?since=0", patience, server.token)
         hello = self.stream.frame()
         expect(hello["type"] == "hello" and hello["job"]["id"] == self.id, f"no hello: {hello}")
         self.events, self.state, self.reason = [], "queued", None
@@ -199,6 +200,8 @@ class TestServer:
         line = self.process.stdout.readline().decode()
         expect("http://" in line, f"the server does not start: {self.said()}")
         self.port = int(line.strip().rsplit(":", 1)[1])
+        # The server's own, which it has made before it answers.
+        self.token = (self.data / "token").read_text().strip()
         threading.Thread(target=self.process.stdout.read, daemon=True).start()
         kind = "cpu" if device == "cpu" else "cuda"
         self.slots = wait(30, "an agent is online", lambda: self.free_slots(kind))
@@ -215,6 +218,7 @@ class TestServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data=data, method=method)
         request.add_header("Content-Type", "application/json")
+        request.add_header("Authorization", f"Bearer {self.token}")
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.loads(answer.read() or b"null")
@@ -225,7 +229,7 @@ class TestServer:
         return self.request("GET", path)
 
     def cli(self, *arguments):
-        environment = dict(os.environ, LOCKSTEP_SERVER=f"http://127.0.0.1:{self.port}")
+        environment = dict(os.environ, LOCKSTEP_SERVER=f"http://127.0.0.1:{self.port}", LOCKSTEP_TOKEN=self.token)
         done = subprocess.run([self.program, *arguments], env=environment, capture_output=True, text=True, timeout=300)
         expect(done.returncode == 0, f"lockstep {' '.join(arguments)}: {done.stderr}")
         return done.stdout

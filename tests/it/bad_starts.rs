@@ -21,7 +21,12 @@ fn a_server_that_cannot_start_says_why_and_leaves_nothing() {
     serve(&address, &data).wrong(&[&address, "taken", "--listen"]);
 
     for address in ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:7070"] {
-        serve(address, &data).wrong(&["refus", "127.0.0.1"]);
+        serve(address, &data).wrong(&["refus", "without TLS", "--tls-own-ca", "--insecure-http"]);
+        for tls in ["--tls-own-ca", "--insecure-http"] {
+            let mut command = lockstep();
+            command.args(["serve", "--no-auth", tls, "--listen", address, "--data-dir"]).arg(&data);
+            Finished::of(&mut command).wrong(&["refus", "--no-auth", "127.0.0.1"]);
+        }
     }
     serve("nonsense", &data).wrong(&["nonsense", "127.0.0.1:7070"]);
     assert!(!data.exists(), "nothing is half done");

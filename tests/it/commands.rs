@@ -154,6 +154,7 @@ fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid_fd[0], 0)[1]))";
     let mut command = std::process::Command::new("python3");
     command.args(["-c", TERMINAL, typed, crate::server::LOCKSTEP]).args(args);
+    command.envs(server.for_clients());
     let done = Finished::of(command.args(["--server", &server.url]).stdin(Stdio::null()));
     (done.status, done.stdout + &done.stderr)
 }
@@ -249,7 +250,18 @@ async fn the_demo_trains_on_bundled_pictures_and_succeeds() {
     let first = lines.next().expect("a first line").expect("UTF-8");
     let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
     assert!(began.elapsed() < Duration::from_secs(10), "the address comes first, and soon");
-    let page = reqwest::get(&address).await.expect("the dashboard");
+    // The link signs in once, and leads to a page for whoever has the cookie.
+    let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
+    let browser = browser.build().expect("a client");
+    let signed_in = browser.get(&address).send().await.expect("an answer");
+    let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie").to_owned();
+    let (cookie, attributes) = cookie.split_once(';').expect("attributes");
+    assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
+    let again = browser.get(&address).send().await.expect("an answer");
+    assert!(again.headers().get("set-cookie").is_none() && again.status() == 401, "once");
+    let server = address.split("/login").next().expect("an address");
+    let page = browser.get(format!("{server}/jobs")).header("cookie", cookie);
+    let page = page.send().await.expect("the dashboard");
     assert_eq!(page.status(), reqwest::StatusCode::OK);
     assert!(page.text().await.expect("HTML").contains("<html"), "a page");
 

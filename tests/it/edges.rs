@@ -3,7 +3,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Answer, Finished, Folder, SOON, Server, lockstep, turn},
+    server::{Agents, Answer, Finished, Folder, Server, client, lockstep, turn},
     specs,
 };
 use reqwest::Method;
@@ -228,7 +228,7 @@ async fn with_few_file_descriptors_there_still_is_an_answer() {
         (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
     // What these leave is enough for requests that open files, too.
     for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
-        let fresh = reqwest::Client::builder().timeout(SOON).build().expect("a client");
+        let fresh = client(&server.token());
         let answer = fresh.get(format!("{}{path}", server.url)).send().await.expect("an answer");
         assert_eq!(answer.status().as_u16(), 200, "{path}");
     }

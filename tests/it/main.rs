@@ -16,6 +16,7 @@ mod server;
 mod socket;
 mod specs;
 
+mod access;
 mod backup;
 mod bad_datasets;
 mod bad_requests;

@@ -57,6 +57,14 @@ fn cryptography() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
+/// A client that shows a token.
+pub(crate) fn client(token: &str) -> reqwest::Client {
+    cryptography();
+    let mut headers = reqwest::header::HeaderMap::new();
+    headers.insert("authorization", format!("Bearer {token}").parse().expect("a header"));
+    reqwest::Client::builder().default_headers(headers).timeout(SOON).build().expect("an HTTP client")
+}
+
 /// The program, on nobody's terminal, with no environment of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
     cryptography();
@@ -67,6 +75,7 @@ pub(crate) fn lockstep() -> Command {
         "LOCKSTEP_SERVER",
         "LOCKSTEP_CA_FILE",
         "LOCKSTEP_TOKEN",
+        "LOCKSTEP_TOKEN_FILE",
         "LOCKSTEP_LOG",
         "RANK",
         "WORLD_SIZE",
@@ -92,6 +101,7 @@ pub(crate) enum Agents {
 pub(crate) struct Server {
     /// `http://127.0.0.1:PORT`.
     pub(crate) url: String,
+    /// Shows the server's own token once the server has made one.
     pub(crate) http: reqwest::Client,
     port: u16,
     agents: Agents,
@@ -193,6 +203,7 @@ impl Server {
             if let Ok(answer) = self.http.get(format!("{}/readyz", self.url)).send().await
                 && answer.status() == StatusCode::OK
             {
+                self.http = client(&self.token());
                 return;
             }
             let ended = self.serve.as_mut().and_then(|c| c.try_wait().ok().flatten());
@@ -200,6 +211,26 @@ impl Server {
             assert!(Instant::now() < deadline, "/readyz did not answer 200 within {SOON:?}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+
+    /// The admin's token, of the file that the server has made.
+    pub(crate) fn token(&self) -> String {
+        let text = std::fs::read_to_string(self.token_file()).expect("the server's token");
+        text.trim().to_owned()
+    }
+
+    pub(crate) fn token_file(&self) -> PathBuf {
+        self.data_dir().join("token")
+    }
+
+    /// A file with a token for the agent next to the server, made the first time.
+    fn agent_token_file(&self) -> PathBuf {
+        let path = self.folder.path().join("agent-beside.token");
+        if !path.exists() {
+            let made = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
+            std::fs::write(&path, made.ok()).expect("a token");
+        }
+        path
     }
 
     /// Starts an agent next to the server, with its own folder.
@@ -213,7 +244,8 @@ impl Server {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("agent.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
-        command.args(["agent", "--server", url, "--name", "beside"]).args(options).arg("--cpu-slots");
+        command.args(["agent", "--server", url, "--name", "beside", "--token-file"]);
+        command.arg(self.agent_token_file()).args(options).arg("--cpu-slots");
         command.arg(cpu_slots.to_string()).arg("--data-dir").arg(self.folder.path().join("agent-beside"));
         command.current_dir(self.folder.path());
         command.stdout(log.try_clone().expect("a log")).stderr(log);
@@ -258,8 +290,13 @@ impl Server {
     /// Runs a client command against this server, to its end.
     pub(crate) fn cli(&self, args: &[&str]) -> Finished {
         let mut command = lockstep();
-        command.args(args).env("LOCKSTEP_SERVER", &self.url).current_dir(self.folder.path());
+        command.args(args).current_dir(self.folder.path()).envs(self.for_clients());
         Finished::of(&mut command)
+    }
+
+    /// Variables that lead a client command to this server.
+    pub(crate) fn for_clients(&self) -> [(&'static str, std::ffi::OsString); 2] {
+        [("LOCKSTEP_SERVER", self.url.clone().into()), ("LOCKSTEP_TOKEN_FILE", self.token_file().into())]
     }
 
     // Processes

@@ -26,6 +26,8 @@ impl Socket {
         origin: Option<&str>,
     ) -> Result<WebSocketStream<MaybeTlsStream<TcpStream>>, tungstenite::Error> {
         let mut request = server.api(path).replacen("http", "ws", 1).into_client_request()?;
+        let token = format!("Bearer {}", server.token());
+        request.headers_mut().insert("authorization", HeaderValue::from_str(&token).expect("a header"));
         if let Some(origin) = origin {
             request.headers_mut().insert("origin", HeaderValue::from_str(origin).expect("a header"));
         }

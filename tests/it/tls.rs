@@ -5,7 +5,10 @@ use crate::{
     server::{Finished, Folder, SOON, free_port, lockstep, turn},
     specs,
 };
-use reqwest::StatusCode;
+use reqwest::{
+    StatusCode,
+    header::{AUTHORIZATION, HeaderMap},
+};
 use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
@@ -52,10 +55,18 @@ impl Serve {
         self.folder.path().join("data/ca/ca.crt")
     }
 
-    /// A command against it, which trusts `ca`.
+    /// The header of whoever has the server's own token.
+    fn bearer(&self) -> HeaderMap {
+        let token = fs::read_to_string(self.folder.path().join("data/token")).expect("the server's token");
+        let value = format!("Bearer {}", token.trim()).parse().expect("a header");
+        HeaderMap::from_iter([(AUTHORIZATION, value)])
+    }
+
+    /// A command against it with its own token, which trusts `ca`.
     fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", server).current_dir(self.folder.path());
+        command.env("LOCKSTEP_TOKEN_FILE", self.folder.path().join("data/token"));
         if let Some(ca) = ca {
             command.env("LOCKSTEP_CA_FILE", ca);
         }
@@ -91,14 +102,25 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     while serve.cli(&https, Some(&ca), &["list"]).status != 0 {
         assert!(start.elapsed() < SOON, "{}", serve.log());
     }
+    let link = serve.cli(&https, Some(&ca), &["login-link"]);
+    assert!(link.ok().starts_with(&format!("{https}/login?code=")), "{}", link.stdout);
+    assert!(serve.log().contains(&format!("sign in: https://127.0.0.1:{}/login?code=", serve.port)));
     // This machine's own agent came by itself; another comes over TLS.
+    let token = serve.cli(&https, Some(&ca), &["token", "create", "--scope", "agent", "--agent", "beside"]);
+    let token = serve.folder.write("beside.token", token.ok());
     let beside = serve.folder.path().join("beside");
     let mut command = lockstep();
     command.args(["agent", "--server", &https, "--cpu-slots", "1", "--name", "beside", "--ca-file"]).arg(&ca);
-    command.arg("--data-dir").arg(&beside).current_dir(serve.folder.path()).stderr(Stdio::null());
+    command
+        .arg("--token-file")
+        .arg(&token)
+        .arg("--data-dir")
+        .arg(&beside)
+        .current_dir(serve.folder.path())
+        .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client =
-        reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone()).build().expect("one");
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone());
+    let client = client.default_headers(serve.bearer()).build().expect("one");
     let online = async || -> Vec<String> {
         let answer = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
         let answer: Value = answer.json().await.expect("JSON");
@@ -185,7 +207,7 @@ async fn what_keeps_a_client_from_speaking_tls_is_told_in_words() {
     serve.cli(&at("https", "localhost", plain.port), None, &["list"]).fails(1, &["plain HTTP", "http://"]);
     let no_file = serve.cli(&https, Some(Path::new("none.crt")), &["list"]);
     no_file.wrong(&["CA file none.crt"]);
-    serve.cli(&at("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
+    plain.cli(&at("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
     let no_pem = serve.folder.write("no.crt", "nothing");
     serve.cli(&https, Some(&no_pem), &["list"]).wrong(&["no certificate"]);
 
@@ -362,6 +384,7 @@ async fn nginx_terminates_tls_before_it() {
     let url = |path: &str| format!("https://lockstep.example.org:{port}{path}");
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured((*trusted).clone())
+        .default_headers(serve.bearer())
         .resolve("lockstep.example.org", ([127, 0, 0, 1], port).into())
         // Not the proxy's own address, which is believed.
         .local_address(std::net::IpAddr::from([127, 0, 0, 77]))
@@ -389,6 +412,7 @@ async fn nginx_terminates_tls_before_it() {
         ))
         .expect("a request");
         request.headers_mut().insert("host", "lockstep.example.org".parse().expect("a host"));
+        request.headers_mut().extend(serve.bearer());
         request.headers_mut().insert("origin", origin.parse().expect("an origin"));
         // The name in the certificate is the public one, not the address that the test connects to.
         let stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("nginx");

@@ -13,6 +13,7 @@ use lockstep_protocol::{
 use lockstep_web::{datasets, job, jobs, layout, machines, submit};
 use std::{fs, path::PathBuf};
 
+const VIEWER: layout::Viewer = layout::Viewer { signed_in: true, is_admin: true };
 const URL: &str = "http://127.0.0.1:7070";
 
 fn sample(
@@ -94,6 +95,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         next: None,
         server_url: URL.into(),
         now,
+        viewer: VIEWER,
     };
     write("jobs.html", page.render()?)?;
     write("jobs-empty.html", jobs::JobsPage { jobs: vec![], any: false, ..page }.render()?)?;
@@ -144,6 +146,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         size_bytes: Some(566_000_000),
         server_url: URL.into(),
         now,
+        viewer: VIEWER,
     };
     write("job.html", page.render()?)?;
     write(
@@ -180,6 +183,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         form: Default::default(),
         server_url: URL.into(),
         now,
+        viewer: VIEWER,
     };
     write("datasets.html", page.render()?)?;
     write("datasets-empty.html", datasets::DatasetsPage { datasets: vec![], ..page }.render()?)?;
@@ -229,6 +233,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         agents: vec![agent("h200-a", true, 4), agent("h200-b", true, 0), agent("node-7", false, 0)],
         server_url: URL.into(),
         now,
+        viewer: VIEWER,
     };
     write("machines.html", page.render()?)?;
     write("machines-empty.html", machines::MachinesPage { agents: vec![], ..page }.render()?)?;

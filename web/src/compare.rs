@@ -1,12 +1,15 @@
 //! Jobs side by side. Which ones stands in the address, and the script reads them: the page itself is empty.
 
-use crate::layout::Nav;
+use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
 
 /// `GET /compare`.
 #[derive(Debug, Clone, Copy, Template)]
 #[template(path = "compare.html")]
-pub struct ComparePage;
+pub struct ComparePage {
+    /// Who looks.
+    pub viewer: Viewer,
+}
 
 impl ComparePage {
     /// The page as HTML.
@@ -17,7 +20,7 @@ impl ComparePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Nav {
-        Nav::Compare
+    fn nav(&self) -> Bar {
+        Nav::Compare.seen_by(self.viewer)
     }
 }

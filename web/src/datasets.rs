@@ -1,7 +1,7 @@
 //! The registered datasets and the form that registers one.
 
 use crate::{
-    layout::Nav,
+    layout::{Bar, Nav, Viewer},
     numbers::{age, count},
 };
 use askama::Template;
@@ -32,6 +32,8 @@ pub struct DatasetsPage {
     pub server_url: String,
     /// What ages are counted from.
     pub now: Timestamp,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl DatasetsPage {
@@ -56,8 +58,8 @@ struct DatasetsTemplate<'a> {
 }
 
 impl DatasetsTemplate<'_> {
-    fn nav(&self) -> Nav {
-        Nav::Datasets
+    fn nav(&self) -> Bar {
+        Nav::Datasets.seen_by(self.page.viewer)
     }
 }
 

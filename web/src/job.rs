@@ -1,7 +1,7 @@
 //! One job: how far, how fast, how good, and whether anything is wrong.
 
 use crate::{
-    layout::{Nav, data_block},
+    layout::{Bar, Nav, Viewer, data_block},
     numbers::{bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
@@ -53,6 +53,8 @@ pub struct JobPage {
     pub server_url: String,
     /// What ages are counted from.
     pub now: Timestamp,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl JobPage {
@@ -88,8 +90,8 @@ struct JobTemplate<'a> {
 }
 
 impl JobTemplate<'_> {
-    fn nav(&self) -> Nav {
-        Nav::Jobs
+    fn nav(&self) -> Bar {
+        Nav::Jobs.seen_by(self.page.viewer)
     }
 
     /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds when it started, in the reader's time.

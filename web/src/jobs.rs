@@ -1,7 +1,7 @@
 //! The list of jobs: one row a job, newest first.
 
 use crate::{
-    layout::Nav,
+    layout::{Bar, Nav, Viewer},
     numbers::{age, clock, percent, plural, rate, value},
 };
 use askama::Template;
@@ -32,6 +32,8 @@ pub struct JobsPage {
     pub server_url: String,
     /// What ages are counted from.
     pub now: Timestamp,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl JobsPage {
@@ -53,8 +55,8 @@ struct JobsTemplate<'a> {
 }
 
 impl JobsTemplate<'_> {
-    fn nav(&self) -> Nav {
-        Nav::Jobs
+    fn nav(&self) -> Bar {
+        Nav::Jobs.seen_by(self.page.viewer)
     }
 
     /// Label, value in the address and whether it is chosen.
@@ -185,6 +187,7 @@ mod tests {
             next: None,
             server_url: "http://127.0.0.1:7070".into(),
             now: Timestamp::UNIX_EPOCH,
+            viewer: Viewer::NOBODY,
         };
         let html = page.render().expect("renders");
         assert!(html.contains("lockstep submit"), "a command to copy");

@@ -28,19 +28,57 @@ pub enum Nav {
     Datasets,
     /// `/machines`.
     Machines,
+    /// `/audit`, for those who may see it.
+    Audit,
     /// A page of its own, such as an error.
     Elsewhere,
 }
 
+/// What the bar at the top depends on: who looks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Viewer {
+    /// There is a session to end.
+    pub signed_in: bool,
+    /// Sees the audit log.
+    pub is_admin: bool,
+}
+
+impl Viewer {
+    /// Who has not signed in, or need not.
+    pub const NOBODY: Viewer = Viewer { signed_in: false, is_admin: false };
+}
+
+/// The bar at the top of a page.
+#[derive(Debug, Clone, Copy)]
+pub struct Bar {
+    nav: Nav,
+    viewer: Viewer,
+}
+
 impl Nav {
+    /// The bar of a page of this entry.
+    pub fn seen_by(self, viewer: Viewer) -> Bar {
+        Bar { nav: self, viewer }
+    }
+}
+
+impl Bar {
     /// Address, label and whether it is the current page, in the order shown.
-    pub fn entries(self) -> [(&'static str, &'static str, bool); 4] {
-        [
-            ("/jobs", "Jobs", self == Nav::Jobs),
-            ("/compare", "Compare", self == Nav::Compare),
-            ("/datasets", "Datasets", self == Nav::Datasets),
-            ("/machines", "Machines", self == Nav::Machines),
-        ]
+    pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
+        let all = [
+            ("/jobs", "Jobs", Nav::Jobs),
+            ("/compare", "Compare", Nav::Compare),
+            ("/datasets", "Datasets", Nav::Datasets),
+            ("/machines", "Machines", Nav::Machines),
+            ("/audit", "Audit", Nav::Audit),
+        ];
+        let shown = all.into_iter().filter(|(_, _, nav)| *nav != Nav::Audit || self.viewer.is_admin);
+        shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
+    }
+
+    /// Whether there is a session to end.
+    pub fn signed_in(self) -> bool {
+        self.viewer.signed_in
     }
 }
 
@@ -75,8 +113,8 @@ impl MessagePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Nav {
-        Nav::Elsewhere
+    fn nav(&self) -> Bar {
+        Nav::Elsewhere.seen_by(Viewer::NOBODY)
     }
 }
 
@@ -92,6 +130,14 @@ mod tests {
             serde_json::from_str::<String>(&block).expect("still JSON"),
             "</script><script>alert(1)</script>&"
         );
+    }
+
+    #[test]
+    fn the_audit_log_is_linked_for_admins_alone() {
+        let shown = |is_admin| Nav::Jobs.seen_by(Viewer { signed_in: true, is_admin }).entries();
+        assert!(shown(false).iter().all(|(address, _, _)| *address != "/audit"));
+        assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
+        assert_eq!(shown(true).first(), Some(&("/jobs", "Jobs", true)));
     }
 
     #[test]

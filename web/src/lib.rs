@@ -9,16 +9,20 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | `GET /login` | [`login::LoginPage`] | |
+//! | `GET /audit` | [`audit::AuditPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
 //!
 //! The pages need no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.
 
+pub mod audit;
 pub mod compare;
 pub mod datasets;
 pub mod job;
 pub mod jobs;
 pub mod layout;
+pub mod login;
 pub mod machines;
 pub mod numbers;
 pub mod submit;

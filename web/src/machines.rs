@@ -1,7 +1,7 @@
 //! The machines: one card an agent, one cell a slot and whose job holds it.
 
 use crate::{
-    layout::Nav,
+    layout::{Bar, Nav, Viewer},
     numbers::{age, bytes, plural},
 };
 use askama::Template;
@@ -47,6 +47,8 @@ pub struct MachinesPage {
     pub server_url: String,
     /// What ages are counted from.
     pub now: Timestamp,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl MachinesPage {
@@ -66,8 +68,8 @@ struct MachinesTemplate<'a> {
 }
 
 impl MachinesTemplate<'_> {
-    fn nav(&self) -> Nav {
-        Nav::Machines
+    fn nav(&self) -> Bar {
+        Nav::Machines.seen_by(self.page.viewer)
     }
 
     /// `3 of 8 slots busy on 2 machines`.

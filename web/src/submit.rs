@@ -3,7 +3,10 @@
 //!
 //! A field is named by its path in the specification (`train.lr`), so a mistake at `/train/lr` finds it.
 
-use crate::{layout::Nav, numbers::count};
+use crate::{
+    layout::{Bar, Nav, Viewer},
+    numbers::count,
+};
 use askama::Template;
 use fields::{Field, GROUPS, Kind, fields};
 use form::{DEFAULTS, recipe_values};
@@ -33,6 +36,8 @@ pub struct SubmitPage {
     pub slots: u32,
     /// This server's address as the browser sees it, for commands to copy.
     pub server_url: String,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl SubmitPage {
@@ -64,7 +69,7 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, mistakes: Vec::new(), datasets, slots, server_url }
+        Self { form, mistakes: Vec::new(), datasets, slots, server_url, viewer: Viewer::NOBODY }
     }
 
     /// The page as HTML.
@@ -145,8 +150,8 @@ impl FieldView {
 }
 
 impl SubmitTemplate<'_> {
-    fn nav(&self) -> Nav {
-        Nav::Jobs
+    fn nav(&self) -> Bar {
+        Nav::Jobs.seen_by(self.page.viewer)
     }
 
     /// Mistakes that belong to no field, such as a combination that cannot work.

@@ -17,6 +17,10 @@ pub fn own_program() -> io::Result<PathBuf> {
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
+/// Variables of a server's or an agent's environment that tell how to use it. Processes of jobs, which read what strangers wrote,
+/// do not get them.
+pub const SECRETS: [&str; 3] = ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE"];
+
 /// Ends this process without running what libraries have registered for its end.
 #[allow(unsafe_code)] // The system's own function; any number is a status.
 pub(crate) fn exit_without_handlers(status: i32) -> ! {

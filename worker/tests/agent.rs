@@ -79,7 +79,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5.into() },
         spec: JobSpec::default(),
         dataset_path: program.to_string_lossy().into_owned(),
         world_size: 1,

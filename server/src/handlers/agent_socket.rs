@@ -1,6 +1,9 @@
 //! An agent's connection: hello, heartbeats, reports in; welcome, work, acknowledgements out.
 
+mod identity;
+
 use crate::{
+    access::Caller,
     app::App,
     dispatch,
     error::{Error, Problem, Result},
@@ -8,6 +11,7 @@ use crate::{
     store::{AgentRow, Report},
 };
 use axum::{
+    Extension,
     extract::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
@@ -19,6 +23,7 @@ use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::{
     agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
     reason::ReasonCode,
+    stream::CLOSE_SIGNED_OUT,
     unseen::first_unseen,
     wire::{self, Unfinished},
 };
@@ -44,10 +49,12 @@ const DESCRIPTION_BYTES: usize = 500;
 
 /// For agents
 ///
-/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`.
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The token of the request says which agent may speak
+/// here: one that introduces itself under another id is refused.
 #[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
 pub(crate) async fn socket(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade.map_err(|e| {
@@ -59,7 +66,7 @@ pub(crate) async fn socket(
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = app.tasks.clone();
-        tasks.track_future(serve(app, socket))
+        tasks.track_future(serve(app, caller, socket))
     }))
 }
 
@@ -175,7 +182,7 @@ fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
     Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
 }
 
-async fn serve(app: App, socket: WebSocket) {
+async fn serve(app: App, caller: Caller, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
     let mut unfinished = Unfinished::default();
     let hello_by = tokio::time::Instant::now() + PATIENCE;
@@ -194,7 +201,11 @@ async fn serve(app: App, socket: WebSocket) {
         }
     };
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
-    let joined = introduction(first).and_then(|hello| {
+    let joined = match introduction(first) {
+        Ok(hello) => identity::check(&app, &caller, &hello.row).await.map(|()| hello),
+        Err(reason) => Err(reason),
+    };
+    let joined = joined.and_then(|hello| {
         app.agents.join(hello.row.clone(), hello.only_job.clone(), outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
@@ -266,6 +277,9 @@ async fn serve(app: App, socket: WebSocket) {
                         {
                             break why.into();
                         }
+                    }
+                    () = caller.ended() => {
+                        break End { why: "its token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
                     }
                     _ = cut_off.recv() => break "records are missing; it is to begin again".to_owned().into(),
                     () = app.stopping.cancelled() => {
@@ -364,7 +378,8 @@ impl Connection<'_> {
                     let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
                 };
-                let report = Report { attempt, source, first, events, at: crate::now(), leaving };
+                let agent_id = self.id.clone();
+                let report = Report { agent_id, attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
                 app.inbox.put(Work::Report { agent, connection, report, reservation });
             }

@@ -1,17 +1,22 @@
 //! For supervisors and monitoring.
 
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
 };
-use axum::{extract::State, http::header, response::IntoResponse};
+use axum::{Extension, extract::State, http::header, response::IntoResponse};
 use std::{
     fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
     sync::atomic::Ordering,
+    time::{Duration, Instant},
 };
 
+const READY: &str = "ready\n";
+/// The response to clients without a token may be so old.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// What a job's first files take.
 const PROBE_BYTES: usize = 64 << 10;
 
@@ -26,7 +31,26 @@ pub(crate) async fn healthz() -> &'static str {
 /// Something is written to the database and to the data directory, so a disk that is full or read-only is reported. What needs
 /// attention but does not keep jobs from being stored, such as a certificate that ends soon, is on lines of its own.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
-pub(crate) async fn readyz(State(app): State<App>) -> Result<String> {
+pub(crate) async fn readyz(State(app): State<App>, caller: Option<Extension<Caller>>) -> Result<String> {
+    if caller.is_some() {
+        return ready(&app).await;
+    }
+    // Clients without a token learn no details, and cause one check a second.
+    let mut last = app.last_ready.lock().await;
+    let is_ready = match *last {
+        Some((at, is_ready)) if at.elapsed() < CHECK_INTERVAL => is_ready,
+        _ => ready(&app).await.is_ok(),
+    };
+    if last.is_none_or(|(at, _)| at.elapsed() >= CHECK_INTERVAL) {
+        *last = Some((Instant::now(), is_ready));
+    }
+    match is_ready {
+        true => Ok(READY.into()),
+        false => Err(Error::Unavailable("nothing can be stored now; ask with a token for more".into())),
+    }
+}
+
+async fn ready(app: &App) -> Result<String> {
     // Whatever the database says of a row that is sound: nothing can be written.
     app.store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![app.config.data_dir.join("jobs")];
@@ -38,7 +62,7 @@ pub(crate) async fn readyz(State(app): State<App>) -> Result<String> {
     }
     let warnings =
         app.ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
-    Ok(warnings.iter().fold("ready\n".to_owned(), |text, remark| format!("{text}note: {remark}\n")))
+    Ok(warnings.iter().fold(READY.to_owned(), |text, remark| format!("{text}note: {remark}\n")))
 }
 
 /// Writes a file and removes it.

@@ -5,6 +5,7 @@ pub(crate) mod agents;
 pub(crate) mod annotations;
 pub(crate) mod assets;
 pub(crate) mod attempts;
+pub(crate) mod audit;
 mod bundle;
 pub(crate) mod checkpoints;
 mod conditional;
@@ -16,13 +17,16 @@ pub(crate) mod fork;
 pub(crate) mod health;
 pub(crate) mod inspections;
 pub(crate) mod jobs;
+pub(crate) mod login;
 pub(crate) mod logs;
 pub(crate) mod metrics;
 pub(crate) mod pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
+pub(crate) mod server_url;
 pub(crate) mod stream;
 mod submission;
+pub(crate) mod tokens;
 
 use crate::error::{Error, Result};
 

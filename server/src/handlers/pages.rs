@@ -1,42 +1,45 @@
 //! HTML pages: stored data in the views of `lockstep_web`.
 
 use super::{
-    agents,
+    agents, audit,
     datasets::{self, NewDataset, Registered},
     extract::{PageQuery, Path, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
+    server_url::ServerUrl,
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, PageError},
     store::JobFilter,
 };
 use axum::{
-    Form,
+    Extension, Form,
     extract::State,
-    http::{HeaderMap, StatusCode, header},
+    http::StatusCode,
     response::{Html, IntoResponse, Redirect, Response},
 };
+use lockstep_protocol::access::Scope;
 use lockstep_web::{
-    compare, datasets as dataset_views, job as job_views, jobs as jobs_views, machines, submit,
+    audit as audit_views, compare, datasets as dataset_views, job as job_views, jobs as jobs_views,
+    layout::Viewer, machines, submit,
 };
 use serde::Deserialize;
 
 /// Rows of the list as the server writes it: what fits a screen. The script reads on, or the link below them.
 const ROWS: u32 = 25;
 
-type Page = Result<Response, PageError>;
+pub(super) type Page = Result<Response, PageError>;
 
 fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
     Ok(Html(html).into_response())
 }
 
-/// The server as this browser sees it, for commands to copy.
-fn server_url(headers: &HeaderMap) -> String {
-    let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or("127.0.0.1:7070");
-    format!("http://{host}")
+/// Who looks at a page.
+fn viewer(caller: &Caller) -> Viewer {
+    Viewer { signed_in: caller.session().is_some(), is_admin: caller.may(Scope::Admin) }
 }
 
 /// `GET /`
@@ -47,7 +50,8 @@ pub(crate) async fn home() -> Redirect {
 /// `GET /jobs`
 pub(crate) async fn jobs(
     State(app): State<App>,
-    headers: HeaderMap,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
     // An invalid filter in the address shows everything.
@@ -64,8 +68,9 @@ pub(crate) async fn jobs(
             filter: jobs_views::JobFilter { state: filter.state, name: filter.name.unwrap_or_default() },
             any,
             next: page.next.map(|id| id.to_string()),
-            server_url: server_url(&headers),
+            server_url,
             now: crate::now(),
+            viewer: viewer(&caller),
         }
         .render(),
     )
@@ -83,7 +88,8 @@ pub(crate) struct NewJobQuery {
 /// `GET /jobs/new`
 pub(crate) async fn new_job(
     State(app): State<App>,
-    headers: HeaderMap,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
     let datasets = app.store.datasets().await?;
@@ -92,8 +98,9 @@ pub(crate) async fn new_job(
         query.dataset.as_deref(),
         datasets,
         slots(&app),
-        server_url(&headers),
+        server_url,
     );
+    page.viewer = viewer(&caller);
     if let Some(id) = &query.from {
         let job = jobs::find(&app, id).await?;
         jobs::check_readable(&job)?;
@@ -109,7 +116,8 @@ fn slots(app: &App) -> u32 {
 /// `POST /jobs/new`: the form without scripts.
 pub(crate) async fn submit_job(
     State(app): State<App>,
-    headers: HeaderMap,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit::Form::from_pairs(pairs);
@@ -122,7 +130,8 @@ pub(crate) async fn submit_job(
                 mistakes,
                 datasets,
                 slots: slots(&app),
-                server_url: server_url(&headers),
+                server_url,
+                viewer: viewer(&caller),
             };
             Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
         }
@@ -131,7 +140,12 @@ pub(crate) async fn submit_job(
 }
 
 /// `GET /jobs/{id}`
-pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Path<String>) -> Page {
+pub(crate) async fn job(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    Path(id): Path<String>,
+) -> Page {
     let id = job_id(&id)?;
     let row = app
         .store
@@ -176,8 +190,9 @@ pub(crate) async fn job(State(app): State<App>, headers: HeaderMap, Path(id): Pa
             checkpoints,
             attempts,
             size_bytes,
-            server_url: server_url(&headers),
+            server_url,
             now: crate::now(),
+            viewer: viewer(&caller),
         }
         .render(),
     )
@@ -199,19 +214,28 @@ pub(super) fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
 }
 
 /// `GET /compare`: which jobs stands in the address; the script reads them.
-pub(crate) async fn compare() -> Page {
-    html(compare::ComparePage.render())
+pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
+    html(compare::ComparePage { viewer: viewer(&caller) }.render())
 }
 
 /// `GET /datasets`
-pub(crate) async fn datasets(State(app): State<App>, headers: HeaderMap) -> Page {
-    datasets_page(&app, &headers, dataset_views::DatasetForm::default()).await
+pub(crate) async fn datasets(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+) -> Page {
+    datasets_page(&app, &caller, server_url, dataset_views::DatasetForm::default()).await
 }
 
-async fn datasets_page(app: &App, headers: &HeaderMap, form: dataset_views::DatasetForm) -> Page {
+async fn datasets_page(
+    app: &App,
+    caller: &Caller,
+    server_url: String,
+    form: dataset_views::DatasetForm,
+) -> Page {
     let datasets = app.store.datasets().await?;
     html(
-        dataset_views::DatasetsPage { datasets, form, server_url: server_url(headers), now: crate::now() }
+        dataset_views::DatasetsPage { datasets, form, server_url, now: crate::now(), viewer: viewer(caller) }
             .render(),
     )
 }
@@ -219,7 +243,8 @@ async fn datasets_page(app: &App, headers: &HeaderMap, form: dataset_views::Data
 /// `POST /datasets`: the form without scripts.
 pub(crate) async fn add_dataset(
     State(app): State<App>,
-    headers: HeaderMap,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
     Form(new): Form<NewDataset>,
 ) -> Page {
     let (name, path) = (new.name.clone(), new.path.clone());
@@ -244,11 +269,15 @@ pub(crate) async fn add_dataset(
         }
         Err(other) => return Err(PageError(other)),
     };
-    Ok((status, datasets_page(&app, &headers, form).await?).into_response())
+    Ok((status, datasets_page(&app, &caller, server_url, form).await?).into_response())
 }
 
 /// `GET /machines`
-pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page {
+pub(crate) async fn machines(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+) -> Page {
     let mut cards = Vec::new();
     for agent in agents::all(&app).await? {
         let mut slots = Vec::new();
@@ -274,9 +303,28 @@ pub(crate) async fn machines(State(app): State<App>, headers: HeaderMap) -> Page
         });
     }
     html(
-        machines::MachinesPage { agents: cards, server_url: server_url(&headers), now: crate::now() }
+        machines::MachinesPage { agents: cards, server_url, now: crate::now(), viewer: viewer(&caller) }
             .render(),
     )
+}
+
+/// `GET /audit`
+pub(crate) async fn audit(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    PageQuery(query): PageQuery<audit::AuditQuery>,
+) -> Page {
+    let audit::AuditPage { entries, next } = audit::page(&app, &query).await?;
+    let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
+        at: entry.at,
+        who: entry.who,
+        address: entry.address,
+        action: entry.action,
+        object: entry.object,
+        status: entry.status,
+        request_id: entry.request_id,
+    });
+    html(audit_views::AuditPage { lines: lines.collect(), next, viewer: viewer(&caller) }.render())
 }
 
 /// Any other address.

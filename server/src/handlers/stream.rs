@@ -2,12 +2,14 @@
 
 use super::extract::{Path, Query, job_id};
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     hub::Subscription,
     store::{EventRow, JobFilter, JobRow},
 };
 use axum::{
+    Extension,
     extract::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
@@ -16,7 +18,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::stream::{CLOSE_TOO_SLOW, Frame};
+use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame};
 use serde::Deserialize;
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -64,6 +66,7 @@ fn accept(
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(Since { since }): Query<Since>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
@@ -77,7 +80,7 @@ pub(crate) async fn job_stream(
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
-            let reader = Reader::new(&app, socket);
+            let reader = Reader::new(&app, caller, socket);
             if let Err(Gone) = follow(&app, reader, row, subscription, since).await {
                 tracing::debug!("a reader of a stream went away");
             }
@@ -102,6 +105,7 @@ enum Closed {
 /// The writing half of a browser's connection; its reading half is watched for the close.
 struct Reader<'a> {
     app: &'a App,
+    caller: Caller,
     to: SplitSink<WebSocket, Message>,
     closed: tokio::task::JoinHandle<Closed>,
     /// The number of the last event that is on its way; the next message may still be written.
@@ -111,7 +115,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn new(app: &'a App, socket: WebSocket) -> Self {
+    fn new(app: &'a App, caller: Caller, socket: WebSocket) -> Self {
         app.stream_clients.fetch_add(1, Ordering::Relaxed);
         let (to, mut from) = socket.split();
         let closed = tokio::spawn(async move {
@@ -123,12 +127,12 @@ impl<'a> Reader<'a> {
                 }
             }
         });
-        Self { app, to, closed, sent: 0, given_up: false }
+        Self { app, caller, to, closed, sent: 0, given_up: false }
     }
 
     /// Sends, or closes a reader that takes nothing: it can reconnect with the number that it was sent last.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Gone> {
-        let Self { app, to, sent, .. } = self;
+        let Self { app, caller, to, sent, .. } = self;
         let sending = async {
             to.feed(message).await?;
             // It will come before whatever follows.
@@ -137,6 +141,10 @@ impl<'a> Reader<'a> {
         };
         tokio::select! {
             sent = sending => return sent.map_err(|_| Gone),
+            () = caller.ended() => {
+                self.signed_out().await;
+                return Err(Gone);
+            }
             () = app.stopping.cancelled() => {}
             () = tokio::time::sleep(app.config.stream_patience) => {
                 self.give_up().await;
@@ -163,6 +171,7 @@ impl<'a> Reader<'a> {
         tokio::select! {
             _ = tokio::time::timeout(FAREWELL, closing) => {}
             () = self.app.stopping.cancelled() => {}
+            () = self.caller.ended() => {}
         }
     }
 
@@ -189,6 +198,10 @@ impl<'a> Reader<'a> {
         if let Ok(Closed::Wrongly(code)) = closed {
             self.close(code, "a reader of a stream sends nothing but pongs").await;
         }
+    }
+
+    async fn signed_out(&mut self) {
+        self.close(CLOSE_SIGNED_OUT, "the token or session is no longer valid").await;
     }
 
     async fn close(&mut self, code: u16, reason: &str) {
@@ -280,6 +293,10 @@ async fn follow(
                     reader.ended(closed).await;
                     return Ok(());
                 }
+                () = reader.caller.ended() => {
+                    reader.signed_out().await;
+                    return Ok(());
+                }
                 () = app.stopping.cancelled() => {
                     reader.close(1001, "the server is stopping").await;
                     return Ok(());
@@ -297,13 +314,14 @@ async fn follow(
 #[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn list_stream(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = accept(upgrade)?;
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
-            let reader = Reader::new(&app, socket);
+            let reader = Reader::new(&app, caller, socket);
             if let Err(Gone) = follow_list(&app, reader).await {
                 tracing::debug!("a reader of the list went away");
             }
@@ -331,6 +349,10 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
             },
             closed = &mut reader.closed => {
                 reader.ended(closed).await;
+                return Ok(());
+            }
+            () = reader.caller.ended() => {
+                reader.signed_out().await;
                 return Ok(());
             }
             () = app.stopping.cancelled() => {

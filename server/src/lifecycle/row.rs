@@ -2,7 +2,7 @@
 
 use super::progress::Progress;
 use lockstep_protocol::{
-    agent::AttemptRef,
+    agent::{AttemptRef, FencingToken},
     attempt::AttemptState,
     job::{Job, JobState},
     reason::Reason,
@@ -18,7 +18,7 @@ pub struct JobRow {
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
     /// Fencing token of the attempt that may write.
-    pub fencing_token: Option<u64>,
+    pub fencing_token: Option<FencingToken>,
     /// What its newest values and its sparkline come from.
     pub progress: Progress,
     /// How the attempt that held the fencing token ended, until that is stored.

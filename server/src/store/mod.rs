@@ -22,9 +22,9 @@ pub use error::{Result, StoreError};
 pub use location::Location;
 
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Cursor,
-    EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob, Page,
-    Place, Report, Stored,
+    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
+    Cursor, EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
+    Page, Place, Report, SessionRow, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -167,6 +167,27 @@ pub trait Store: Send + Sync + 'static {
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
+
+    /// Every token, also those that are no longer valid, in the order in which they were made.
+    async fn tokens(&self) -> Result<Vec<TokenRow>>;
+    /// Stores a token, in place of the one with its id.
+    async fn put_token(&self, token: &TokenRow) -> Result<()>;
+    /// Stores when tokens were last used.
+    async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()>;
+    /// Every session that has not expired, the oldest first.
+    async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
+    /// Stores a session.
+    async fn add_session(&self, session: &SessionRow) -> Result<()>;
+    /// Removes a session.
+    async fn remove_session(&self, hash: &str) -> Result<()>;
+    /// Removes sessions that have expired, and tokens that have not been valid since `before`; some at a time.
+    async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
+    /// Adds to the audit log.
+    async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()>;
+    /// Entries of the audit log before the entry `before`, newest first.
+    async fn audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>>;
+    /// Removes some entries that are older than `before` or beyond the newest `keep`; false when there was none left.
+    async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
 
     /// Numbers for `/metrics`.
     async fn counts(&self) -> Result<Counts>;

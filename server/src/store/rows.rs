@@ -1,10 +1,12 @@
 //! Rows and filters of the store: what handlers, dispatch and ingest exchange with it.
 
+mod access;
 mod attempts;
 mod events;
 mod jobs;
 mod metrics;
 
+pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};

@@ -2,6 +2,7 @@
 
 use super::error::{Result, StoreError};
 use jiff::Timestamp;
+use lockstep_protocol::agent::FencingToken;
 use sqlx::{
     error::{DatabaseError, ErrorKind},
     sqlite::SqliteError,
@@ -57,6 +58,18 @@ pub(super) fn int(value: u64) -> i64 {
 
 pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
+}
+
+/// A fencing token by its columns. Without a secret (an earlier version wrote the row) it is one that nobody knows.
+pub(super) fn fencing(number: i64, secret: Option<&str>) -> FencingToken {
+    let number = uint(number);
+    secret.and_then(|secret| FencingToken::of(number, secret)).unwrap_or_else(|| new_fencing(number))
+}
+
+/// A fencing token with a secret of its own: 244 random bits folded into 128.
+pub(super) fn new_fencing(number: u64) -> FencingToken {
+    let random = || uuid::Uuid::new_v4().as_u128();
+    FencingToken { number, secret: (random() ^ random().rotate_left(64)).max(1) }
 }
 
 pub(super) fn small(value: i64) -> u32 {

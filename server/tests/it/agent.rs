@@ -67,11 +67,31 @@ pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
     said
 }
 
+/// A new token for the agent that says this.
+async fn token_of(server: &TestServer, hello: &FromAgent) -> String {
+    let FromAgent::Hello { agent_id, name, .. } = hello else { return server.agent_token("a").await };
+    let (_, known) = server.get("/agents").await;
+    let is_known = known["agents"].as_array().unwrap().iter().any(|agent| agent["id"] == **agent_id);
+    // A name or id that no agent can have is refused for that, not for its token.
+    let is_plain = |text: &str| !text.trim().is_empty() && text.len() <= 100 && text.is_ascii();
+    match (is_known, is_plain(name) && is_plain(agent_id)) {
+        (true, true) => server.agent_token(agent_id).await,
+        (false, true) => server.agent_token(name).await,
+        (_, false) => server.agent_token("a").await,
+    }
+}
+
 impl Agent {
     /// Connects and says `hello`; the answer is the first message.
     pub async fn greet(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
-        let url = format!("ws://{}/api/v1/agent/socket", server.address);
-        let (socket, _) = timeout(DEADLINE, connect_async(url)).await.unwrap().unwrap();
+        let token = token_of(server, &hello).await;
+        Self::greet_with(server, &token, hello).await
+    }
+
+    /// As [`Agent::greet`], with this token.
+    pub async fn greet_with(server: &TestServer, token: &str, hello: FromAgent) -> Result<Self, String> {
+        let request = server.socket("/agent/socket", token);
+        let (socket, _) = timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap();
         let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0 };
         agent.send(hello).await;
         match agent.next().await {
@@ -200,5 +220,5 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
 }
 
 pub fn stranger() -> AttemptRef {
-    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 }
+    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
 }

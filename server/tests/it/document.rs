@@ -236,6 +236,13 @@ async fn what_is_answered_is_documented() {
     ] {
         good("get", path, &job, None, 200).await;
     }
+    for path in ["/tokens", "/audit"] {
+        good("get", path, "", None, 200).await;
+    }
+    let token = json!({"name": "t", "scope": "read"});
+    let token = good("post", "/tokens", "", Some(token), 201).await;
+    good("delete", "/tokens/{id}", token["id"].as_str().unwrap(), None, 204).await;
+    good("post", "/login-links", "", None, 201).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
     good("post", "/jobs/validate", "", Some(spec()), 200).await;

@@ -60,7 +60,7 @@ async fn what_may_not_write_writes_nothing() {
     let stored = server.stored(&id).await.len();
 
     let mut old = attempt.clone();
-    old.fencing_token -= 1;
+    old.fencing_token.number -= 1;
     let mut next = attempt.clone();
     next.attempt += 1;
     for stale in [old, next, stranger()] {

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{DEADLINE, TestServer, client_without_redirects},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, RankReport, Source, ToAgent},
@@ -195,7 +195,7 @@ async fn pages_are_made_of_what_is_stored() {
     assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
 
     // The form without scripts: mistakes are shown next to the fields, with what was typed.
-    let client = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().unwrap();
+    let client = client_without_redirects(&server.token);
     let form = |lr: &str, dataset: &str| {
         let body =
             format!("name=from+a+form&data.dataset={dataset}&train.lr={lr}&train.epochs=1&parallel.ranks=2");

@@ -31,9 +31,13 @@ async fn other_machines_are_let_in_by_name_of_how() {
         change(&mut config);
         config
     };
-    let open = refused(everywhere(&|c| c.tls = Some(tls.clone()))).await;
-    assert!(open.contains("token"), "{open}");
-    let clear = refused(everywhere(&|c| c.authenticates = true)).await;
+    let open = everywhere(&|c| {
+        c.tls = Some(tls.clone());
+        c.no_auth = true;
+    });
+    let open = refused(open).await;
+    assert!(open.contains("--no-auth") && open.contains("token"), "{open}");
+    let clear = refused(everywhere(&|_| {})).await;
     for word in ["--tls-cert", "--tls-own-ca", "--trusted-proxy", "--insecure-http"] {
         assert!(clear.contains(word), "{word}: {clear}");
     }
@@ -47,7 +51,6 @@ async fn other_machines_are_let_in_by_name_of_how() {
     for way in ways {
         let server = TestServer::with(|c| {
             c.listen = "0.0.0.0:0".parse().unwrap();
-            c.authenticates = true;
             way(c);
         })
         .await;
@@ -63,7 +66,6 @@ async fn behind_a_proxy_nobody_comes_past_it() {
         let proxies = vec![proxies.parse().unwrap()];
         TestServer::with(move |c| {
             c.listen = "0.0.0.0:0".parse().unwrap();
-            c.authenticates = true;
             c.insecure_http = insecure;
             c.trusted_proxies = proxies;
         })
@@ -121,7 +123,7 @@ async fn what_is_no_tls_is_answered_or_ended() {
     let began = Instant::now();
     answer_to(server.address, b"").await;
     assert!(began.elapsed() >= Duration::from_millis(600), "the whole time is given");
-    assert_eq!(text(&http(&files.client()), &server, "/healthz").await.0, 200);
+    assert_eq!(text(&http(&files.client(), ""), &server, "/healthz").await.0, 200);
     server.stop().await;
 }
 

@@ -7,6 +7,7 @@ mod agent_requests;
 mod postgres;
 mod test_server;
 
+mod access;
 mod databases;
 mod datasets;
 mod deletion;

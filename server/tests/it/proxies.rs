@@ -1,16 +1,13 @@
 //! Behind a proxy: for whom it speaks, which names are the server's, how much an address may ask, and the access log.
 
-use crate::test_server::TestServer;
+use crate::test_server::{TestServer, client_without_redirects};
 use lockstep_server::AccessLogTo;
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
     time::{Duration, Instant},
 };
-use tokio_tungstenite::{
-    connect_async,
-    tungstenite::{self, client::IntoClientRequest},
-};
+use tokio_tungstenite::{connect_async, tungstenite};
 
 const PUBLIC: &str = "https://lockstep.example.org";
 
@@ -72,7 +69,7 @@ async fn names_and_origins_are_those_of_the_public_url() {
         assert_eq!(post(origin, proto).await, status, "{origin} {proto}");
     }
     for (origin, fine) in [(PUBLIC, true), ("https://evil.example", false)] {
-        let mut request = format!("ws://{}/api/v1/stream", server.address).into_client_request().unwrap();
+        let mut request = server.socket("/stream", &server.token);
         request.headers_mut().insert("origin", origin.parse().unwrap());
         request.headers_mut().insert("host", "lockstep.example.org".parse().unwrap());
         match connect_async(request).await {
@@ -83,6 +80,34 @@ async fn names_and_origins_are_those_of_the_public_url() {
             Err(error) => panic!("{origin}: {error}"),
         }
     }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_browser_signs_in_through_the_proxy_with_its_own_address() {
+    let server = behind(|_| {}).await;
+    let (status, link) = server.post("/login-links", &serde_json::json!({})).await;
+    assert_eq!(status, 201, "{link}");
+    let url = link["url"].as_str().unwrap();
+    let path = url.strip_prefix(PUBLIC).unwrap_or_else(|| panic!("{url}"));
+    let request = client_without_redirects("").get(server.url(path)).header("x-forwarded-proto", "https");
+    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    assert!(cookie.contains("; Secure"), "{cookie}");
+    let (_, audit) = server.get("/audit").await;
+    let entry = &audit["entries"][0];
+    assert_eq!((&entry["action"], &entry["address"]), (&"sign in".into(), &"203.0.113.7".into()), "{audit}");
+    // Ten failures of one client are answered; they are not another's behind the same proxy.
+    let guess = async |from: &str| {
+        let request = client_without_redirects("").post(server.url("/login")).header("x-forwarded-for", from);
+        let request = request.header("content-type", "application/x-www-form-urlencoded").body("token=x");
+        request.send().await.unwrap().status().as_u16()
+    };
+    for _ in 0..10 {
+        assert_eq!(guess("203.0.113.7").await, 401);
+    }
+    assert_eq!(guess("203.0.113.7").await, 429);
+    assert_eq!(guess("203.0.113.8").await, 401);
     server.stop().await;
 }
 
@@ -142,11 +167,11 @@ async fn every_request_is_a_line_of_the_access_log() {
     let path = dir.path().join("access.log");
     let to = path.clone();
     let server = behind(|c| c.access_log = Some(AccessLogTo::File(to))).await;
-    let request = server.http.get(server.url("/api/v1/jobs?limit=7&token=hush"));
+    let request = server.http.get(server.url("/api/v1/jobs?limit=7&name=hush"));
     let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
     let length = answer.bytes().await.unwrap().len();
     server.http.get(server.url("/nothing")).header("host", "evil.example").send().await.unwrap();
-    drop(connect_async(format!("ws://{}/api/v1/stream", server.address)).await.unwrap());
+    drop(connect_async(server.socket("/stream", &server.token)).await.unwrap());
     let began = Instant::now();
     let lines = loop {
         let text = fs::read_to_string(&path).unwrap();
@@ -160,7 +185,7 @@ async fn every_request_is_a_line_of_the_access_log() {
     };
     assert!(lines.iter().all(|line| line.len() == 8), "{lines:?}");
     let line = |at: usize| lines[at][1..6].iter().map(String::as_str).collect::<Vec<_>>();
-    assert_eq!(line(0), ["203.0.113.7", "GET", "/api/v1/jobs?limit&token", "200", &length.to_string()]);
+    assert_eq!(line(0), ["203.0.113.7", "GET", "/api/v1/jobs?limit&name", "200", &length.to_string()]);
     assert_eq!(line(1)[..4], ["127.0.0.1", "GET", "/nothing", "421"]);
     assert_eq!(line(2)[..4], ["127.0.0.1", "GET", "/api/v1/stream", "101"]);
     assert!(lines[0][0].parse::<jiff::Timestamp>().is_ok() && lines[0][6].parse::<f64>().is_ok());

@@ -3,10 +3,7 @@
 use crate::{agent::Agent, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
-use tokio_tungstenite::{
-    connect_async,
-    tungstenite::{self, client::IntoClientRequest},
-};
+use tokio_tungstenite::{connect_async, tungstenite};
 
 #[tokio::test]
 async fn only_our_own_pages_change_anything_or_open_sockets() {
@@ -20,10 +17,8 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
         assert_eq!(server.send(request).await.0, 403, "{origin}");
         let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
         assert_eq!(server.send(request).await.0, 403, "{origin}");
-        for path in
-            ["/api/v1/stream", "/api/v1/agent/socket", "/api/v1/jobs/j00000000000000000000000000/stream"]
-        {
-            let mut request = format!("ws://{}{path}", server.address).into_client_request().unwrap();
+        for path in ["/stream", "/agent/socket", "/jobs/j00000000000000000000000000/stream"] {
+            let mut request = server.socket(path, &server.token);
             request.headers_mut().insert("origin", origin.parse().unwrap());
             match connect_async(request).await {
                 Err(tungstenite::Error::Http(answer)) => {
@@ -40,7 +35,7 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
     spec["parallel"]["ranks"] = 1.into();
     let request = server.http.post(&url).header("origin", &own).json(&spec);
     assert_eq!(server.send(request).await.0, 201, "our own page");
-    let mut request = format!("ws://{}/api/v1/stream", server.address).into_client_request().unwrap();
+    let mut request = server.socket("/stream", &server.token);
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
     server.stop().await;
@@ -116,6 +111,11 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /datasets/{name}/samples",
         "post /datasets/inspect",
         "post /checkpoints/{id}/predict",
+        "get /tokens",
+        "post /tokens",
+        "delete /tokens/{id}",
+        "post /login-links",
+        "get /audit",
         "post /agents/{id}/drain",
         "post /agents/{id}/undrain",
         "get /jobs/{id}/metrics",

@@ -25,6 +25,7 @@ async fn an_address_that_others_can_reach_is_refused() {
     for address in ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"] {
         let mut config = config(&dir);
         config.listen = address.parse().unwrap();
+        config.no_auth = true;
         let error = refused(config).await.to_string();
         assert!(error.contains("127.0.0.1") && error.contains("token"), "{error}");
     }

@@ -65,6 +65,7 @@ async fn scenario(store: &dyn Store) {
 
     // Reports of one transaction: stored, known already, with a hole, and of nobody.
     let report = |source, first, events: Vec<AttemptEvent>| Report {
+        agent_id: "a".into(),
         attempt: attempt.clone(),
         source,
         first,
@@ -83,7 +84,7 @@ async fn scenario(store: &dyn Store) {
         })
     };
     let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
-    nobody.attempt.fencing_token += 1;
+    nobody.attempt.fencing_token.number += 1;
     let answers = store
         .ingest(&[
             report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),

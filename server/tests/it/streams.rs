@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, Stream, TestServer},
+    test_server::{DEADLINE, Stream, TestServer, socket},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
@@ -10,7 +10,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
 };
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 /// A step's loss and accuracy.
 fn both(rank: u32, step: u64) -> AttemptEvent {
@@ -33,12 +33,12 @@ impl Numbers {
 }
 
 /// Reads from `since` until the job is over, going away and coming back with the last number as `seed` says.
-async fn read(url: String, since: u64, seed: u64) -> Vec<Value> {
+async fn read(path: String, (address, token): (SocketAddr, String), since: u64, seed: u64) -> Vec<Value> {
     let mut numbers = Numbers(seed);
     let mut events = Vec::new();
     let mut last = since;
     loop {
-        let mut stream = Stream::open(format!("{url}?since={last}")).await;
+        let mut stream = Stream::open(socket(address, &format!("{path}?since={last}"), &token)).await;
         let hello = stream.next().await.unwrap();
         assert_eq!(hello["type"], "hello");
         let stay = 1 + numbers.below(80);
@@ -66,7 +66,7 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
 
-    let url = format!("ws://{}/api/v1/jobs/{id}/stream", server.address);
+    let path = format!("/jobs/{id}/stream");
     let mut readers = Vec::new();
     let mut numbers = Numbers(7);
     let mut acknowledged = 0;
@@ -74,7 +74,15 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
         if burst % 5 == 0 {
             // Of what is there by now, nothing, some or all.
             let since = numbers.below(burst * 5 + 1);
-            readers.push((since, tokio::spawn(read(url.clone(), since, numbers.below(u64::MAX)))));
+            readers.push((
+                since,
+                tokio::spawn(read(
+                    path.clone(),
+                    (server.address, server.token.clone()),
+                    since,
+                    numbers.below(u64::MAX),
+                )),
+            ));
         }
         let mut number = burst * 13;
         for rank in 0..2 {
@@ -203,7 +211,7 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
 #[tokio::test]
 async fn the_list_tells_every_change_and_a_deletion() {
     let server = TestServer::new().await;
-    let mut list = Stream::open(format!("ws://{}/api/v1/stream", server.address)).await;
+    let mut list = Stream::open(server.socket("/stream", &server.token)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();

@@ -15,7 +15,7 @@ use tokio::{
 };
 use tokio_tungstenite::{
     connect_async,
-    tungstenite::{Message, client::IntoClientRequest},
+    tungstenite::{Message, client::IntoClientRequest, handshake::client::Request},
 };
 
 /// Nothing here takes longer unless it hangs.
@@ -25,10 +25,40 @@ pub struct TestServer {
     pub dir: TempDir,
     pub address: SocketAddr,
     pub http: reqwest::Client,
+    /// The admin's token, which [`TestServer::http`] sends.
+    pub token: String,
     /// As a URL.
     pub database: String,
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), ServeError>>,
+}
+
+/// The request that opens a websocket, as whoever has the token.
+pub fn socket(address: SocketAddr, path: &str, token: &str) -> Request {
+    let mut request = format!("ws://{address}/api/v1{path}").into_client_request().unwrap();
+    if !token.is_empty() {
+        request.headers_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+    }
+    request
+}
+
+/// A client that shows a token.
+pub fn client(token: &str) -> reqwest::Client {
+    builder(token).build().unwrap()
+}
+
+/// As [`client`], for looking at redirects.
+pub fn client_without_redirects(token: &str) -> reqwest::Client {
+    builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
+}
+
+/// As [`client`], for those that need more than a token.
+pub fn builder(token: &str) -> reqwest::ClientBuilder {
+    let mut headers = reqwest::header::HeaderMap::new();
+    if !token.is_empty() {
+        headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
+    }
+    reqwest::Client::builder().default_headers(headers)
 }
 
 pub fn config(dir: &TempDir) -> ServeConfig {
@@ -68,8 +98,8 @@ impl TestServer {
         let (stop, stopped) = oneshot::channel::<()>();
         let task = tokio::spawn(serve(
             config,
-            move |address| {
-                let _ = ready.send(address);
+            move |running| {
+                let _ = ready.send(running.address());
             },
             async {
                 let _ = stopped.await;
@@ -78,7 +108,26 @@ impl TestServer {
         let Ok(address) = timeout(DEADLINE, address).await.unwrap() else {
             panic!("the server does not start: {:?}", task.await);
         };
-        Self { dir, address, http: reqwest::Client::new(), database, stop, task }
+        let token = std::fs::read_to_string(dir.path().join("token")).map(|text| text.trim().to_owned());
+        let token = token.unwrap_or_default();
+        Self { dir, address, http: client(&token), token, database, stop, task }
+    }
+
+    /// The request that opens a websocket, as whoever has the token.
+    pub fn socket(&self, path: &str, token: &str) -> Request {
+        socket(self.address, path, token)
+    }
+
+    /// Makes a token; its id and secret.
+    pub async fn make_token(&self, body: &Value) -> (String, String) {
+        let (status, made) = self.post("/tokens", body).await;
+        assert_eq!(status, 201, "{made}");
+        (made["id"].as_str().unwrap().to_owned(), made["secret"].as_str().unwrap().to_owned())
+    }
+
+    /// A token for an agent, by its name or id.
+    pub async fn agent_token(&self, agent: &str) -> String {
+        self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1
     }
 
     /// Stops in order; the directory stays.
@@ -144,7 +193,7 @@ impl TestServer {
     }
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
-        Stream::open(format!("ws://{}/api/v1/jobs/{id}/stream?since={since}", self.address)).await
+        Stream::open(self.socket(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
     }
 
     /// Writes into the database behind the server's back, as another version of it would; the number of rows.
@@ -212,8 +261,8 @@ pub struct Stream(
 );
 
 impl Stream {
-    pub async fn open(url: String) -> Self {
-        Self(timeout(DEADLINE, connect_async(url.into_client_request().unwrap())).await.unwrap().unwrap().0)
+    pub async fn open(request: Request) -> Self {
+        Self(timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap().0)
     }
 
     /// The next frame; `Err` with code and reason when the server closes.

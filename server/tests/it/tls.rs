@@ -1,6 +1,6 @@
 //! Certificates of the server: from files that are renewed, of its own, and those that it refuses.
 
-use crate::test_server::{DEADLINE, TestServer, config};
+use crate::test_server::{DEADLINE, TestServer, builder, config};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
     ServeConfig, ServeError, TlsConfig, serve,
@@ -75,12 +75,8 @@ fn trusting(pem: &[u8]) -> Arc<ClientConfig> {
     Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())
 }
 
-pub fn http(config: &Arc<ClientConfig>) -> reqwest::Client {
-    reqwest::Client::builder()
-        .tls_backend_preconfigured((**config).clone())
-        .timeout(DEADLINE)
-        .build()
-        .unwrap()
+pub fn http(config: &Arc<ClientConfig>, token: &str) -> reqwest::Client {
+    builder(token).tls_backend_preconfigured((**config).clone()).timeout(DEADLINE).build().unwrap()
 }
 
 /// What the server shows a new connection.
@@ -122,11 +118,12 @@ async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
     let (config, port) = (files.client(), server.address.port());
-    let client = http(&config);
+    let client = http(&config, &server.token);
     assert_eq!(text(&client, &server, "/readyz").await, (200, "ready\n".into()));
-    let url = format!("wss://localhost:{port}/api/v1/stream");
+    let mut request = server.socket("/stream", &server.token);
+    *request.uri_mut() = format!("wss://localhost:{port}/api/v1/stream").parse().unwrap();
     let connector = Some(Connector::Rustls(config.clone()));
-    let (mut socket, _) = connect_async_tls_with_config(url, None, false, connector).await.unwrap();
+    let (mut socket, _) = connect_async_tls_with_config(request, None, false, connector).await.unwrap();
 
     let day = date_time_ymd(2093, 7, 1);
     files.issue("next", |p| p.not_after = day);
@@ -170,7 +167,7 @@ async fn a_server_makes_its_own_authority_and_renews_its_certificate() {
     );
     let authority = Authority::open(server.dir.path()).unwrap();
     let config = trusting(authority.pem().as_bytes());
-    let client = http(&config);
+    let client = http(&config, &server.token);
     for host in ["localhost", "127.0.0.1"] {
         let url = format!("https://{host}:{}/readyz", server.address.port());
         assert_eq!(client.get(url).send().await.unwrap().text().await.unwrap(), "ready\n", "{host}");

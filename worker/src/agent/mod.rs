@@ -18,7 +18,7 @@ use address::Address;
 use attempt::{Attempt, Order, Surroundings};
 use lease::Lease;
 use lockstep_protocol::{
-    agent::{AttemptRef, Slot, StartAttempt},
+    agent::{AttemptRef, FencingToken, Slot, StartAttempt},
     job::JobId,
     reason::{Facts, Reason, ReasonCode},
 };
@@ -159,7 +159,7 @@ struct Agent {
     state_dir: StateDir,
     around: Surroundings,
     /// By fencing token: the order of their starts.
-    attempts: BTreeMap<(u64, AttemptKey), Attempt>,
+    attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Leaving>,
     spool_bytes: u64,

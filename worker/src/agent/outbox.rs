@@ -186,7 +186,7 @@ mod tests {
 
     fn held(job_dir: &std::path::Path) -> StoredAttempt {
         let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
             spec: JobSpec::default(),
             dataset_path: "/none".into(),
             world_size: 2,

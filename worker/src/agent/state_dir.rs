@@ -108,13 +108,7 @@ impl StateDir {
             }
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
-        let id_path = dir.join("agent_id");
-        let agent_id = match fs::read_to_string(&id_path) {
-            Ok(id) if !id.trim().is_empty() => id.trim().to_owned(),
-            Ok(_) => make_id(&id_path).map_err(failed(&id_path))?,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => make_id(&id_path).map_err(failed(&id_path))?,
-            Err(e) => return Err(failed(&id_path)(e)),
-        };
+        let agent_id = agent_id(&dir).map_err(failed(&dir.join("agent_id")))?;
         Ok(Self { dir, agent_id, _lock: lock })
     }
 
@@ -206,9 +200,21 @@ impl StateDir {
     }
 }
 
-fn make_id(path: &Path) -> io::Result<String> {
+/// Who the agent on a folder is: made here, when no agent ever ran on it.
+///
+/// # Errors
+/// The folder cannot be made, or the file not be read or written.
+pub fn agent_id(dir: &Path) -> io::Result<String> {
+    fs::create_dir_all(dir)?;
+    let path = dir.join("agent_id");
+    match fs::read_to_string(&path) {
+        Ok(id) if !id.trim().is_empty() => return Ok(id.trim().to_owned()),
+        Ok(_) => {}
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(e),
+    }
     let id = uuid::Uuid::new_v4().simple().to_string();
-    write_whole(path, id.as_bytes())?;
+    write_whole(&path, id.as_bytes())?;
     Ok(id)
 }
 

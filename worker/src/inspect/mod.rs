@@ -10,7 +10,7 @@ mod samples;
 
 pub use predict::predict;
 
-use crate::data;
+use crate::{data, host::SECRETS};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -63,7 +63,11 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
     let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
     let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
-    let mut child = Command::new(program)
+    let mut command = Command::new(program);
+    for name in SECRETS {
+        command.env_remove(name);
+    }
+    let mut child = command
         .arg("inspect")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -110,7 +114,11 @@ pub(crate) fn request_blocking(
 ) -> Result<Result<AgentReply, String>, String> {
     let failed = |e: std::io::Error| format!("the inspecting process failed: {e}");
     let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
-    let mut child = std::process::Command::new(program)
+    let mut command = std::process::Command::new(program);
+    for name in SECRETS {
+        command.env_remove(name);
+    }
+    let mut child = command
         .arg("inspect")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

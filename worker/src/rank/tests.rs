@@ -41,7 +41,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
     spec.train.global_batch_size = Some(8);
     let config = RankConfig {
         start: StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
             spec,
             dataset_path: data.to_string_lossy().into_owned(),
             world_size: 1,

@@ -123,7 +123,7 @@ mod tests {
 
     fn config(job_dir: &Path) -> RankConfig {
         let start = StartAttempt {
-            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
             spec: JobSpec::default(),
             dataset_path: "/none".into(),
             world_size: 1,

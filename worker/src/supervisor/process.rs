@@ -1,7 +1,7 @@
 //! One rank's process: signals, polling, and making sure that it has ended.
 
 use super::proc_fs::{self, stat};
-use crate::host::boot_id;
+use crate::host::{SECRETS, boot_id};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
@@ -77,6 +77,9 @@ impl RankProcess {
     pub fn spawn(rank: u32, command: &mut Command, group: UnixProcessGroup) -> io::Result<Self> {
         if group == UnixProcessGroup::Own {
             command.process_group(0);
+        }
+        for name in SECRETS {
+            command.env_remove(name);
         }
         let child = command.spawn()?;
         let identity = Identity::of(child.id().cast_signed());

@@ -60,6 +60,8 @@ pub struct AttemptRow {
 /// Records of one source of an attempt, as they came.
 #[derive(Debug, Clone)]
 pub struct Report {
+    /// Id of the agent that sends them, as its connection has proved: an attempt's records come from an agent that has its ranks.
+    pub agent_id: String,
     /// The attempt.
     pub attempt: AttemptRef,
     /// The writer of the records.

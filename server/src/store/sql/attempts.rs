@@ -9,11 +9,11 @@ use crate::{
     store::{
         AttemptRow, Claim, Claimed, Place, Result, StoreError,
         quarantine::{self, readable},
-        values::{json, reached, small, time, uint},
+        values::{fencing, json, new_fencing, reached, small, time, uint},
     },
 };
 use lockstep_protocol::{
-    agent::AttemptRef,
+    agent::{AttemptRef, FencingToken},
     attempt::{Attempt, AttemptState},
     job::{JobId, JobState},
 };
@@ -52,18 +52,21 @@ impl SqlStore {
         .fetch_optional(&mut *db)
         .await?;
         let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
-        let fencing_token: i64 = sqlx::query_scalar(
-            "INSERT INTO attempts (job_id, attempt, places, resume, started_at) VALUES ($1, $2, $3, $4, $5) \
-             RETURNING fencing_token",
+        // Its number is the database's.
+        let unnumbered = new_fencing(0);
+        let number: i64 = sqlx::query_scalar(
+            "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) \
+             VALUES ($1, $2, $3, $4, $5, $6) RETURNING fencing_token",
         )
         .bind(claim.job.as_str())
         .bind(i64::from(attempt))
         .bind(json(&claim.places)?)
         .bind(&resume)
         .bind(claim.at.as_millisecond())
+        .bind(unnumbered.secret_text())
         .fetch_one(&mut *db)
         .await?;
-        let fencing_token = uint(fencing_token);
+        let fencing_token = FencingToken { number: uint(number), ..unnumbered };
         let mut agents: Vec<String> = Vec::new();
         for place in &claim.places {
             if !agents.contains(&place.agent) {
@@ -85,7 +88,7 @@ impl SqlStore {
 
     pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {
         let rows = sqlx::query(
-            "SELECT a.fencing_token, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
+            "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
         )
         .fetch_all(&self.reader)
@@ -98,7 +101,7 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
                     attempt: small(row.try_get("attempt")?),
-                    fencing_token: uint(row.try_get("fencing_token")?),
+                    fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
                 stop: row.try_get::<Option<String>, _>("stop")?.map(|text| stop_reason(&text)),
                 pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),

@@ -4,12 +4,12 @@ use super::{Connection, SqlStore, events, jobs};
 use crate::{
     lifecycle,
     store::{
-        Changed, EventRow, Ingested, JobRow, Report, Result,
-        values::{int, reached, uint},
+        Changed, EventRow, Ingested, JobRow, Place, Report, Result,
+        values::{fencing, int, reached, uint},
     },
 };
 use lockstep_protocol::{
-    agent::{Acknowledged, AttemptEvent, AttemptRef, Source},
+    agent::{Acknowledged, AttemptEvent, AttemptRef, FencingToken, Source},
     job::JobId,
 };
 use sqlx::AssertSqlSafe;
@@ -26,15 +26,21 @@ fn source(number: i64) -> Source {
     u32::try_from(number).map_or(Source::Agent, Source::Rank)
 }
 
-/// The fencing token that the server itself gave out with this attempt, however long ago.
-async fn fencing_token(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<u64>> {
-    let found: Option<i64> =
-        sqlx::query_scalar("SELECT fencing_token FROM attempts WHERE job_id = $1 AND attempt = $2")
-            .bind(job.as_str())
-            .bind(i64::from(attempt))
-            .fetch_optional(db)
-            .await?;
-    Ok(found.map(uint))
+/// What the server itself gave out with this attempt, however long ago: its fencing token, and the ids of its agents.
+type Given = (FencingToken, Vec<String>);
+
+async fn given(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<Given>> {
+    let found: Option<(i64, Option<String>, String)> = sqlx::query_as(
+        "SELECT fencing_token, fencing_secret, places FROM attempts WHERE job_id = $1 AND attempt = $2",
+    )
+    .bind(job.as_str())
+    .bind(i64::from(attempt))
+    .fetch_optional(db)
+    .await?;
+    Ok(found.map(|(number, secret, places)| {
+        let places: Vec<Place> = jobs::read(job.as_str(), "places", &places);
+        (fencing(number, secret.as_deref()), places.into_iter().map(|place| place.agent_id).collect())
+    }))
 }
 
 /// How many records of each source of an attempt are stored.
@@ -58,7 +64,7 @@ struct Loaded {
 }
 
 struct Attempt {
-    fencing_token: Option<u64>,
+    given: Option<Given>,
     records: HashMap<Source, u64>,
     /// Sources whose number has grown.
     grown: BTreeSet<Source>,
@@ -152,7 +158,8 @@ impl SqlStore {
 
     pub(super) async fn read_acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        if fencing_token(&mut db, &attempt.job, attempt.attempt).await? != Some(attempt.fencing_token) {
+        let given = given(&mut db, &attempt.job, attempt.attempt).await?;
+        if given.is_none_or(|(token, _)| token != attempt.fencing_token) {
             return Ok(Vec::new());
         }
         let known = records(&mut db, &attempt.job, attempt.attempt).await?;
@@ -170,18 +177,22 @@ async fn store_report(
     report: &Report,
     new: &mut Vec<events::New>,
 ) -> Result<(Ingested, bool)> {
-    let Report { attempt, source, first, events, at, leaving } = report;
+    let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
     let Loaded { row, attempts, .. } = job;
     let known = match attempts.entry(attempt.attempt) {
         Entry::Occupied(known) => known.into_mut(),
         Entry::Vacant(unknown) => unknown.insert(Attempt {
-            fencing_token: fencing_token(db, &attempt.job, attempt.attempt).await?,
+            given: given(db, &attempt.job, attempt.attempt).await?,
             records: records(db, &attempt.job, attempt.attempt).await?,
             grown: BTreeSet::new(),
         }),
     };
-    if known.fencing_token != Some(attempt.fencing_token) {
+    let is_theirs = known
+        .given
+        .as_ref()
+        .is_some_and(|(token, agents)| *token == attempt.fencing_token && agents.contains(agent_id));
+    if !is_theirs {
         return Ok((Ingested::Stale, false));
     }
     let have = known.records.get(&source).copied().unwrap_or(0);

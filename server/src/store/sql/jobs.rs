@@ -6,7 +6,7 @@ use crate::{
     store::{
         Change, Changed, Created, Cursor, JobFilter, JobRow, NewJob, Page, Result, StoreError,
         quarantine::{self, read_spec, readable},
-        values::{from_json, int, json, plain, reached, small, time, uint},
+        values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
 };
 use jiff::Timestamp;
@@ -45,7 +45,10 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     spec.name = row.try_get("name")?;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     let state: String = row.try_get("state")?;
-    let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?.map(uint);
+    let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
+    let fencing_token = fencing_token
+        .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
+        .transpose()?;
     // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = state.parse::<JobState>();
@@ -135,7 +138,7 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
         "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
          total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
          finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
-         fencing_token = $20, cause = $21 WHERE id = $1",
+         fencing_token = $20, cause = $21, fencing_secret = $22 WHERE id = $1",
     )
     .bind(job.id.as_str())
     .bind(match &row.unknown_state {
@@ -159,8 +162,9 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     .bind(json(&row.progress)?)
     .bind(row.stop.as_ref().map(json).transpose()?)
     .bind(i64::from(row.restarts))
-    .bind(row.fencing_token.map(int))
+    .bind(row.fencing_token.map(|token| int(token.number)))
     .bind(job.cause.as_ref().map(json).transpose()?)
+    .bind(row.fencing_token.map(|token| token.secret_text()))
     .execute(&mut *db)
     .await?;
     if row.fencing_token.is_none() {

@@ -5,9 +5,11 @@
 //! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
 //! needs a page of bounds on every function.
 
+mod access;
 mod agents;
 mod annotations;
 mod attempts;
+mod audit;
 mod chunks;
 pub(in crate::store) mod copy;
 mod datasets;
@@ -21,9 +23,9 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
 };
 use crate::store::{
-    AgentRow, Annotation, AttemptRow, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
-    Page, Report, Result, Store,
+    AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
+    Created, EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter,
+    MetricPage, NewJob, Page, Report, Result, SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -190,6 +192,36 @@ impl Store for SqlStore {
     }
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         self.write_draining(agent, draining).await
+    }
+    async fn tokens(&self) -> Result<Vec<TokenRow>> {
+        self.list_tokens().await
+    }
+    async fn put_token(&self, token: &TokenRow) -> Result<()> {
+        self.upsert_token(token).await
+    }
+    async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
+        self.write_token_use(used).await
+    }
+    async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
+        self.list_sessions(now).await
+    }
+    async fn add_session(&self, session: &SessionRow) -> Result<()> {
+        self.insert_session(session).await
+    }
+    async fn remove_session(&self, hash: &str) -> Result<()> {
+        self.delete_session(hash).await
+    }
+    async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
+        self.remove_old_access(now, before).await
+    }
+    async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()> {
+        self.insert_audit(entries).await
+    }
+    async fn audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>> {
+        self.read_audit(before, limit).await
+    }
+    async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
+        self.remove_old_audit(before, keep).await
     }
     async fn counts(&self) -> Result<Counts> {
         self.count().await

@@ -18,7 +18,7 @@ async fn closed_with(
 #[tokio::test]
 async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
     let server = TestServer::new().await;
-    let url = format!("ws://{}/api/v1/agent/socket", server.address);
+    let token = server.agent_token("twice").await;
     // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
     let mut deep = b"\x82\xa1x".to_vec();
     deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
@@ -38,7 +38,7 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
         (vec![Message::Binary(twice.clone().into()), Message::Binary(twice.into())], 1002, "Hello twice"),
     ];
     for (messages, code, words) in cases {
-        let (mut socket, _) = connect_async(&url).await.unwrap();
+        let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
         for message in messages {
             // One that is too long may be refused before all of it is sent.
             let _ = socket.send(message).await;
@@ -56,7 +56,7 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
 #[tokio::test]
 async fn a_reader_of_a_stream_may_send_little_and_is_told() {
     let server = TestServer::new().await;
-    let mut stream = Stream::open(format!("ws://{}/api/v1/stream", server.address)).await;
+    let mut stream = Stream::open(server.socket("/stream", &server.token)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");
     stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
     stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
@@ -151,8 +151,10 @@ async fn a_body_that_stops_coming_is_answered_in_time() {
     ] {
         let began = Instant::now();
         let mut socket = TcpStream::connect(server.address).await.unwrap();
+        let token = &server.token;
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n"
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Type: {kind}\r\n\
+             Content-Length: 100\r\n\r\n"
         );
         socket.write_all(head.as_bytes()).await.unwrap();
         // What comes in parts has come: the time counts from the last one.

@@ -29,7 +29,7 @@ fn place(ranks: u32, script: &str) -> Place {
     fs::write(&program, format!("#!/bin/sh\nR=$8\n{script}\n")).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let start = StartAttempt {
-        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1 },
+        attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
         spec: JobSpec::default(),
         dataset_path: "/none".into(),
         world_size: ranks,

@@ -1,0 +1,114 @@
+//! Access tokens as `GET /tokens` shows them, and what each scope allows.
+
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+use utoipa::ToSchema;
+
+/// What the holder of a token may do. Each of the first three includes the one before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Scope {
+    /// Look at everything.
+    Read,
+    /// Submit, change and delete jobs and datasets.
+    Submit,
+    /// Manage tokens and machines, read the audit log.
+    Admin,
+    /// Join as one agent, and nothing else: no other scope includes it, and it includes no other.
+    Agent,
+}
+
+impl Scope {
+    /// In the order in which they are explained.
+    pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Agent];
+
+    /// The word used in SQL, JSON and on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Scope::Read => "read",
+            Scope::Submit => "submit",
+            Scope::Admin => "admin",
+            Scope::Agent => "agent",
+        }
+    }
+
+    /// Whether this scope is enough where `needed` is asked for.
+    pub fn allows(self, needed: Scope) -> bool {
+        let rank = |scope| match scope {
+            Scope::Read => Some(1),
+            Scope::Submit => Some(2),
+            Scope::Admin => Some(3),
+            Scope::Agent => None,
+        };
+        match (rank(self), rank(needed)) {
+            (Some(mine), Some(needed)) => mine >= needed,
+            (None, None) => true,
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Scope {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Scope::ALL.into_iter().find(|scope| scope.as_str() == text);
+        found.ok_or_else(|| format!("no scope is called {text:?}; there are read, submit, admin and agent"))
+    }
+}
+
+/// A token, without its secret, which is shown once when it is made. Times are RFC 3339 UTC.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Token {
+    /// Opaque.
+    pub id: String,
+    /// What people call it; it stands in the audit log.
+    pub name: String,
+    pub scope: Scope,
+    /// Name of the agent that may use it; for the scope `agent`.
+    pub agent: Option<String>,
+    /// Id of that agent; absent until a new agent has used the token for the first time.
+    pub agent_id: Option<String>,
+    #[schema(value_type = String)]
+    pub created_at: jiff::Timestamp,
+    /// Absent: it does not expire.
+    #[schema(value_type = Option<String>)]
+    pub expires_at: Option<jiff::Timestamp>,
+    #[schema(value_type = Option<String>)]
+    pub revoked_at: Option<jiff::Timestamp>,
+    /// To the minute.
+    #[schema(value_type = Option<String>)]
+    pub last_used_at: Option<jiff::Timestamp>,
+}
+
+impl Token {
+    /// Whether it is neither revoked nor expired.
+    pub fn is_valid(&self, now: jiff::Timestamp) -> bool {
+        self.revoked_at.is_none() && self.expires_at.is_none_or(|at| now < at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scope_includes_those_before_it_and_agents_stand_apart() {
+        use Scope::{Admin, Agent, Read, Submit};
+        let allowed = |scope: Scope| Scope::ALL.into_iter().filter(|n| scope.allows(*n)).collect::<Vec<_>>();
+        assert_eq!(allowed(Read), [Read]);
+        assert_eq!(allowed(Submit), [Read, Submit]);
+        assert_eq!(allowed(Admin), [Read, Submit, Admin]);
+        assert_eq!(allowed(Agent), [Agent]);
+        for scope in Scope::ALL {
+            assert_eq!(scope.as_str().parse(), Ok(scope));
+        }
+        assert!("root".parse::<Scope>().is_err());
+    }
+}

@@ -1,0 +1,108 @@
+//! Fencing tokens: which attempt may write.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Orders the attempts of all jobs, and cannot be guessed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "String")]
+pub struct FencingToken {
+    /// Grows with every attempt of any job.
+    pub number: u64,
+    /// Random: only the agent that was given the attempt knows it.
+    pub secret: u128,
+}
+
+impl FencingToken {
+    /// Of ranks that no server has started.
+    pub const NONE: Self = Self { number: 0, secret: 0 };
+
+    /// As the server stores it.
+    pub fn secret_text(self) -> String {
+        format!("{:032x}", self.secret)
+    }
+
+    /// A token as the server has stored it; none when the secret is none.
+    pub fn of(number: u64, secret: &str) -> Option<Self> {
+        let is_whole = secret.len() == 32 && secret.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let secret = if is_whole { u128::from_str_radix(secret, 16).ok()? } else { return None };
+        (secret != 0).then_some(Self { number, secret })
+    }
+}
+
+/// Its number alone: the secret is in no log.
+impl fmt::Debug for FencingToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FencingToken({})", self.number)
+    }
+}
+
+/// A number alone, whose secret no server takes: for tests.
+impl From<u64> for FencingToken {
+    fn from(number: u64) -> Self {
+        Self { number, secret: 0 }
+    }
+}
+
+impl From<FencingToken> for String {
+    fn from(token: FencingToken) -> String {
+        format!("{}.{}", token.number, token.secret_text())
+    }
+}
+
+/// In files of protocol 4 a token is its number. What such a file tells of is read, and its reports are refused.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Number(u64),
+    Whole(String),
+}
+
+impl TryFrom<Written> for FencingToken {
+    type Error = &'static str;
+
+    fn try_from(written: Written) -> Result<Self, Self::Error> {
+        let text = match written {
+            Written::Number(number) => return Ok(number.into()),
+            Written::Whole(text) => text,
+        };
+        let (number, secret) =
+            text.split_once('.').ok_or("a fencing token is a number, a dot and a secret")?;
+        let number = number.parse().map_err(|_| "a fencing token begins with its number")?;
+        let none = secret.bytes().all(|byte| byte == b'0');
+        if none {
+            Ok(Self::from(number))
+        } else {
+            Self::of(number, secret).ok_or("a fencing token ends with 32 hexadecimal digits")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_comes_back_from_text_and_from_a_number_of_before() {
+        let token = FencingToken { number: 41, secret: 0xabc };
+        let text = serde_json::to_string(&token).unwrap();
+        assert_eq!(text, "\"41.00000000000000000000000000000abc\"");
+        assert_eq!(serde_json::from_str::<FencingToken>(&text).unwrap(), token);
+        let packed = rmp_serde::to_vec_named(&token).unwrap();
+        assert_eq!(rmp_serde::from_slice::<FencingToken>(&packed).unwrap(), token);
+        assert_eq!(serde_json::from_str::<FencingToken>("41").unwrap(), FencingToken::from(41));
+        for wrong in [
+            "\"41\"",
+            "\"41.abc\"",
+            "\"x.00000000000000000000000000000abc\"",
+            "-1",
+            "\"1.+0000000000000000000000000000abc\"",
+        ] {
+            assert!(serde_json::from_str::<FencingToken>(wrong).is_err(), "{wrong}");
+        }
+        assert!(token > FencingToken { number: 40, secret: u128::MAX }, "the number decides");
+        assert!(!format!("{token:?}").contains("abc"));
+        assert_eq!(FencingToken::of(41, ""), None);
+        assert_eq!(FencingToken::of(41, &FencingToken::NONE.secret_text()), None);
+    }
+}

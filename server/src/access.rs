@@ -1,0 +1,276 @@
+//! Who may do what: every token and session, in memory.
+//!
+//! The database has all of it, and this server alone has the database. So whoever sends a request is known after a SHA-256 and a look
+//! into a map, without a query; and what is revoked here is revoked everywhere. Tokens are 256 random bits. Nobody finds one by
+//! trying, so a fast hash is right: bcrypt and its like make guessing dear, which protects passwords that people think up. What is
+//! looked up is the hash, and a hash that is found is compared once more without an early end, so an answer's time tells nothing
+//! about a secret.
+
+mod attempts;
+mod caller;
+mod codes;
+mod secret;
+
+pub(crate) use caller::Caller;
+pub(crate) use secret::{Secret, is_token};
+
+use crate::store::{SessionRow, TokenRow};
+use attempts::Attempts;
+use caller::{Credential, Usage};
+use codes::Codes;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    access::{Scope, Token},
+    limits::SESSIONS,
+};
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    time::Duration,
+};
+use tokio_util::sync::CancellationToken;
+
+/// A browser is asked to sign in again after this.
+pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// Why a token that was presented is not taken. Only whoever has a token learns more than that it is unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Denied {
+    Unknown,
+    Revoked,
+    Expired,
+}
+
+/// Every token and session.
+#[derive(Debug)]
+pub(crate) struct Access {
+    /// False: `serve --no-auth`, where everybody may do everything.
+    required: bool,
+    known: RwLock<Known>,
+    codes: Codes,
+    attempts: Attempts,
+    /// Held while a token is read, changed and stored: of two changes, neither undoes the other.
+    pub(crate) changing: tokio::sync::Mutex<()>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// By the hash of its secret.
+    tokens: HashMap<String, Arc<Credential>>,
+    sessions: HashMap<String, Arc<Credential>>,
+}
+
+impl Access {
+    pub(crate) fn new(required: bool) -> Self {
+        Self {
+            required,
+            known: RwLock::default(),
+            codes: Codes::default(),
+            attempts: Attempts::default(),
+            changing: tokio::sync::Mutex::default(),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Known> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether callers must show who they are.
+    pub(crate) fn is_required(&self) -> bool {
+        self.required
+    }
+
+    /// Takes in what is stored.
+    pub(crate) fn load(&self, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
+        for row in tokens {
+            self.put_token(row);
+        }
+        for row in sessions {
+            self.put_session(row);
+        }
+    }
+
+    /// Takes in a token, in place of the one with its id: that one's connections end, unless it is the same secret and still valid.
+    pub(crate) fn put_token(&self, row: TokenRow) {
+        let now = crate::now();
+        let mut known = self.write();
+        let old = known.tokens.values().find(|c| c.token.id == row.token.id).cloned();
+        if let Some(old) = &old {
+            known.tokens.remove(&old.hash);
+        }
+        let (ended, usage) = match old {
+            Some(old) if old.hash == row.hash => (old.ended.clone(), old.usage.clone()),
+            old => {
+                if let Some(old) = old {
+                    old.ended.cancel();
+                }
+                (CancellationToken::new(), Usage::of(&row.token))
+            }
+        };
+        if !row.token.is_valid(now) {
+            ended.cancel();
+        }
+        let expires_at = row.token.expires_at;
+        let hash = row.hash.clone();
+        let credential = Credential { token: row.token, hash, session_since: None, expires_at, ended, usage };
+        known.tokens.insert(row.hash, Arc::new(credential));
+    }
+
+    /// Takes in a session of a token that there is; returns those that make room for it.
+    pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
+        let mut known = self.write();
+        let Some(of) = known.tokens.values().find(|c| c.token.id == row.token_id).cloned() else {
+            return vec![row.hash];
+        };
+        let mut gone = Vec::new();
+        while known.sessions.len() >= SESSIONS {
+            let oldest = known.sessions.values().min_by_key(|s| s.session_since);
+            let Some(oldest) = oldest.map(|s| s.hash.clone()) else { break };
+            if let Some(session) = known.sessions.remove(&oldest) {
+                session.ended.cancel();
+            }
+            gone.push(oldest);
+        }
+        let credential = Credential {
+            token: of.token.clone(),
+            hash: row.hash.clone(),
+            session_since: Some(row.created_at),
+            expires_at: Some(row.expires_at),
+            // It ends with its token.
+            ended: of.ended.child_token(),
+            usage: of.usage.clone(),
+        };
+        known.sessions.insert(row.hash, Arc::new(credential));
+        gone
+    }
+
+    /// Ends a session; false when there is none.
+    pub(crate) fn remove_session(&self, hash: &str) -> bool {
+        let removed = self.write().sessions.remove(hash);
+        if let Some(session) = &removed {
+            session.ended.cancel();
+        }
+        removed.is_some()
+    }
+
+    /// Ends the connections of what has expired, and forgets sessions that are over.
+    pub(crate) fn expire(&self, now: Timestamp) {
+        let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
+        let over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
+            || self.read().sessions.values().any(|c| is_over(c) || c.ended.is_cancelled());
+        if !over {
+            return;
+        }
+        let mut known = self.write();
+        for token in known.tokens.values().filter(|c| is_over(c)) {
+            token.ended.cancel();
+        }
+        known.sessions.retain(|_, session| {
+            if is_over(session) {
+                session.ended.cancel();
+            }
+            !session.ended.is_cancelled()
+        });
+    }
+
+    /// Forgets tokens that have not been valid since `before`.
+    pub(crate) fn forget(&self, before: Timestamp) {
+        self.write().tokens.retain(|_, c| {
+            let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
+            ended.is_none_or(|at| at > before)
+        });
+    }
+
+    /// Whoever has this token.
+    ///
+    /// # Errors
+    /// It is none, or no longer valid.
+    pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
+        let hash = secret::hash(secret);
+        let now = crate::now();
+        let found = self.read().tokens.get(&hash).filter(|c| secret::same(&c.hash, &hash)).cloned();
+        let credential = found.ok_or(Denied::Unknown)?;
+        if credential.token.revoked_at.is_some() {
+            return Err(Denied::Revoked);
+        }
+        if credential.expires_at.is_some_and(|at| at <= now) {
+            return Err(Denied::Expired);
+        }
+        credential.used(now);
+        Ok(Caller::known(credential))
+    }
+
+    /// Whoever has this cookie.
+    pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
+        let hash = secret::hash(secret);
+        let now = crate::now();
+        let known = self.read();
+        let session = known.sessions.get(&hash).filter(|c| secret::same(&c.hash, &hash))?;
+        if session.ended.is_cancelled() || session.expires_at.is_some_and(|at| at <= now) {
+            return None;
+        }
+        session.used(now);
+        Some(Caller::known(session.clone()))
+    }
+
+    /// Every token, the first made first.
+    pub(crate) fn tokens(&self) -> Vec<Token> {
+        let mut all: Vec<_> = self.read().tokens.values().map(|c| c.shown()).collect();
+        all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
+        all
+    }
+
+    /// A token as it is stored.
+    pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
+        let known = self.read();
+        let found = known.tokens.values().find(|c| c.token.id == id)?;
+        Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
+    }
+
+    /// How many tokens are valid.
+    pub(crate) fn valid_tokens(&self) -> usize {
+        let now = crate::now();
+        self.read().tokens.values().filter(|c| c.token.is_valid(now)).count()
+    }
+
+    /// Whether a token was ever bound to this agent.
+    pub(crate) fn has_agent(&self, agent_id: &str) -> bool {
+        self.read().tokens.values().any(|c| c.token.agent_id.as_deref() == Some(agent_id))
+    }
+
+    /// The tokens that were used since they were last asked for, and when.
+    pub(crate) fn take_used(&self) -> Vec<(String, Timestamp)> {
+        self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
+    }
+
+    /// A code that signs a browser in once, within ten minutes, as whoever has a token.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn login_code(&self, token_id: &str) -> std::io::Result<String> {
+        self.codes.make(token_id)
+    }
+
+    /// The token that a code stands for; it is used up.
+    pub(crate) fn take_login_code(&self, code: &str) -> Option<String> {
+        let id = self.codes.take(code)?;
+        let token = self.token(&id)?.token;
+        (token.is_valid(crate::now()) && token.scope != Scope::Agent).then_some(id)
+    }
+
+    /// Notes that somebody tried to sign in and could not.
+    ///
+    /// # Errors
+    /// That was too often: how long to wait.
+    pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
+        self.attempts.failed(from)
+    }
+}
+
+#[cfg(test)]
+mod tests;

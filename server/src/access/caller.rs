@@ -1,0 +1,98 @@
+//! Who sends a request.
+
+use jiff::Timestamp;
+use lockstep_protocol::access::{Scope, Token};
+use std::sync::{
+    Arc,
+    atomic::{AtomicI64, Ordering},
+};
+use tokio_util::sync::CancellationToken;
+
+/// A token, or a session that stands for one.
+#[derive(Debug)]
+pub(crate) struct Credential {
+    /// As it was stored.
+    pub(super) token: Token,
+    pub(super) hash: String,
+    /// When the browser signed in, for a session.
+    pub(super) session_since: Option<Timestamp>,
+    pub(super) expires_at: Option<Timestamp>,
+    /// Cancelled when it is no longer valid: its websockets close.
+    pub(super) ended: CancellationToken,
+    /// A session's is its token's.
+    pub(super) usage: Arc<Usage>,
+}
+
+/// When a token was last used.
+#[derive(Debug, Default)]
+pub(super) struct Usage {
+    /// Milliseconds since 1970; 0 for never.
+    last: AtomicI64,
+    /// As far as that is stored.
+    stored: AtomicI64,
+}
+
+impl Usage {
+    pub(super) fn of(token: &Token) -> Arc<Self> {
+        let used = token.last_used_at.map_or(0, Timestamp::as_millisecond);
+        Arc::new(Self { last: used.into(), stored: used.into() })
+    }
+}
+
+impl Credential {
+    pub(super) fn used(&self, now: Timestamp) {
+        self.usage.last.fetch_max(now.as_millisecond(), Ordering::Relaxed);
+    }
+
+    /// When it was last used, if that is not stored yet.
+    pub(super) fn take_used(&self) -> Option<Timestamp> {
+        let used = self.usage.last.load(Ordering::Relaxed);
+        let before = self.usage.stored.swap(used, Ordering::Relaxed);
+        if used > before { Timestamp::from_millisecond(used).ok() } else { None }
+    }
+
+    /// As it is now.
+    pub(super) fn shown(&self) -> Token {
+        let used = self.usage.last.load(Ordering::Relaxed);
+        let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
+        Token { last_used_at, ..self.token.clone() }
+    }
+}
+
+/// Who sends a request, as the gate has found.
+#[derive(Debug, Clone)]
+pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
+
+impl Caller {
+    /// Somebody under `--no-auth`.
+    pub(crate) fn anybody() -> Self {
+        Self(None)
+    }
+
+    pub(super) fn known(credential: Arc<Credential>) -> Self {
+        Self(Some(credential))
+    }
+
+    /// Whether this is enough where `needed` is asked for.
+    pub(crate) fn may(&self, needed: Scope) -> bool {
+        self.0.as_ref().is_none_or(|c| c.token.scope.allows(needed))
+    }
+
+    /// The token, also of a session; none under `--no-auth`.
+    pub(crate) fn token(&self) -> Option<&Token> {
+        self.0.as_ref().map(|c| &c.token)
+    }
+
+    /// The hash of the session that this comes by.
+    pub(crate) fn session(&self) -> Option<&str> {
+        self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())
+    }
+
+    /// Returns when the token is revoked, has expired, or its session is over.
+    pub(crate) async fn ended(&self) {
+        match &self.0 {
+            Some(credential) => credential.ended.cancelled().await,
+            None => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Links that sign a browser in: a random code in an address, good once and for ten minutes. They are in memory alone.
+
+use super::secret::{self, Secret};
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+const LIFE: Duration = Duration::from_secs(600);
+/// Codes that wait to be used; of more, the oldest is no longer good.
+const MOST: usize = 100;
+
+/// By the hash of the code.
+#[derive(Debug, Default)]
+pub(super) struct Codes(Mutex<HashMap<String, Code>>);
+
+#[derive(Debug)]
+struct Code {
+    token_id: String,
+    made: Instant,
+}
+
+impl Codes {
+    pub(super) fn make(&self, token_id: &str) -> io::Result<String> {
+        let secret = Secret::plain()?;
+        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        codes.retain(|_, code| code.made.elapsed() < LIFE);
+        while codes.len() >= MOST {
+            let oldest = codes.iter().min_by_key(|(_, code)| code.made).map(|(hash, _)| hash.clone());
+            let Some(oldest) = oldest else { break };
+            codes.remove(&oldest);
+        }
+        codes.insert(secret.hash, Code { token_id: token_id.to_owned(), made: Instant::now() });
+        Ok(secret.text)
+    }
+
+    pub(super) fn take(&self, code: &str) -> Option<String> {
+        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let code = codes.remove(&secret::hash(code))?;
+        (code.made.elapsed() < LIFE).then_some(code.token_id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_is_good_once_for_ten_minutes_and_among_the_newest_hundred() {
+        let codes = Codes::default();
+        let code = codes.make("t").unwrap();
+        assert_eq!(codes.take("another"), None);
+        assert_eq!(codes.take(&code).as_deref(), Some("t"));
+        assert_eq!(codes.take(&code), None, "it was used");
+
+        let late = codes.make("t").unwrap();
+        let long_ago = Instant::now().checked_sub(LIFE);
+        if let Some(then) = long_ago {
+            codes.0.lock().unwrap().values_mut().for_each(|code| code.made = then);
+            assert_eq!(codes.take(&late), None, "ten minutes are over");
+        }
+
+        let made: Vec<_> = (0..=MOST).map(|_| codes.make("t").unwrap()).collect();
+        assert_eq!(codes.take(&made[0]), None, "one too many");
+        assert!(made[1..].iter().all(|code| codes.take(code).is_some()));
+    }
+}

@@ -1,0 +1,102 @@
+//! Random secrets, and how they are recognised.
+
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use sha2::{Digest, Sha256};
+use std::{fmt, io};
+
+/// What a token begins with: people and scanners of repositories see what it is.
+const PREFIX: &str = "lockstep_";
+/// 256 bits.
+const BYTES: usize = 32;
+
+/// A secret that was made just now; only its hash is kept.
+pub(crate) struct Secret {
+    pub(crate) text: String,
+    pub(crate) hash: String,
+}
+
+/// A secret is in no log.
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+impl Secret {
+    /// A new token.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn token() -> io::Result<Self> {
+        Ok(Self::of(format!("{PREFIX}{}", random()?)))
+    }
+
+    /// What a cookie or a link holds.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn plain() -> io::Result<Self> {
+        Ok(Self::of(random()?))
+    }
+
+    pub(crate) fn of(text: String) -> Self {
+        Self { hash: hash(&text), text }
+    }
+}
+
+fn random() -> io::Result<String> {
+    let mut bytes = [0; BYTES];
+    getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bits: {error}")))?;
+    Ok(URL_SAFE_NO_PAD.encode(bytes))
+}
+
+/// Whether this may be a token: one that a person made up is not taken from a file.
+pub(crate) fn is_token(text: &str) -> bool {
+    let random = text.strip_prefix(PREFIX).and_then(|rest| URL_SAFE_NO_PAD.decode(rest).ok());
+    random.is_some_and(|bytes| bytes.len() == BYTES)
+}
+
+/// SHA-256, hexadecimal.
+pub(super) fn hash(text: &str) -> String {
+    Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether two hashes are the same, in a time that does not depend on where they differ.
+pub(super) fn same(a: &str, b: &str) -> bool {
+    let differs = a.bytes().zip(b.bytes()).fold(0, |differs, (a, b)| differs | (a ^ b));
+    // The compiler must not see that it could stop early.
+    a.len() == b.len() && std::hint::black_box(differs) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn a_token_is_256_random_bits_and_not_its_hash() {
+        let made: HashSet<String> = (0..100).map(|_| Secret::token().unwrap().text).collect();
+        assert_eq!(made.len(), 100);
+        for text in &made {
+            assert!(is_token(text), "{text}");
+            assert_eq!(hash(text).len(), 64);
+        }
+        let one = made.iter().next().unwrap();
+        for wrong in ["", "lockstep_", "lockstep_x", "hunter2", &one[..one.len() - 2], &format!("{one}AA")] {
+            assert!(!is_token(wrong), "{wrong}");
+        }
+        assert!(!format!("{:?}", Secret::token().unwrap()).contains(PREFIX));
+    }
+
+    #[test]
+    fn hashes_are_the_same_in_every_place_or_not() {
+        let a = hash("a");
+        assert!(same(&a, &hash("a")));
+        for place in 0..a.len() {
+            let mut other = a.clone().into_bytes();
+            other[place] ^= 1;
+            assert!(!same(&a, std::str::from_utf8(&other).unwrap()), "{place}");
+        }
+        assert!(!same(&a, &a[1..]) && !same("", &a) && same("", ""));
+    }
+}

@@ -1,0 +1,111 @@
+use super::*;
+
+fn row(id: &str, scope: Scope, secret: &Secret) -> TokenRow {
+    let token = Token {
+        id: id.into(),
+        name: id.into(),
+        scope,
+        agent: None,
+        agent_id: None,
+        created_at: crate::now(),
+        expires_at: None,
+        revoked_at: None,
+        last_used_at: None,
+    };
+    TokenRow { token, hash: secret.hash.clone() }
+}
+
+fn session(token_id: &str, secret: &Secret, created_at: Timestamp) -> SessionRow {
+    SessionRow {
+        hash: secret.hash.clone(),
+        token_id: token_id.into(),
+        created_at,
+        expires_at: crate::now() + SESSION_LIFE,
+    }
+}
+
+#[test]
+fn a_revoked_token_ends_its_sessions_and_a_sign_out_ends_one() {
+    let access = Access::new(true);
+    let (token, first, second) =
+        (Secret::token().unwrap(), Secret::plain().unwrap(), Secret::plain().unwrap());
+    access.put_token(row("t", Scope::Admin, &token));
+    for secret in [&first, &second] {
+        assert!(access.put_session(session("t", secret, crate::now())).is_empty());
+    }
+    let caller = access.by_session(&second.text).expect("signed in");
+    assert!(caller.may(Scope::Admin) && !caller.may(Scope::Agent));
+    assert_eq!(caller.session(), Some(second.hash.as_str()));
+    assert!(access.by_token(&first.text).is_err(), "a cookie is no token");
+    assert!(access.by_session(&token.text).is_none(), "and a token no cookie");
+    assert!(access.remove_session(&first.hash) && access.by_session(&first.text).is_none());
+    assert!(access.by_session(&second.text).is_some());
+
+    let mut revoked = access.token("t").unwrap();
+    revoked.token.revoked_at = Some(crate::now());
+    access.put_token(revoked);
+    assert_eq!(access.by_token(&token.text).err(), Some(Denied::Revoked));
+    assert!(access.by_session(&second.text).is_none());
+    assert!(caller.0.is_some_and(|c| c.ended.is_cancelled()), "its websockets close");
+}
+
+#[test]
+fn a_token_expires_to_the_millisecond_and_is_another_after_it_was_replaced() {
+    let access = Access::new(true);
+    let secret = Secret::token().unwrap();
+    let mut token = row("t", Scope::Read, &secret);
+    token.token.expires_at = Some(crate::now() + Duration::from_secs(3600));
+    access.put_token(token.clone());
+    let caller = access.by_token(&secret.text).expect("valid");
+    access.expire(crate::now());
+    assert!(!caller.0.as_ref().unwrap().ended.is_cancelled());
+    access.expire(token.token.expires_at.unwrap());
+    assert!(caller.0.as_ref().unwrap().ended.is_cancelled());
+    token.token.expires_at = Some(crate::now());
+    access.put_token(token);
+    assert_eq!(access.by_token(&secret.text).err(), Some(Denied::Expired));
+
+    let other = Secret::token().unwrap();
+    access.put_token(row("t", Scope::Read, &other));
+    assert_eq!(access.by_token(&secret.text).err(), Some(Denied::Unknown));
+    assert!(access.by_token(&other.text).is_ok());
+    assert_eq!(access.tokens().len(), 1);
+}
+
+#[test]
+fn use_is_stored_once_and_sessions_have_a_limit() {
+    let access = Access::new(true);
+    let secret = Secret::token().unwrap();
+    access.put_token(row("t", Scope::Read, &secret));
+    assert!(access.take_used().is_empty());
+    access.by_token(&secret.text).expect("valid");
+    access.by_token(&secret.text).expect("valid");
+    assert_eq!(access.take_used().len(), 1);
+    assert!(access.take_used().is_empty(), "not for every request");
+
+    let start = crate::now();
+    let made: Vec<_> = (0..=SESSIONS as u64)
+        .map(|n| {
+            let secret = Secret::plain().unwrap();
+            let gone = access.put_session(session("t", &secret, start + Duration::from_millis(n)));
+            (secret, gone)
+        })
+        .collect();
+    let (last, others) = made.split_last().unwrap();
+    assert!(others.iter().all(|(_, gone)| gone.is_empty()));
+    assert_eq!(last.1, [made[0].0.hash.clone()], "the oldest makes room");
+    assert!(access.by_session(&made[0].0.text).is_none() && access.by_session(&made[1].0.text).is_some());
+}
+
+#[test]
+fn a_code_of_a_token_that_is_gone_signs_nobody_in() {
+    let access = Access::new(true);
+    let secret = Secret::token().unwrap();
+    access.put_token(row("t", Scope::Submit, &secret));
+    let (good, bad) = (access.login_code("t").unwrap(), access.login_code("t").unwrap());
+    assert_eq!(access.take_login_code(&good).as_deref(), Some("t"));
+    let mut revoked = access.token("t").unwrap();
+    revoked.token.revoked_at = Some(crate::now());
+    access.put_token(revoked);
+    assert_eq!(access.take_login_code(&bad), None);
+}

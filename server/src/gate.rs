@@ -1,0 +1,205 @@
+//! Deny by default: the layer around every route that lets through who may, and nobody else.
+//!
+//! What a request needs follows from its method and route, in one table (`gate/rules.rs`). A route that is not in the table needs a
+//! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
+//! can forget it.
+
+mod rules;
+
+pub(crate) use rules::{Needed, needed};
+
+use crate::{
+    access::{Caller, Denied},
+    app::App,
+    error::{Error, PageError},
+    ingress::Peer,
+    request_id::RequestId,
+    store::AuditEntry,
+};
+use axum::{
+    extract::{MatchedPath, Request, State},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
+    middleware::Next,
+    response::{IntoResponse, Redirect, Response},
+};
+use lockstep_protocol::access::Scope;
+
+/// Longest address in the audit log, in characters.
+const OBJECT_CHARS: usize = 300;
+
+/// Put on an answer by a handler that has found out who somebody is: whoever signed in.
+#[derive(Debug, Clone)]
+pub(crate) struct SignedIn {
+    pub(crate) who: String,
+    pub(crate) token_id: String,
+}
+
+/// The name of the cookie: browsers send a host's cookies to all its ports, and another server may be there.
+pub(crate) fn cookie_name(app: &App) -> String {
+    format!("lockstep_{}", app.config.listen.port())
+}
+
+pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Next) -> Response {
+    let method = request.method().clone();
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let needed = needed(&method, route.as_deref());
+    let path = request.uri().path().to_owned();
+    let object: String =
+        request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
+    // The guard, which comes before, refuses a request without it.
+    let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
+    let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
+    let caller = match identify(&app, request.headers()) {
+        Ok(caller) => caller,
+        Err(_) if needed == Needed::Nothing => None,
+        Err(error) => return error.into_response(),
+    };
+    match (&caller, needed) {
+        (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
+        (None, Needed::Scope(_)) => return asked_to_sign_in(&method, &path, &object),
+        _ => {}
+    }
+    if let Some(caller) = &caller {
+        request.extensions_mut().insert(caller.clone());
+    }
+    let response = next.run(request).await;
+
+    let signed_in = response.extensions().get::<SignedIn>().cloned();
+    let status = response.status();
+    let is_flood = caller.is_none() && status == StatusCode::TOO_MANY_REQUESTS;
+    if !is_flood && (signed_in.is_some() || rules::is_recorded(&method, route.as_deref())) {
+        let token = caller.as_ref().and_then(Caller::token);
+        let action = match (&signed_in, route.as_deref()) {
+            (_, Some("/login")) => "sign in".to_owned(),
+            (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
+        };
+        // A code or a token in an address must not be written down.
+        let object = if route.as_deref() == Some("/login") { path } else { object };
+        let (who, token_id) = match (signed_in, token) {
+            (Some(SignedIn { who, token_id }), _) => (who, token_id),
+            (None, Some(token)) => (token.name.clone(), token.id.clone()),
+            (None, None) => Default::default(),
+        };
+        app.audit.put(AuditEntry {
+            id: uuid::Uuid::now_v7().simple().to_string(),
+            at: crate::now(),
+            who,
+            token_id,
+            address,
+            action,
+            object,
+            status: status.as_u16(),
+            request_id: request_id.0,
+        });
+    }
+    response
+}
+
+/// Who sends these headers; none when they do not say. A program's token counts before a browser's cookie.
+fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
+    if !app.access.is_required() {
+        return Ok(Some(Caller::anybody()));
+    }
+    if let Some(value) = headers.get(header::AUTHORIZATION) {
+        let token = value.to_str().ok().and_then(|text| text.split_once(' '));
+        let token = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+        let Some((_, token)) = token else {
+            let detail = "the Authorization header must be: Bearer TOKEN";
+            return Err(Error::Unauthorized(detail.into()));
+        };
+        return app.access.by_token(token.trim()).map(Some).map_err(|denied| {
+            Error::Unauthorized(match denied {
+                Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
+                Denied::Revoked => "that token was revoked; ask for another one".into(),
+                Denied::Expired => "that token has expired; ask for another one".into(),
+            })
+        });
+    }
+    Ok(cookie(headers, &cookie_name(app)).and_then(|secret| app.access.by_session(secret)))
+}
+
+/// What a cookie holds.
+fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    let all = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
+    let mut pairs = all.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
+}
+
+/// Whether an answer is for a program, and so a problem and no page.
+fn is_for_programs(path: &str) -> bool {
+    path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
+}
+
+fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
+    if is_for_programs(path) {
+        let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own is in the file \
+            `token` of its data directory), or sign in at /login";
+        return Error::Unauthorized(detail.into()).into_response();
+    }
+    let back = if matches!(*method, Method::GET | Method::HEAD) { object } else { "/" };
+    Redirect::to(&login_address(back)).into_response()
+}
+
+/// The page to sign in, which leads back.
+pub(crate) fn login_address(back: &str) -> String {
+    let mut to = String::from("/login");
+    for (n, byte) in back.bytes().enumerate() {
+        if back == "/" {
+            break;
+        }
+        if n == 0 {
+            to.push_str("?next=");
+        }
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                to.push(byte.into())
+            }
+            other => to.push_str(&format!("%{other:02X}")),
+        }
+    }
+    to
+}
+
+fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
+    let (name, has) = caller.token().map_or(("", "none"), |token| (&token.name, token.scope.as_str()));
+    let detail = if scope == Scope::Agent {
+        format!(
+            "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
+        )
+    } else {
+        format!("this needs a token of the scope {scope}, and the token {name:?} has the scope {has}")
+    };
+    match is_for_programs(path) {
+        true => Error::Forbidden(detail).into_response(),
+        false => PageError(Error::Forbidden(detail)).into_response(),
+    }
+}
+
+/// The header that gives a browser its session, or takes it away.
+pub(crate) fn set_cookie(app: &App, peer: &Peer, value: &str, seconds: u64) -> Option<HeaderValue> {
+    let secure = if peer.https { "; Secure" } else { "" };
+    let name = cookie_name(app);
+    let text = format!("{name}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
+    HeaderValue::from_str(&text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cookie_is_found_among_others_by_its_whole_name() {
+        let mut headers = HeaderMap::new();
+        headers.append("cookie", "a=1; lockstep_70=no; lockstep_7070=yes; b=2".parse().unwrap());
+        headers.append("cookie", "xlockstep_7071=no;lockstep_7071=too".parse().unwrap());
+        assert_eq!(cookie(&headers, "lockstep_7070"), Some("yes"));
+        assert_eq!(cookie(&headers, "lockstep_7071"), Some("too"));
+        assert_eq!(cookie(&headers, "lockstep_707"), None);
+    }
+
+    #[test]
+    fn the_way_back_is_one_parameter() {
+        assert_eq!(login_address("/"), "/login");
+        assert_eq!(login_address("/jobs?name=a&b"), "/login?next=/jobs%3Fname%3Da%26b");
+    }
+}

@@ -1,0 +1,93 @@
+//! What each request needs, in one table.
+
+use axum::http::Method;
+use lockstep_protocol::access::Scope;
+
+/// What a request needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Needed {
+    /// It is open to everybody.
+    Nothing,
+    Scope(Scope),
+}
+
+/// Which methods a rule is for.
+#[derive(Debug, Clone, Copy)]
+enum Methods {
+    All,
+    Safe,
+}
+
+use Methods::{All, Safe};
+use Needed::{Nothing, Scope as S};
+
+/// The exceptions. Everything else needs `read` to look and `submit` to change.
+const RULES: [(Methods, &str, Needed); 15] = [
+    // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
+    (All, "/login", Nothing),
+    (Safe, "/static/{*path}", Nothing),
+    (Safe, "/healthz", Nothing),
+    (Safe, "/readyz", Nothing),
+    // Whoever is signed in may leave, and get a link with what they may do already.
+    (All, "/logout", S(Scope::Read)),
+    (All, "/api/v1/login-links", S(Scope::Read)),
+    // An agent's connection reports results and learns where files are: nobody else speaks there.
+    (All, "/api/v1/agent/socket", S(Scope::Agent)),
+    // Who may do what, and who did what.
+    (All, "/api/v1/tokens", S(Scope::Admin)),
+    (All, "/api/v1/tokens/{id}", S(Scope::Admin)),
+    (All, "/api/v1/audit", S(Scope::Admin)),
+    (All, "/audit", S(Scope::Admin)),
+    // Machines are everybody's.
+    (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),
+    (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
+    // Named here though they are the default: numbers about jobs, and the streams of the dashboard.
+    (Safe, "/metrics", S(Scope::Read)),
+    (Safe, "/api/v1/stream", S(Scope::Read)),
+];
+
+fn is_safe(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
+}
+
+/// What a request needs; `route` as the router knows it, none for an address that there is not.
+pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
+    let rule = RULES.iter().find(|(methods, path, _)| {
+        Some(*path) == route
+            && match methods {
+                All => true,
+                Safe => is_safe(method),
+            }
+    });
+    match rule {
+        Some((_, _, needed)) => *needed,
+        None if is_safe(method) => S(Scope::Read),
+        None => S(Scope::Submit),
+    }
+}
+
+/// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
+pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
+    !is_safe(method) && route != Some("/api/v1/jobs/validate")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_listed_is_not_open() {
+        for (method, route, expected) in [
+            (Method::GET, None, S(Scope::Read)),
+            (Method::POST, None, S(Scope::Submit)),
+            (Method::GET, Some("/jobs"), S(Scope::Read)),
+            (Method::DELETE, Some("/api/v1/jobs/{id}"), S(Scope::Submit)),
+            (Method::GET, Some("/login"), Nothing),
+            (Method::POST, Some("/login"), Nothing),
+            (Method::POST, Some("/static/{*path}"), S(Scope::Submit)),
+            (Method::GET, Some("/login/x"), S(Scope::Read)),
+        ] {
+            assert_eq!(needed(&method, route), expected, "{method} {route:?}");
+        }
+    }
+}

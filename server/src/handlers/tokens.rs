@@ -1,0 +1,149 @@
+//! Tokens: make, list, revoke.
+
+use super::extract::{Body, Path};
+use crate::{
+    access::Secret,
+    app::App,
+    error::{Error, Problem, Result},
+    store::TokenRow,
+};
+use axum::{Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    access::{Scope, Token},
+    limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
+    spec::SpecError,
+    unseen::first_unseen,
+};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use utoipa::ToSchema;
+
+/// A token to be made.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewToken {
+    /// What people call it: 1 to 100 characters.
+    name: String,
+    scope: Scope,
+    /// For the scope `agent`: the agent's name, or its id. A name that no agent has had yet is bound to the first new agent that
+    /// joins under it.
+    #[serde(default)]
+    agent: Option<String>,
+    /// Seconds until it expires; never when absent.
+    #[serde(default)]
+    expires_in_secs: Option<u64>,
+}
+
+/// A token that was made.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MadeToken {
+    /// The token itself. It is shown this once: the server keeps only its hash.
+    secret: String,
+    #[serde(flatten)]
+    token: Token,
+}
+
+/// Every token.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TokenList {
+    /// The first made first. Those that are no longer valid are listed for 90 days.
+    tokens: Vec<Token>,
+}
+
+/// List tokens
+#[utoipa::path(get, path = "/tokens", tag = "access", responses((status = 200, body = TokenList)))]
+pub(crate) async fn list(State(app): State<App>) -> Json<TokenList> {
+    Json(TokenList { tokens: app.access.tokens() })
+}
+
+/// Make a token
+#[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 1000 valid ones"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(app): State<App>,
+    Body(new, _): Body<NewToken>,
+) -> Result<(StatusCode, Json<MadeToken>)> {
+    let mistake = |pointer: &str, detail: String| {
+        Err(Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }]))
+    };
+    if new.name.trim().is_empty()
+        || new.name.chars().count() > TOKEN_NAME_CHARS
+        || first_unseen(&new.name).is_some()
+    {
+        return mistake("/name", format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
+    }
+    let longest = u64::from(TOKEN_DAYS) * 24 * 3600;
+    if new.expires_in_secs.is_some_and(|secs| !(1..=longest).contains(&secs)) {
+        return mistake("/expires_in_secs", format!("must be 1 to {longest} ({TOKEN_DAYS} days)"));
+    }
+    let (agent, agent_id) = match (new.scope, &new.agent) {
+        (Scope::Agent, Some(agent)) => match agent_named(&app, agent).await? {
+            Some(found) => found,
+            None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
+        },
+        (Scope::Agent, None) => {
+            return mistake("/agent", "name the agent that this token is for".into());
+        }
+        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent is an agent's".into()),
+        (_, None) => (None, None),
+    };
+    let _one_at_a_time = app.access.changing.lock().await;
+    if app.access.valid_tokens() >= TOKENS {
+        return Err(Error::Conflict(
+            format!("there are {TOKENS} valid tokens already; revoke some that nobody needs"),
+            None,
+        ));
+    }
+    let secret = Secret::token()?;
+    let now = crate::now();
+    let token = Token {
+        id: uuid::Uuid::now_v7().simple().to_string(),
+        name: new.name,
+        scope: new.scope,
+        agent,
+        agent_id,
+        created_at: now,
+        expires_at: new.expires_in_secs.map(|secs| now + Duration::from_secs(secs)),
+        revoked_at: None,
+        last_used_at: None,
+    };
+    let row = TokenRow { token: token.clone(), hash: secret.hash };
+    app.store.put_token(&row).await?;
+    app.access.put_token(row);
+    Ok((StatusCode::CREATED, Json(MadeToken { secret: secret.text, token })))
+}
+
+type AgentNames = (Option<String>, Option<String>);
+
+/// Name and id of the agent that somebody means; the id only of one that is known, or when it is an id.
+async fn agent_named(app: &App, agent: &str) -> Result<Option<AgentNames>> {
+    if agent.trim().is_empty() || agent.len() > 100 || first_unseen(agent).is_some() {
+        return Ok(None);
+    }
+    let known = app.store.agents().await?;
+    let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
+    Ok(Some(match found {
+        Some(row) => (Some(row.name.clone()), Some(row.id.clone())),
+        // As agents make their ids.
+        None if uuid::Uuid::try_parse(agent).is_ok() => (Some(agent.to_owned()), Some(agent.to_owned())),
+        None => (Some(agent.to_owned()), None),
+    }))
+}
+
+/// Revoke a token
+///
+/// At once: requests with it are refused, and its websockets, sessions and links end.
+#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn revoke(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+    let _one_at_a_time = app.access.changing.lock().await;
+    let found = app.access.token(&id).ok_or_else(|| Error::NotFound("no token has this id".into()));
+    let mut row = found?;
+    if row.token.revoked_at.is_none() {
+        row.token.revoked_at = Some(crate::now());
+        app.store.put_token(&row).await?;
+        app.access.put_token(row);
+    }
+    Ok(StatusCode::NO_CONTENT)
+}

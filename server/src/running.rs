@@ -1,0 +1,123 @@
+//! What the process that runs a server may ask of it: it has the data directory and needs no token.
+
+use crate::{
+    access::Secret,
+    app::App,
+    store::{StoreError, TokenRow},
+    tls::addresses,
+    token_file,
+};
+use lockstep_protocol::access::{Scope, Token};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::Path,
+};
+
+/// Id and name of the token in the data directory.
+const OWN: (&str, &str) = ("local", "this machine");
+/// Id and name of the token of this machine's agent.
+const AGENT: (&str, &str) = ("local-agent", "this machine's agent");
+
+/// A server that accepts connections.
+pub struct Running {
+    app: App,
+}
+
+impl Running {
+    pub(crate) fn new(app: App) -> Self {
+        Self { app }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.app.config.listen
+    }
+
+    /// The address to open in a browser.
+    pub fn url(&self) -> String {
+        let config = &self.app.config;
+        if let Some(url) = &config.public_url {
+            return url.to_string();
+        }
+        let mut address = config.listen;
+        if address.ip().is_unspecified() {
+            address.set_ip(addresses().first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        }
+        format!("{}://{address}", if config.tls.is_some() { "https" } else { "http" })
+    }
+
+    /// A link that signs a browser in once, within ten minutes. Without authentication, the plain address.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub fn login_link(&self) -> io::Result<String> {
+        let url = self.url();
+        match self.app.access.is_required() {
+            true => Ok(format!("{url}/login?code={}", self.app.access.login_code(OWN.0)?)),
+            false => Ok(url),
+        }
+    }
+
+    /// Sees to it that a file has a token with which this agent, and no other, may join; false when none is needed.
+    ///
+    /// # Errors
+    /// The file or the database cannot be written.
+    pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
+        if !self.app.access.is_required() {
+            return Ok(false);
+        }
+        let agent = Some(("local".to_owned(), agent_id.to_owned()));
+        ensure(&self.app, AGENT, Scope::Agent, agent, path).await?;
+        Ok(true)
+    }
+}
+
+/// The file of the data directory with the token for this machine's programs.
+pub(crate) async fn own_token(app: &App) -> io::Result<()> {
+    if !app.access.is_required() {
+        return Ok(());
+    }
+    ensure(app, OWN, Scope::Admin, None, &app.config.data_dir.join("token")).await
+}
+
+/// A token in a file. One that is there and valid stays. One that the database does not know (it may be another database) is taken
+/// in: whoever could write it has the whole directory. One that was revoked is replaced.
+async fn ensure(
+    app: &App,
+    (id, name): (&str, &str),
+    scope: Scope,
+    agent: Option<(String, String)>,
+    path: &Path,
+) -> io::Result<()> {
+    let known = app.access.token(id);
+    let (agent, agent_id) = agent.unzip();
+    let mut secret = token_file::read(path)?.map(Secret::of);
+    if let Some(there) = &secret {
+        let same = known.as_ref().filter(|row| row.hash == there.hash);
+        let is_right = |row: &TokenRow| row.token.is_valid(crate::now()) && row.token.agent_id == agent_id;
+        if same.is_some_and(is_right) {
+            return Ok(());
+        }
+        if same.is_some() || app.access.by_token(&there.text).is_ok() {
+            secret = None;
+        }
+    }
+    let made = secret.is_none();
+    let secret = secret.map_or_else(Secret::token, Ok)?;
+    let token = Token {
+        id: id.into(),
+        name: name.into(),
+        scope,
+        agent,
+        agent_id,
+        created_at: crate::now(),
+        expires_at: None,
+        revoked_at: None,
+        last_used_at: None,
+    };
+    let row = TokenRow { token, hash: secret.hash.clone() };
+    app.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
+    app.access.put_token(row);
+    if made { token_file::write(path, &secret.text) } else { Ok(()) }
+}

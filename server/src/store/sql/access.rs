@@ -1,0 +1,127 @@
+//! Tokens and sessions. The server keeps all of them in memory: these are read when it starts.
+
+use super::{DbRow, SqlStore};
+use crate::store::{
+    Result, SessionRow, StoreError, TokenRow,
+    quarantine::readable,
+    values::{plain, time},
+};
+use jiff::Timestamp;
+use lockstep_protocol::access::Token;
+use sqlx::Row;
+
+/// Rows that a purge removes at a time.
+const SOME: i64 = 1000;
+
+fn token(row: &DbRow) -> Result<TokenRow> {
+    let id: String = row.try_get("id")?;
+    let scope: String = row.try_get("scope")?;
+    let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
+    let token = Token {
+        name: row.try_get("name")?,
+        // One that another version wrote allows nothing here.
+        scope: scope.parse().map_err(|error| StoreError::Corrupt(format!("token {id:?}: {error}")))?,
+        agent: row.try_get("agent")?,
+        agent_id: row.try_get("agent_id")?,
+        created_at: time(row.try_get("created_at")?)?,
+        expires_at: optional_time("expires_at")?,
+        revoked_at: optional_time("revoked_at")?,
+        last_used_at: optional_time("last_used_at")?,
+        id,
+    };
+    Ok(TokenRow { token, hash: row.try_get("hash")? })
+}
+
+fn session(row: &DbRow) -> Result<SessionRow> {
+    Ok(SessionRow {
+        hash: row.try_get("hash")?,
+        token_id: row.try_get("token_id")?,
+        created_at: time(row.try_get("created_at")?)?,
+        expires_at: time(row.try_get("expires_at")?)?,
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn list_tokens(&self) -> Result<Vec<TokenRow>> {
+        let rows =
+            sqlx::query("SELECT * FROM tokens ORDER BY created_at, id").fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(token)))
+    }
+
+    pub(super) async fn upsert_token(&self, row: &TokenRow) -> Result<()> {
+        let TokenRow { token, hash } = row;
+        let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
+        sqlx::query(
+            "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+             hash = excluded.hash, scope = excluded.scope, agent = excluded.agent, agent_id = excluded.agent_id, \
+             created_at = excluded.created_at, expires_at = excluded.expires_at, revoked_at = excluded.revoked_at",
+        )
+        .bind(&token.id)
+        .bind(plain(&token.name))
+        .bind(hash)
+        .bind(token.scope.as_str())
+        .bind(token.agent.as_deref().map(plain))
+        .bind(token.agent_id.as_deref().map(plain))
+        .bind(token.created_at.as_millisecond())
+        .bind(milliseconds(token.expires_at))
+        .bind(milliseconds(token.revoked_at))
+        .bind(milliseconds(token.last_used_at))
+        .execute(&self.writer)
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn write_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
+        let mut db = self.begin().await?;
+        for (id, at) in used {
+            sqlx::query("UPDATE tokens SET last_used_at = $2 WHERE id = $1")
+                .bind(id)
+                .bind(at.as_millisecond())
+                .execute(&mut *db)
+                .await?;
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn list_sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
+        let rows = sqlx::query("SELECT * FROM sessions WHERE expires_at > $1 ORDER BY created_at, hash")
+            .bind(now.as_millisecond())
+            .fetch_all(&self.reader)
+            .await?;
+        Ok(readable(rows.iter().map(session)))
+    }
+
+    pub(super) async fn insert_session(&self, session: &SessionRow) -> Result<()> {
+        sqlx::query("INSERT INTO sessions (hash, token_id, created_at, expires_at) VALUES ($1, $2, $3, $4)")
+            .bind(&session.hash)
+            .bind(&session.token_id)
+            .bind(session.created_at.as_millisecond())
+            .bind(session.expires_at.as_millisecond())
+            .execute(&self.writer)
+            .await?;
+        Ok(())
+    }
+
+    pub(super) async fn delete_session(&self, hash: &str) -> Result<()> {
+        sqlx::query("DELETE FROM sessions WHERE hash = $1").bind(hash).execute(&self.writer).await?;
+        Ok(())
+    }
+
+    pub(super) async fn remove_old_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
+        for (query, at) in [
+            (
+                "DELETE FROM sessions WHERE hash IN (SELECT hash FROM sessions WHERE expires_at <= $1 LIMIT $2)",
+                now,
+            ),
+            (
+                "DELETE FROM tokens WHERE id IN \
+                 (SELECT id FROM tokens WHERE expires_at <= $1 OR revoked_at <= $1 LIMIT $2)",
+                before,
+            ),
+        ] {
+            sqlx::query(query).bind(at.as_millisecond()).bind(SOME).execute(&self.writer).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,79 @@
+//! The audit log.
+
+use super::{DbRow, SqlStore};
+use crate::store::{
+    AuditEntry, Result,
+    quarantine::readable,
+    values::{plain, time},
+};
+use jiff::Timestamp;
+use sqlx::Row;
+
+/// Entries that a purge removes at a time: others hardly wait for it.
+const SOME: i64 = 500;
+
+fn entry(row: &DbRow) -> Result<AuditEntry> {
+    Ok(AuditEntry {
+        id: row.try_get("id")?,
+        at: time(row.try_get("at")?)?,
+        who: row.try_get("who")?,
+        token_id: row.try_get("token_id")?,
+        address: row.try_get("address")?,
+        action: row.try_get("action")?,
+        object: row.try_get("object")?,
+        status: u16::try_from(row.try_get::<i64, _>("status")?).unwrap_or(0),
+        request_id: row.try_get("request_id")?,
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn insert_audit(&self, entries: &[AuditEntry]) -> Result<()> {
+        let mut db = self.begin().await?;
+        for entry in entries {
+            sqlx::query(
+                "INSERT INTO audit (id, at, who, token_id, address, action, object, status, request_id) \
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) ON CONFLICT (id) DO NOTHING",
+            )
+            .bind(&entry.id)
+            .bind(entry.at.as_millisecond())
+            .bind(plain(&entry.who))
+            .bind(&entry.token_id)
+            .bind(&entry.address)
+            .bind(plain(&entry.action))
+            .bind(plain(&entry.object))
+            .bind(i64::from(entry.status))
+            .bind(plain(&entry.request_id))
+            .execute(&mut *db)
+            .await?;
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn read_audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>> {
+        // Above every id, which are hexadecimal.
+        let rows = sqlx::query("SELECT * FROM audit WHERE id < $1 ORDER BY id DESC LIMIT $2")
+            .bind(before.unwrap_or("~"))
+            .bind(i64::from(limit))
+            .fetch_all(&self.reader)
+            .await?;
+        Ok(readable(rows.iter().map(entry)))
+    }
+
+    pub(super) async fn remove_old_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
+        let old = sqlx::query(
+            "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)",
+        )
+        .bind(before.as_millisecond())
+        .bind(SOME)
+        .execute(&self.writer)
+        .await?;
+        let beyond = sqlx::query(
+            "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)",
+        )
+        .bind(i64::from(keep))
+        .bind(SOME)
+        .execute(&self.writer)
+        .await?;
+        Ok(old.rows_affected() + beyond.rows_affected() > 0)
+    }
+}

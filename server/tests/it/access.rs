@@ -1,0 +1,7 @@
+//! Who may do what, on every route; tokens, sessions, agents' identities, and the audit log.
+
+mod agents;
+mod audit;
+mod routes;
+mod sessions;
+mod tokens;

@@ -1,0 +1,106 @@
+//! An agent is who its token says.
+
+use crate::{
+    agent::{Agent, hello, losses, running},
+    test_server::TestServer,
+};
+use lockstep_protocol::agent::{FromAgent, Source, ToAgent};
+use serde_json::json;
+use std::time::{Duration, Instant};
+use tokio_tungstenite::{connect_async, tungstenite};
+
+/// As somebody who has read another agent's id in the list of machines.
+fn hello_as(id: &str, name: &str) -> FromAgent {
+    let mut said = hello(name, 2, Vec::new());
+    if let FromAgent::Hello { agent_id, .. } = &mut said {
+        *agent_id = id.into();
+    }
+    said
+}
+
+async fn refused(server: &TestServer, token: &str, said: FromAgent) -> String {
+    Agent::greet_with(server, token, said).await.err().expect("refused")
+}
+
+#[tokio::test]
+async fn a_token_is_one_agent_s_and_no_other_scope_joins() {
+    let server = TestServer::new().await;
+    for scope in ["read", "submit", "admin"] {
+        let (_, token) = server.make_token(&json!({"name": scope, "scope": scope})).await;
+        match connect_async(server.socket("/agent/socket", &token)).await {
+            Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), 403, "{scope}"),
+            other => panic!("{scope}: {other:?}"),
+        }
+    }
+    let a = server.agent_token("a").await;
+    // Bound to the first new agent of that name, and to no other from then on.
+    let said = refused(&server, &a, hello_as("id-b", "b")).await;
+    assert!(said.contains("another agent") && said.contains("--agent id-b"), "{said}");
+    let first = Agent::greet_with(&server, &a, hello_as("id-a", "a")).await.expect("its name");
+    assert!(refused(&server, &a, hello_as("id-c", "a")).await.contains("another agent"));
+    first.vanish();
+    // The same agent may take another name, and connect again.
+    let renamed = Agent::greet_with(&server, &a, hello_as("id-a", "renamed")).await.expect("its id");
+    let again = Agent::greet_with(&server, &a, hello_as("id-a", "a")).await.expect("its id");
+    drop((renamed, again));
+
+    // A token for a new agent does not become a known one's, whatever that is called.
+    let fresh = server.agent_token("fresh").await;
+    assert!(refused(&server, &fresh, hello_as("id-a", "fresh")).await.contains("another agent"));
+    let by_name = server.agent_token("a").await;
+    assert!(refused(&server, &by_name, hello_as("id-d", "a")).await.contains("another agent"));
+    let known = Agent::greet_with(&server, &by_name, hello_as("id-a", "a")).await;
+    assert!(known.is_ok(), "by its name an admin makes a known agent another token");
+    assert!(Agent::greet_with(&server, &fresh, hello_as("id-fresh", "fresh")).await.is_ok());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_whose_token_is_revoked_is_cut_off() {
+    let server = TestServer::new().await;
+    let body = json!({"name": "a", "scope": "agent", "agent": "a"});
+    let (id, token) = server.make_token(&body).await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let since = Instant::now();
+    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
+    assert_eq!(agent.next().await, None);
+    assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    match connect_async(server.socket("/agent/socket", &token)).await {
+        Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), 401),
+        other => panic!("{other:?}"),
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_report_counts_from_the_agent_that_has_the_attempt_alone() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await, 1);
+
+    // Another agent, well known to the server, that has learned everything but has not been given the attempt.
+    let mut other = Agent::greet(&server, hello("other", 2, Vec::new())).await.unwrap();
+    let forged = |attempt, first| FromAgent::Report {
+        attempt,
+        source: Source::Rank(0),
+        first,
+        events: vec![losses(0, 1..=5)],
+    };
+    other.send(forged(attempt.clone(), 1)).await;
+    assert!(
+        matches!(other.next().await, Some(ToAgent::Stop { .. })),
+        "it is told that it has no such attempt"
+    );
+    // The right agent that guesses the attempt's fencing token.
+    let mut guessed = attempt.clone();
+    guessed.fencing_token.secret ^= 1;
+    agent.send(forged(guessed, 1)).await;
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    let points = format!("SELECT count(*) FROM events WHERE job_id = '{id}' AND kind = 'metrics'");
+    assert_eq!(server.number(&points).await, 0);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=5)]).await, 2);
+    assert_eq!(server.number(&points).await, 1);
+    server.stop().await;
+}

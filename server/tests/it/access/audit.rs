@@ -1,0 +1,103 @@
+//! Who did what.
+
+use crate::test_server::{DEADLINE, TestServer, client};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+async fn entries(server: &TestServer) -> Vec<Value> {
+    let (status, log) = server.get("/audit?limit=1000").await;
+    assert_eq!(status, 200, "{log}");
+    log["entries"].as_array().unwrap().clone()
+}
+
+#[tokio::test]
+async fn everything_that_may_change_something_is_written_down() {
+    let server = TestServer::new().await;
+    let (id, reader) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
+    let reader = client(&reader);
+    let request = server.http.post(server.url("/api/v1/jobs?x=1")).header("x-request-id", "mine-1.a_b");
+    let answer = request.json(&json!({})).send().await.unwrap();
+    assert_eq!(answer.headers()["x-request-id"], "mine-1.a_b");
+    let forged = server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
+    let answer = forged.send().await.unwrap();
+    let named = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
+    assert_eq!(named.len(), 32, "{named}");
+    assert_eq!(reader.get(server.url("/api/v1/jobs")).send().await.unwrap().status(), 200);
+    // Not done: neither is written down, so that strangers cannot push out what was.
+    assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);
+    assert_eq!(client("").post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 401);
+
+    let found = entries(&server).await;
+    let seen: Vec<_> = found
+        .iter()
+        .map(|e| {
+            let text = |key: &str| e[key].as_str().unwrap().to_owned();
+            (text("who"), text("action"), text("object"), e["status"].as_u64().unwrap())
+        })
+        .collect();
+    let done = |action: &str, object: &str, status| {
+        ("this machine".to_owned(), action.to_owned(), object.to_owned(), status)
+    };
+    let expected = [
+        done("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/none", 404),
+        done("POST /api/v1/jobs", "/api/v1/jobs?x=1", 422),
+        done("POST /api/v1/tokens", "/api/v1/tokens", 201),
+    ];
+    assert_eq!(seen, expected, "newest first");
+    assert_eq!((&found[1]["request_id"], &found[0]["request_id"]), (&json!("mine-1.a_b"), &json!(named)));
+    assert_eq!((&found[0]["address"], &found[0]["token_id"]), (&json!("127.0.0.1"), &json!("local")));
+
+    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
+    let (status, page) = server.text("/audit").await;
+    assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_log_is_read_page_by_page_and_has_an_end() {
+    let server = TestServer::with(|c| c.audit_entries = 20).await;
+    for n in 0..10 {
+        assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
+    }
+    let mut read = Vec::new();
+    let mut cursor = String::new();
+    loop {
+        let (_, page) = server.get(&format!("/audit?limit=3{cursor}")).await;
+        read.extend(page["entries"].as_array().unwrap().iter().map(|e| e["object"].clone()));
+        match page["next"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => break,
+        }
+    }
+    let expected: Vec<_> = (0..10).rev().map(|n| json!(format!("/api/v1/datasets/none-{n}"))).collect();
+    assert_eq!(read, expected);
+    for (query, status) in
+        [("limit=1000", 200), ("limit=1001", 400), ("limit=0", 400), ("cursor=x", 400), ("limit=1", 200)]
+    {
+        assert_eq!(server.get(&format!("/audit?{query}")).await.0, status, "{query}");
+    }
+
+    // Of more than are kept the oldest go, in the background.
+    for n in 10..60 {
+        assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
+    }
+    let since = Instant::now();
+    loop {
+        let found = entries(&server).await;
+        assert_eq!(found[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
+        if found.len() <= 31 {
+            assert!(found.len() >= 20, "no more than must go");
+            break;
+        }
+        assert!(since.elapsed() < DEADLINE, "{} entries stay", found.len());
+    }
+    server.execute("UPDATE audit SET at = 0").await;
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let since = Instant::now();
+    // The first entry after a start purges.
+    assert_eq!(server.delete("/datasets/none").await.0, 404);
+    while entries(&server).await.len() != 1 {
+        assert!(since.elapsed() < DEADLINE, "what is older than a year stays");
+    }
+    server.stop().await;
+}

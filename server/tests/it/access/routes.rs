@@ -1,0 +1,164 @@
+//! Every route and method with every kind of token: nothing is open that is not listed here, and no scope suffices that should not.
+
+use crate::test_server::{DEADLINE, TestServer, client_without_redirects};
+use lockstep_server::{openapi, page_paths};
+use reqwest::{Client, Method};
+use serde_json::json;
+use std::time::Instant;
+
+/// What is open to strangers, to look at.
+const OPEN: [&str; 4] = ["/login", "/static/{*path}", "/healthz", "/readyz"];
+/// What needs `admin`, whatever the method.
+const ADMIN: [&str; 6] = [
+    "/api/v1/tokens",
+    "/api/v1/tokens/{id}",
+    "/api/v1/audit",
+    "/audit",
+    "/api/v1/agents/{id}/drain",
+    "/api/v1/agents/{id}/undrain",
+];
+/// What every signed-in person may do, whatever the method: it concerns nobody else.
+const OWN: [&str; 2] = ["/logout", "/api/v1/login-links"];
+const METHODS: [Method; 7] =
+    [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
+
+/// The scopes that suffice; none: it is open.
+fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
+    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
+    if path == "/login" || (OPEN.contains(&path) && safe) {
+        return None;
+    }
+    Some(match path {
+        "/api/v1/agent/socket" => &["agent"],
+        _ if ADMIN.contains(&path) => &["admin"],
+        _ if safe || OWN.contains(&path) => &["read", "submit", "admin"],
+        _ => &["submit", "admin"],
+    })
+}
+
+fn every_path() -> Vec<String> {
+    let document = serde_json::to_value(openapi()).unwrap();
+    let mut paths: Vec<String> = document["paths"].as_object().unwrap().keys().cloned().collect();
+    paths.extend(page_paths().into_iter().map(str::to_owned));
+    assert!(paths.len() > 45, "{paths:?}");
+    // Addresses that there are not tell strangers nothing either.
+    paths.extend(["/nothing", "/api/v1/nothing", "/jobs/x/y", "/api"].map(str::to_owned));
+    paths
+}
+
+/// What a caller is told: that it is not known, that this is not for it, or something else.
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    SignIn,
+    Forbidden,
+    Else(u16),
+}
+
+async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Told {
+    let nothing =
+        path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
+    let answer = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();
+    let (status, headers) = (answer.status().as_u16(), answer.headers().clone());
+    let to = headers.get("location").map_or("", |to| to.to_str().unwrap());
+    if status == 401 {
+        assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
+        assert_eq!(headers["content-type"], "application/problem+json", "{method} {path}");
+        return Told::SignIn;
+    }
+    match status {
+        403 => Told::Forbidden,
+        // The page to sign in. Signing out leads there as well, and takes the cookie away.
+        303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Told::SignIn,
+        other => Told::Else(other),
+    }
+}
+
+#[tokio::test]
+async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
+    let server = TestServer::new().await;
+    let mut tokens = Vec::new();
+    for scope in ["read", "submit", "admin"] {
+        tokens.push((scope, server.make_token(&json!({"name": scope, "scope": scope})).await.1));
+    }
+    tokens.push(("agent", server.agent_token("somebody").await));
+    let (id, revoked) = server.make_token(&json!({"name": "revoked", "scope": "admin"})).await;
+    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
+    let expired = json!({"name": "expired", "scope": "admin", "expires_in_secs": 1});
+    let (_, expired) = server.make_token(&expired).await;
+    let since = Instant::now();
+    while ask(&server, &client_without_redirects(&expired), &Method::GET, "/api/v1/jobs").await
+        != Told::SignIn
+    {
+        assert!(since.elapsed() < DEADLINE, "it never expires");
+    }
+    let scoped: Vec<_> =
+        tokens.iter().map(|(scope, token)| (*scope, client_without_redirects(token))).collect();
+    let nobody = [
+        ("nobody", client_without_redirects("")),
+        ("a stranger", client_without_redirects("lockstep_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA")),
+        ("revoked", client_without_redirects(&revoked)),
+        ("expired", client_without_redirects(&expired)),
+    ];
+    for path in every_path() {
+        for method in &METHODS {
+            let enough = sufficient(method, &path);
+            for (who, client) in &nobody {
+                let told = ask(&server, client, method, &path).await;
+                match enough {
+                    Some(_) => assert_eq!(told, Told::SignIn, "{who}: {method} {path}"),
+                    // A wrong token is a failed attempt to sign in, which is told as such.
+                    None => assert!(
+                        told != Told::Forbidden && (told != Told::SignIn || path == "/login"),
+                        "{who}: {method} {path}: {told:?}"
+                    ),
+                }
+            }
+            for (scope, client) in &scoped {
+                let told = ask(&server, client, method, &path).await;
+                match enough {
+                    Some(enough) if !enough.contains(scope) => {
+                        assert_eq!(told, Told::Forbidden, "{scope}: {method} {path}");
+                    }
+                    _ => assert!(matches!(told, Told::Else(_)), "{scope}: {method} {path}: {told:?}"),
+                }
+            }
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn without_authentication_everything_is_open_to_this_machine() {
+    let server = TestServer::with(|c| c.no_auth = true).await;
+    assert!(!server.dir.path().join("token").exists(), "no token is made");
+    for path in ["/jobs", "/api/v1/jobs", "/api/v1/tokens", "/audit", "/metrics"] {
+        assert_eq!(server.text(path).await.0, 200, "{path}");
+    }
+    // A program that has a token for other servers need not forget it.
+    let client = client_without_redirects("whatever");
+    assert_eq!(server.send(client.get(server.url("/api/v1/jobs"))).await.0, 200);
+    let (status, problem) = server.post("/login-links", &json!({})).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("--no-auth"), "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_page_leads_to_the_form_and_back_and_a_header_must_be_a_bearer_s() {
+    let server = TestServer::new().await;
+    let nobody = client_without_redirects("");
+    let answer = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
+    assert_eq!(answer.status(), 303);
+    assert_eq!(answer.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
+    let answer = nobody.post(server.url("/jobs/new")).send().await.unwrap();
+    assert_eq!(answer.headers()["location"], "/login", "what was posted is not repeated");
+    for header in ["Basic YTpi", "Bearer", "lockstep_x", "Bearer ä"] {
+        let answer = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
+        assert_eq!(answer.send().await.unwrap().status(), 401, "{header}");
+    }
+    let lower = nobody
+        .get(server.url("/api/v1/jobs"))
+        .header("authorization", format!("bearer  {}", server.token))
+        .send();
+    assert_eq!(lower.await.unwrap().status(), 200, "as RFC 9110 has schemes");
+    server.stop().await;
+}

@@ -1,0 +1,171 @@
+//! Browsers: links, the form, cookies, and signing out.
+
+use crate::{
+    test_server::{Stream, TestServer, builder, client_without_redirects, socket},
+    tls::{Files, http, with_tls},
+};
+use reqwest::{Client, Response};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// What a browser does with a server.
+struct Browser<'a> {
+    server: &'a TestServer,
+    client: Client,
+    cookie: String,
+}
+
+impl<'a> Browser<'a> {
+    fn new(server: &'a TestServer) -> Self {
+        Self { server, client: client_without_redirects(""), cookie: String::new() }
+    }
+
+    async fn get(&self, path: &str) -> Response {
+        let request = self.client.get(self.server.url(path)).header("cookie", &self.cookie);
+        request.send().await.unwrap()
+    }
+
+    async fn post(&self, path: &str, fields: &str) -> Response {
+        let request = self.client.post(self.server.url(path)).header("cookie", &self.cookie);
+        let request = request.header("origin", format!("http://{}", self.server.address));
+        let request = request.header("content-type", "application/x-www-form-urlencoded");
+        request.body(fields.to_owned()).send().await.unwrap()
+    }
+
+    /// Takes the cookie that an answer sets; its attributes.
+    fn take_cookie(&mut self, answer: &Response) -> String {
+        let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+        let (cookie, attributes) = cookie.split_once(';').unwrap();
+        self.cookie = format!("other=1; {cookie}");
+        attributes.to_owned()
+    }
+}
+
+fn location(answer: &Response) -> &str {
+    answer.headers()["location"].to_str().unwrap()
+}
+
+#[tokio::test]
+async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
+    let server = TestServer::new().await;
+    let (status, link) = server.post("/login-links", &json!({})).await;
+    assert_eq!(status, 201, "{link}");
+    let url = link["url"].as_str().unwrap();
+    let path = url.strip_prefix(&format!("http://{}", server.address)).unwrap();
+    let mut browser = Browser::new(&server);
+    let answer = browser.get(&format!("{path}&next=/machines")).await;
+    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/machines"));
+    let attributes = browser.take_cookie(&answer);
+    assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
+    assert!(!attributes.contains("Secure"), "not over plain HTTP: browsers would drop it");
+    assert_eq!(browser.get("/jobs").await.status(), 200);
+    assert_eq!(browser.get("/audit").await.status(), 200, "as the token that made the link: an admin's");
+    assert_eq!(location(&browser.get("/login?next=//evil.example").await), "/jobs", "signed in already");
+    let again = Browser::new(&server).get(path).await;
+    assert!(again.status() == 401 && again.headers().get("set-cookie").is_none(), "once");
+    let page = again.text().await.unwrap();
+    assert!(page.contains("was used") && page.contains("lockstep login-link"), "{page}");
+
+    let value = browser.cookie.rsplit('=').next().unwrap().to_owned();
+    let kept = server.number(&format!("SELECT count(*) FROM sessions WHERE hash = '{value}'")).await;
+    assert_eq!(kept, 0, "only its hash is stored");
+    let port = server.address.port();
+    let cookie = browser.cookie.clone();
+    let server = TestServer::open(server.stop().await, |c| c.listen.set_port(port)).await;
+    let mut browser = Browser::new(&server);
+    browser.cookie = cookie;
+    let page = browser.get("/jobs").await.text().await.unwrap();
+    assert!(page.contains("Sign out") && page.contains("href=\"/audit\""), "{page}");
+
+    // A websocket of a page has the cookie and no header; signing out closes it.
+    let mut request = socket(server.address, "/stream", "");
+    request.headers_mut().insert("cookie", browser.cookie.parse().unwrap());
+    let mut list = Stream::open(request).await;
+    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let other_page = browser
+        .client
+        .post(server.url("/logout"))
+        .header("cookie", &browser.cookie)
+        .header("origin", "http://evil.example");
+    assert_eq!(other_page.send().await.unwrap().status(), 403, "nobody else's page signs out");
+    let since = Instant::now();
+    let answer = browser.post("/logout", "").await;
+    assert_eq!(location(&answer), "/login");
+    assert!(answer.headers()["set-cookie"].to_str().unwrap().contains("Max-Age=0"));
+    let (code, _) = list.next().await.unwrap_err();
+    assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{code}");
+    assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "the cookie is worth nothing now");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn over_tls_links_are_https_and_the_cookie_is_for_tls_alone() {
+    let files = Files::new();
+    let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
+    let base = format!("https://localhost:{}", server.address.port());
+    let made = http(&files.client(), &server.token).post(format!("{base}/api/v1/login-links"));
+    let link: Value = made.json(&json!({})).send().await.unwrap().json().await.unwrap();
+    let link = link["url"].as_str().unwrap();
+    assert!(link.starts_with(&format!("{base}/login?code=")), "{link}");
+    let client = builder("").redirect(reqwest::redirect::Policy::none());
+    let client = client.tls_backend_preconfigured((*files.client()).clone()).build().unwrap();
+    let answer = client.get(link).send().await.unwrap();
+    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    assert!(cookie.contains("; Secure") && cookie.contains("HttpOnly"), "{cookie}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_is_pasted_and_guessing_is_limited() {
+    let server = TestServer::new().await;
+    let (reader, secret) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
+    let agent = server.agent_token("machine").await;
+    let mut browser = Browser::new(&server);
+    let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
+    assert!(form.contains("value=\"/jobs?state=running\"") && form.contains("type=\"password\""), "{form}");
+    let answer = browser.post("/login", &format!("token={secret}&next=/jobs%3Fstate%3Drunning")).await;
+    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
+    browser.take_cookie(&answer);
+    let page = browser.get("/jobs").await.text().await.unwrap();
+    assert!(page.contains("Sign out") && !page.contains("href=\"/audit\""), "the log is for admins");
+    assert_eq!(browser.get("/audit").await.status(), 403);
+    let submitted = browser.post("/jobs/new", "name=x").await;
+    assert_eq!(submitted.status(), 403, "a session may do no more than its token");
+
+    // Each of these is a failure that is told, up to ten a minute.
+    for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
+        let answer = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
+        assert_eq!(answer.status(), 401, "{n}");
+    }
+    for path in ["/login", "/login?code=guessed"] {
+        let answer = match path {
+            "/login" => Browser::new(&server).post(path, "token=hunter2").await,
+            _ => Browser::new(&server).get(path).await,
+        };
+        assert_eq!(answer.status(), 429, "{path}");
+        let wait: u64 = answer.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+        assert!((1..=61).contains(&wait), "{wait}");
+        assert!(answer.text().await.unwrap().contains("try again in"));
+    }
+    // Nobody is kept out by that who has a token.
+    let answer = Browser::new(&server).post("/login", &format!("token={secret}")).await;
+    assert_eq!(answer.status(), 303);
+    let (_, log) = server.get("/audit?limit=1000").await;
+    let signing_in = |status: u64| {
+        let entries = log["entries"].as_array().unwrap();
+        entries.iter().filter(|e| e["action"] == "sign in" && e["status"] == status).count()
+    };
+    assert_eq!(
+        (signing_in(303), signing_in(401), signing_in(429)),
+        (2, 10, 0),
+        "floods are not written down"
+    );
+    assert!(!log.to_string().contains("hunter2") && !log.to_string().contains(&secret));
+
+    // Its sessions end with a token.
+    assert_eq!(server.delete(&format!("/tokens/{reader}")).await.0, 204);
+    assert_eq!(browser.get("/jobs").await.status(), 303);
+    let no_code = json!({"code": Value::Null});
+    assert_eq!(server.post("/login-links", &no_code).await.0, 201);
+    server.stop().await;
+}

@@ -1,0 +1,155 @@
+//! Tokens: made, listed, revoked, and the server's own in its file.
+
+use crate::test_server::{DEADLINE, Stream, TestServer, client, config};
+use lockstep_protocol::limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS};
+use lockstep_server::serve;
+use serde_json::json;
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt, symlink},
+    time::{Duration, Instant},
+};
+
+#[tokio::test]
+async fn a_token_is_shown_once_and_its_secret_is_kept_nowhere() {
+    let server = TestServer::new().await;
+    let (status, made) = server.post("/tokens", &json!({"name": "ci", "scope": "submit"})).await;
+    assert_eq!(status, 201, "{made}");
+    let secret = made["secret"].as_str().unwrap();
+    assert!(secret.len() >= 40 && secret.starts_with("lockstep_"), "160 bits and more");
+    let (_, list) = server.get("/tokens").await;
+    assert!(!list.to_string().contains(secret));
+    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == made["id"]).unwrap();
+    assert!(listed["last_used_at"].is_null() && listed["revoked_at"].is_null(), "{listed}");
+
+    assert_eq!(server.send(client(secret).get(server.url("/api/v1/jobs"))).await.0, 200);
+    let (_, list) = server.get("/tokens").await;
+    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == made["id"]).unwrap();
+    assert!(listed["last_used_at"].is_string(), "{listed}");
+    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 0);
+    let hashed =
+        format!("SELECT count(*) FROM tokens WHERE hash LIKE '%{secret}%' OR name LIKE '%{secret}%'");
+    assert_eq!(server.number(&hashed).await, 0);
+    // What was used is stored once a minute, and in the end.
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |_| {}).await;
+    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 2);
+    assert_eq!(server.send(client(secret).get(server.url("/api/v1/jobs"))).await.0, 200, "after a restart");
+
+    let path = format!("/tokens/{}", made["id"].as_str().unwrap());
+    assert_eq!(server.delete(&path).await.0, 204);
+    assert_eq!(server.delete(&path).await.0, 204, "once more changes nothing");
+    assert_eq!(server.delete("/tokens/none").await.0, 404);
+    let (status, problem) = server.send(client(secret).get(server.url("/api/v1/jobs"))).await;
+    assert!(status == 401 && problem["detail"].as_str().unwrap().contains("revoked"), "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_token_may_be_has_limits() {
+    let server = TestServer::new().await;
+    let longest = "é".repeat(TOKEN_NAME_CHARS);
+    let most = u64::from(TOKEN_DAYS) * 24 * 3600;
+    for (body, status) in [
+        (json!({"name": longest, "scope": "read"}), 201),
+        (json!({"name": format!("{longest}x"), "scope": "read"}), 422),
+        (json!({"name": " ", "scope": "read"}), 422),
+        (json!({"name": "a\u{202e}b", "scope": "read"}), 422),
+        (json!({"name": "t", "scope": "root"}), 400),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": most}), 201),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": most + 1}), 422),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": 0}), 422),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": -1}), 400),
+        (json!({"name": "t", "scope": "read", "agent": "a"}), 422),
+        (json!({"name": "t", "scope": "agent"}), 422),
+        (json!({"name": "t", "scope": "agent", "agent": "a".repeat(100)}), 201),
+        (json!({"name": "t", "scope": "agent", "agent": "a".repeat(101)}), 422),
+        (json!({"name": "t", "scope": "read", "admin": true}), 400),
+    ] {
+        let (found, answer) = server.post("/tokens", &body).await;
+        assert_eq!(found, status, "{body}: {answer}");
+    }
+    // As many as there may be, less one: those before, and what an earlier server made.
+    let valid = server.number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
+    for n in valid..TOKENS as i64 - 1 {
+        server
+            .execute(&format!(
+                "INSERT INTO tokens (id, name, hash, scope, created_at) VALUES ('x{n}', 'x', 'x{n}', 'read', 0)"
+            ))
+            .await;
+    }
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let one = json!({"name": "one", "scope": "read"});
+    let (last, _) = server.make_token(&one).await;
+    let (status, problem) = server.post("/tokens", &one).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("revoke"), "{problem}");
+    assert_eq!(server.delete(&format!("/tokens/{last}")).await.0, 204);
+    assert_eq!(server.post("/tokens", &one).await.0, 201);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_revoked_or_expired_token_has_open_is_closed_within_five_seconds() {
+    let server = TestServer::new().await;
+    for expires in [None, Some(1)] {
+        let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires});
+        let (id, secret) = server.make_token(&body).await;
+        let mut list = Stream::open(server.socket("/stream", &secret)).await;
+        assert_eq!(list.next().await.unwrap()["type"], "live");
+        let since = Instant::now();
+        if expires.is_none() {
+            assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
+        }
+        let (code, reason) = loop {
+            if let Err(closed) = list.next().await {
+                break closed;
+            }
+        };
+        assert_eq!(code, 4401, "{reason}");
+        let allowed = Duration::from_secs(5 + expires.unwrap_or(0));
+        assert!(since.elapsed() < allowed, "{:?}", since.elapsed());
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_server_s_own_token_is_private_and_comes_back() {
+    let server = TestServer::new().await;
+    let path = server.dir.path().join("token");
+    let about = fs::symlink_metadata(&path).unwrap();
+    assert_eq!(about.mode() & 0o7777, 0o600);
+    let first = server.token.clone();
+
+    // The same after a restart; another when others could have read it, and then the first is none.
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.token, first);
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_ne!(server.token, first);
+    assert_eq!(fs::symlink_metadata(&path).unwrap().mode() & 0o7777, 0o600);
+    assert_eq!(server.send(client(&first).get(server.url("/api/v1/jobs"))).await.0, 401);
+
+    // Revoked, it is replaced by the next start.
+    let second = server.token.clone();
+    assert_eq!(server.delete("/tokens/local").await.0, 204);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_ne!(server.token, second);
+    assert_eq!(server.get("/jobs").await.0, 200);
+    assert_eq!(server.send(client(&second).get(server.url("/api/v1/jobs"))).await.0, 401);
+
+    // A database that does not know the file's token takes it in.
+    let third = server.token.clone();
+    server.execute("DELETE FROM tokens").await;
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.token, third);
+    assert_eq!(server.get("/jobs").await.0, 200);
+
+    // Through a link nothing is written, nor read.
+    let dir = server.stop().await;
+    fs::rename(&path, dir.path().join("jobs/elsewhere")).unwrap();
+    symlink(dir.path().join("jobs/elsewhere"), &path).unwrap();
+    let starting = serve(config(&dir), |_| panic!("it must not start"), std::future::pending());
+    let error = tokio::time::timeout(DEADLINE, starting).await.unwrap().unwrap_err();
+    assert!(error.to_string().contains("symbolic link"), "{error}");
+    assert_eq!(error.exit_code(), 2);
+}

@@ -1,0 +1,100 @@
+//! Which token a command shows to a server.
+
+use super::wrong;
+use std::{
+    fs,
+    io::ErrorKind,
+    net::IpAddr,
+    path::{Path, PathBuf},
+};
+
+/// What a 401 is followed by.
+pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
+    the server's data directory (lockstep-data here, or the one named with --data-dir)";
+
+/// Where a command finds its token.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct AccessArgs {
+    /// File that holds the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
+    #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// Data directory of a server on this machine, which holds its token
+    #[arg(long = "data-dir", value_name = "DIR", default_value = "lockstep-data", id = "server_data_dir")]
+    data_dir: PathBuf,
+}
+
+impl AccessArgs {
+    /// The token for this server: of the file that was named, of `LOCKSTEP_TOKEN`, or of a server's data directory on this machine.
+    ///
+    /// # Errors
+    /// A file that was named, or the server's own, cannot be read.
+    pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<String>> {
+        if let Some(path) = &self.token_file {
+            return from_file(path).map(Some);
+        }
+        if let Some(token) = std::env::var("LOCKSTEP_TOKEN").ok().filter(|token| !token.trim().is_empty()) {
+            return Ok(Some(token.trim().to_owned()));
+        }
+        if !is_this_machine(server) {
+            return Ok(None);
+        }
+        let path = self.data_dir.join("token");
+        match fs::symlink_metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            _ => from_file(&path).map(Some),
+        }
+    }
+}
+
+/// The token in a file.
+///
+/// # Errors
+/// It cannot be read, or is empty.
+pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
+    let text = fs::read_to_string(path).map_err(|error| {
+        let hint = match error.kind() {
+            ErrorKind::PermissionDenied => {
+                "; run this as the account that runs the server, or ask for a token"
+            }
+            _ => "",
+        };
+        wrong(format!("the token file {}: {error}{hint}", path.display()))
+    })?;
+    match text.trim() {
+        "" => Err(wrong(format!("the token file {} is empty", path.display()))),
+        token => Ok(token.to_owned()),
+    }
+}
+
+/// Whether an address is this machine's loopback: a token of a data directory goes nowhere else.
+fn is_this_machine(server: &str) -> bool {
+    let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
+    let Ok(url) = reqwest::Url::parse(&with_scheme) else { return false };
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
+    host.eq_ignore_ascii_case("localhost")
+        || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_data_directory_s_token_stays_on_this_machine() {
+        for here in
+            ["http://127.0.0.1:7070", "localhost:7070", "http://[::1]:7070/", "127.1.2.3", "http://LOCALHOST"]
+        {
+            assert!(is_this_machine(here), "{here}");
+        }
+        for elsewhere in [
+            "http://10.0.0.1:7070",
+            "example.com",
+            "http://localhost.example.com",
+            "http://127.0.0.1.example.com",
+            "http://127.0.0.1@example.com",
+            "",
+        ] {
+            assert!(!is_this_machine(elsewhere), "{elsewhere}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! `lockstep token`: who may use the server. `lockstep login-link`: a browser without a token.
+
+use super::{
+    api::{self, ServerArgs},
+    block_on, output, wrong,
+};
+use lockstep_protocol::access::{Scope, Token};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+/// Make, list and revoke access tokens
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Make a token; it is printed this once
+    Create {
+        /// What it may do: read, submit (includes read), admin (includes both), or agent (join as one agent)
+        #[arg(long, value_name = "SCOPE", default_value = "submit")]
+        scope: Scope,
+        /// What to call it in lists and in the audit log [default: its scope, or its agent]
+        #[arg(long)]
+        name: Option<String>,
+        /// How long it is valid, such as 12h, 30d or 1y [default: until it is revoked]
+        #[arg(long, value_name = "TIME", value_parser = seconds)]
+        expires: Option<u64>,
+        /// The agent that it is for: the name that it joins under, or its id; for the scope agent
+        #[arg(long, value_name = "NAME")]
+        agent: Option<String>,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// List tokens
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Revoke a token: what it was used for ends at once
+    Revoke {
+        /// Its id, or its name when only one valid token has it
+        token: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+}
+
+/// Print a link that signs a browser in, once, within ten minutes
+#[derive(clap::Args)]
+pub(crate) struct LinkArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// `90s`, `15m`, `12h`, `30d`, `8w`, `1y` in seconds.
+fn seconds(text: &str) -> Result<u64, String> {
+    let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400), ("w", 604_800), ("y", 31_536_000)];
+    let found = units.iter().find_map(|(unit, secs)| Some((text.strip_suffix(unit)?, secs)));
+    let time = found.and_then(|(number, secs)| number.parse::<u64>().ok()?.checked_mul(*secs));
+    time.filter(|secs| *secs > 0).ok_or_else(|| "give a number and a unit, such as 12h, 30d or 1y".into())
+}
+
+/// Runs a command about tokens.
+///
+/// # Errors
+/// The server's refusal.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    block_on(async {
+        match args.command {
+            Command::Create { scope, name, expires, agent, server } => {
+                let name = name.or_else(|| agent.clone()).unwrap_or_else(|| scope.to_string());
+                let body =
+                    json!({ "name": name, "scope": scope, "agent": agent, "expires_in_secs": expires });
+                let made: Value = server.api()?.post("/tokens", &body).await?;
+                if server.json {
+                    return output::json(&made);
+                }
+                // Alone on standard output, so that it can go into a file.
+                output::warn(format_args!(
+                    "this token is shown once; keep it where only its user can read it"
+                ));
+                output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
+            }
+            Command::List { server } => {
+                let answer: Value = server.api()?.get("/tokens").await?;
+                if server.json {
+                    return output::json(&answer);
+                }
+                for token in api::list::<Token>(&answer, "tokens")? {
+                    output::line(line(&token))?;
+                }
+                Ok(())
+            }
+            Command::Revoke { token, server } => {
+                let api = server.api()?;
+                let answer: Value = api.get("/tokens").await?;
+                let all = api::list::<Token>(&answer, "tokens")?;
+                let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
+                let named: Vec<_> = all.iter().filter(is_valid).collect();
+                let id = match (all.iter().find(|t| t.id == token), &named[..]) {
+                    (Some(found), _) => found.id.clone(),
+                    (None, [found]) => found.id.clone(),
+                    (None, []) => {
+                        return Err(wrong(format!(
+                            "no token is called {token}; `lockstep token list` shows them"
+                        )));
+                    }
+                    (None, several) => {
+                        return Err(wrong(format!(
+                            "{} tokens are called {token}; name one by its id",
+                            several.len()
+                        )));
+                    }
+                };
+                api.request(Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await?;
+                if server.json { output::json(&json!({ "revoked": id })) } else { output::line(id) }
+            }
+        }
+    })
+}
+
+/// `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.
+fn line(token: &Token) -> String {
+    let mut words = format!("{}  {:<6}  {}", token.id, token.scope, token.name);
+    let mut add = |text: String| {
+        words.push_str("  ");
+        words.push_str(&text);
+    };
+    if let Some(agent) = &token.agent {
+        add(format!("agent {agent}"));
+    }
+    match (token.revoked_at, token.expires_at) {
+        (Some(at), _) => add(format!("revoked {at}")),
+        (None, Some(at)) => add(format!("expires {at}")),
+        (None, None) => {}
+    }
+    add(token.last_used_at.map_or("never used".into(), |at| format!("last used {at}")));
+    words
+}
+
+/// Prints a link to sign in.
+///
+/// # Errors
+/// The server's refusal.
+pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
+    block_on(async {
+        let answer: Value = args.server.api()?.post("/login-links", &json!({})).await?;
+        if args.server.json {
+            return output::json(&answer);
+        }
+        output::line(answer.get("url").and_then(Value::as_str).unwrap_or_default())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_has_a_number_and_a_unit() {
+        for (text, secs) in
+            [("90s", 90), ("15m", 900), ("12h", 43_200), ("30d", 2_592_000), ("1y", 31_536_000)]
+        {
+            assert_eq!(seconds(text), Ok(secs));
+        }
+        for text in ["", "30", "d", "0d", "-1d", "1.5h", "99999999999999999999d", "1 d"] {
+            assert!(seconds(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The form to sign in.
+
+use crate::layout::{Bar, Nav, Viewer};
+use askama::Template;
+
+/// `GET /login`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "login.html")]
+pub struct LoginPage {
+    /// The page to go to then.
+    pub next: String,
+    /// Why the last attempt failed; empty for none.
+    pub error: String,
+}
+
+impl LoginPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar {
+        Nav::Elsewhere.seen_by(Viewer::NOBODY)
+    }
+}

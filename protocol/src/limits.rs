@@ -39,3 +39,5 @@ pub const TOKEN_NAME_CHARS: usize = 100;
 pub const TOKEN_DAYS: u32 = 36_525;
 /// Browsers that are signed in at once; of more, those that signed in first are signed out.
 pub const SESSIONS: usize = 10_000;
+/// Browsers that are signed in with one token at once; of more, its first is signed out.
+pub const SESSIONS_OF_A_TOKEN: usize = 100;

@@ -21,7 +21,7 @@ use codes::Codes;
 use jiff::Timestamp;
 use lockstep_protocol::{
     access::{Scope, Token},
-    limits::SESSIONS,
+    limits::{SESSIONS, SESSIONS_OF_A_TOKEN},
 };
 use std::{
     collections::HashMap,
@@ -128,8 +128,17 @@ impl Access {
             return vec![row.hash];
         };
         let mut gone = Vec::new();
-        while known.sessions.len() >= SESSIONS {
-            let oldest = known.sessions.values().min_by_key(|s| s.session_since);
+        loop {
+            // A token with many makes room for itself, and signs nobody else out.
+            let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
+            let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
+            let oldest = match has_many {
+                true => of_token.min_by_key(|s| s.session_since),
+                false if known.sessions.len() >= SESSIONS => {
+                    known.sessions.values().min_by_key(|s| s.session_since)
+                }
+                false => None,
+            };
             let Some(oldest) = oldest.map(|s| s.hash.clone()) else { break };
             if let Some(session) = known.sessions.remove(&oldest) {
                 session.ended.cancel();
@@ -140,7 +149,7 @@ impl Access {
             token: of.token.clone(),
             hash: row.hash.clone(),
             session_since: Some(row.created_at),
-            expires_at: Some(row.expires_at),
+            expires_at: Some(of.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
             // It ends with its token.
             ended: of.ended.child_token(),
             usage: of.usage.clone(),

@@ -118,6 +118,10 @@ pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
             return Err(ServeError::Plaintext(address.ip()));
         }
     }
+    // Whoever the proxy speaks for would come in with all rights.
+    if config.no_auth && (!config.trusted_proxies.is_empty() || config.public_url.is_some()) {
+        return Err(ServeError::OpenToOthers);
+    }
     let ip = config.listen.ip();
     if ip.is_loopback() {
         return Ok(());
@@ -141,6 +145,12 @@ pub enum ServeError {
          here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
     )]
     NotLoopback(IpAddr),
+    /// Others reach it through a proxy.
+    #[error(
+        "refusing --no-auth with --trusted-proxy or --public-url: whoever reaches the proxy could run jobs here; leave out --no-auth, so that \
+         requests need a token"
+    )]
+    OpenToOthers,
     /// An address that other machines can reach, without TLS.
     #[error(
         "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \

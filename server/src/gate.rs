@@ -40,6 +40,7 @@ pub(crate) fn cookie_name(app: &App) -> String {
 }
 
 pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Next) -> Response {
+    let tasks = app.tasks.clone();
     let method = request.method().clone();
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let needed = needed(&method, route.as_deref());
@@ -62,37 +63,51 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }
-    let response = next.run(request).await;
-
-    let signed_in = response.extensions().get::<SignedIn>().cloned();
-    let status = response.status();
-    let is_flood = caller.is_none() && status == StatusCode::TOO_MANY_REQUESTS;
-    if !is_flood && (signed_in.is_some() || rules::is_recorded(&method, route.as_deref())) {
-        let token = caller.as_ref().and_then(Caller::token);
-        let action = match (&signed_in, route.as_deref()) {
-            (_, Some("/login")) => "sign in".to_owned(),
-            (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
-        };
-        // A code or a token in an address must not be written down.
-        let object = if route.as_deref() == Some("/login") { path } else { object };
-        let (who, token_id) = match (signed_in, token) {
-            (Some(SignedIn { who, token_id }), _) => (who, token_id),
-            (None, Some(token)) => (token.name.clone(), token.id.clone()),
-            (None, None) => Default::default(),
-        };
-        app.audit.put(AuditEntry {
-            id: uuid::Uuid::now_v7().simple().to_string(),
-            at: crate::now(),
-            who,
-            token_id,
-            address,
-            action,
-            object,
-            status: status.as_u16(),
-            request_id: request_id.0,
-        });
+    let is_change = rules::is_recorded(&method, route.as_deref());
+    let work = async move {
+        let response = next.run(request).await;
+        let signed_in = response.extensions().get::<SignedIn>().cloned();
+        let status = response.status();
+        // Of strangers only wrong passwords, of which there is a limit: more would push out what others did.
+        let is_wrong_sign_in = route.as_deref() == Some("/login") && status == StatusCode::UNAUTHORIZED;
+        if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
+            let token = caller.as_ref().and_then(Caller::token);
+            let action = match (&signed_in, route.as_deref()) {
+                (_, Some("/login")) => "sign in".to_owned(),
+                (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
+            };
+            // A code or a token in an address must not be written down.
+            let object = if route.as_deref() == Some("/login") { path } else { object };
+            let (who, token_id) = match (signed_in, token) {
+                (Some(SignedIn { who, token_id }), _) => (who, token_id),
+                (None, Some(token)) => (token.name.clone(), token.id.clone()),
+                (None, None) => Default::default(),
+            };
+            app.audit.put(AuditEntry {
+                id: uuid::Uuid::now_v7().simple().to_string(),
+                at: crate::now(),
+                who,
+                token_id,
+                address,
+                action,
+                object,
+                status: status.as_u16(),
+                request_id: request_id.0,
+            });
+        }
+        response
+    };
+    if !is_change {
+        return work.await;
     }
-    response
+    // To its end and into the audit log also when the client hangs up meanwhile.
+    match tasks.spawn(work).await {
+        Ok(response) => response,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(error) => Error::Internal(format!("a request's work: {error}")).into_response(),
+        },
+    }
 }
 
 /// Who sends these headers; none when they do not say. A program's token counts before a browser's cookie.

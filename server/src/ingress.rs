@@ -93,7 +93,10 @@ impl Ingress {
         let mut client = from;
         for line in headers.get_all(FORWARDED_FOR).iter().rev() {
             for part in line.to_str().unwrap_or_default().rsplit(',') {
-                let Some(address) = forwarded_address(part) else { return client };
+                // A client on this machine comes without a proxy, so nobody may claim to be one.
+                let Some(address) = forwarded_address(part).filter(|address| !address.is_loopback()) else {
+                    return client;
+                };
                 client = address;
                 if !self.trusts(address) {
                     return client;
@@ -127,7 +130,8 @@ impl Ingress {
 
     /// Takes one of the address's requests; the seconds to wait when there is none left. Programs of this machine are not counted.
     pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
-        if peer.address.is_loopback() { Ok(()) } else { self.limit.take(peer.address) }
+        let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
+        if is_local { Ok(()) } else { self.limit.take(peer.address) }
     }
 
     /// Whether browsers are to use nothing but HTTPS for this host from now on: when they did, and its public URL says so.

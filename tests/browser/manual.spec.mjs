@@ -28,7 +28,7 @@ describe("a job as text", () => {
     await area.fill("[train\n");
     await until("also one of notation", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
     await page.getByRole("button", { name: "Submit job" }).click();
-    await until("which is not sent", async () => /mend them first/.test(await page.locator("#plan").textContent()));
+    await until("which is not sent", async () => /correct them first/.test(await page.locator("#plan").textContent()));
     await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
     await until("JSON is known by its looks", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
     assert.equal(await page.getByRole("button", { name: "JSON", exact: true }).getAttribute("aria-pressed"), "true");

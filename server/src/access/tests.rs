@@ -84,7 +84,10 @@ fn use_is_stored_once_and_sessions_have_a_limit() {
     assert!(access.take_used().is_empty(), "not for every request");
 
     let start = crate::now();
-    let made: Vec<_> = (0..=SESSIONS as u64)
+    let (other, earlier) = (Secret::token().unwrap(), Secret::plain().unwrap());
+    access.put_token(row("other", Scope::Admin, &other));
+    assert!(access.put_session(session("other", &earlier, start)).is_empty());
+    let made: Vec<_> = (0..=SESSIONS_OF_A_TOKEN as u64)
         .map(|n| {
             let secret = Secret::plain().unwrap();
             let gone = access.put_session(session("t", &secret, start + Duration::from_millis(n)));
@@ -93,8 +96,38 @@ fn use_is_stored_once_and_sessions_have_a_limit() {
         .collect();
     let (last, others) = made.split_last().unwrap();
     assert!(others.iter().all(|(_, gone)| gone.is_empty()));
-    assert_eq!(last.1, [made[0].0.hash.clone()], "the oldest makes room");
+    assert_eq!(last.1, [made[0].0.hash.clone()], "the token's oldest makes room");
     assert!(access.by_session(&made[0].0.text).is_none() && access.by_session(&made[1].0.text).is_some());
+    assert!(access.by_session(&earlier.text).is_some(), "nobody else is signed out");
+}
+
+#[test]
+fn all_sessions_have_a_limit() {
+    let access = Access::new(true);
+    let start = crate::now();
+    let mut first = None;
+    for n in 0..=SESSIONS {
+        let id = format!("t{}", n / SESSIONS_OF_A_TOKEN);
+        if n % SESSIONS_OF_A_TOKEN == 0 {
+            access.put_token(row(&id, Scope::Read, &Secret::token().unwrap()));
+        }
+        let secret = Secret::plain().unwrap();
+        let gone = access.put_session(session(&id, &secret, start + Duration::from_millis(n as u64)));
+        let first = first.get_or_insert(secret);
+        let expected = if n == SESSIONS { vec![first.hash.clone()] } else { Vec::new() };
+        assert_eq!(gone, expected, "{n}");
+    }
+}
+
+#[test]
+fn a_session_ends_with_its_token() {
+    let access = Access::new(true);
+    let (token, cookie) = (Secret::token().unwrap(), Secret::plain().unwrap());
+    let mut ending = row("t", Scope::Read, &token);
+    ending.token.expires_at = Some(crate::now() - Duration::from_secs(1));
+    access.put_token(ending);
+    access.put_session(session("t", &cookie, crate::now()));
+    assert!(access.by_session(&cookie.text).is_none(), "also before anything has looked for what is over");
 }
 
 #[test]

@@ -18,8 +18,9 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch.
-pub(crate) const STEPS: u64 = 160;
+/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. A quick machine does a thousand
+/// steps a second: a job has not ended before it is disturbed.
+pub(crate) const STEPS: u64 = 640;
 pub(crate) const EVERY: u64 = 40;
 
 /// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows
@@ -239,6 +240,7 @@ impl Row {
                     self.mended = Some(self.began.elapsed());
                     return;
                 }
+                assert_ne!(state, "succeeded", "{}: the job had ended before it was disturbed", self.fault);
             }
             assert!(Instant::now() < deadline, "{}: not mended", self.fault);
             tokio::time::sleep(Duration::from_millis(5)).await;

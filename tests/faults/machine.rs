@@ -177,7 +177,7 @@ fn faketime() -> PathBuf {
 async fn the_clock_is_set_forward_and_back() {
     let _turn = turn().await;
     // Long enough that it still reports after the second jump on a quick machine.
-    let steps = 4 * STEPS;
+    let steps = STEPS;
     let model = undisturbed(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
@@ -254,7 +254,7 @@ impl Drop for Disk {
 async fn root_the_disk_is_really_full_for_a_while() {
     let _turn = turn().await;
     // Longer than the disk is full.
-    let steps = 60 * STEPS;
+    let steps = 15 * STEPS;
     let model = undisturbed(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));

@@ -66,11 +66,12 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
 async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_left() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let mut child = bench.train("out", &[]).stdout(Stdio::piped()).spawn().expect("it starts");
+    // So long that its ranks are there for the whole test.
+    let long = ["--set", "train.epochs=1000"];
+    let mut child = bench.train("out", &long).stdout(Stdio::piped()).spawn().expect("it starts");
     until_step(&mut child, 1);
     let attempt = bench.out("out").join("attempts/1");
     let ranks = [0, 1].map(|rank| pid_of(&attempt, rank));
-    // So that they are there for the whole test.
     ranks.iter().for_each(|pid| signal(*pid, Signal::STOP));
     let refused = || {
         let output = bench.train("out", &["--resume", "latest"]).output().expect("it runs");

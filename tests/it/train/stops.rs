@@ -42,8 +42,10 @@ pub(super) fn is_gone(pid: i32) -> bool {
 async fn a_stopped_run_continues_to_the_same_bytes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    succeeded(&bench.train("whole", &[]).output().expect("it runs"));
-    let mut child = bench.train("parts", &[]).stdout(Stdio::piped()).spawn().expect("it starts");
+    // Long enough that it is not over when it is stopped.
+    let long = ["--set", "train.epochs=40"];
+    succeeded(&bench.train("whole", &long).output().expect("it runs"));
+    let mut child = bench.train("parts", &long).stdout(Stdio::piped()).spawn().expect("it starts");
     until_step(&mut child, 3);
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     let status = child.wait().expect("it ends");
@@ -51,9 +53,11 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
     for rank in 0..2 {
         assert!(is_gone(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
     }
-    let said = succeeded(&bench.train("parts", &["--resume", "latest"]).output().expect("it runs"));
-    assert!(said.contains("continuing from checkpoint 1-"), "{said}");
-    assert!(bench.model("parts", "2-24") == bench.model("whole", "2-24"));
+    let said = succeeded(
+        &bench.train("parts", &[&long[..], &["--resume", "latest"]].concat()).output().expect("it runs"),
+    );
+    assert!(said.contains("continuing from checkpoint "), "{said}");
+    assert!(bench.model("parts", "40-480") == bench.model("whole", "40-480"));
     assert!(bench.out("parts").join("attempts/2/rank.1.log").exists(), "an attempt of its own");
 }
 

@@ -32,6 +32,7 @@ mod pause;
 mod progressive;
 mod queue;
 mod recipes;
+mod second_account;
 mod streams;
 mod tls;
 mod train;

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Finished, Server, lockstep, number, turn},
     specs,
 };
 use reqwest::StatusCode;
@@ -215,6 +215,54 @@ fn secrets(server: &Server) -> Vec<String> {
     }
     assert!(secrets.len() > 2 && secrets.iter().all(|secret| secret.len() >= 16), "{}", secrets.len());
     secrets
+}
+
+/// Accepts connections on a port for six seconds and prints what it is sent.
+const LISTEN: &str = r#"
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", int(sys.argv[1]))); end = time.time() + 6
+while time.time() < end:
+    server.settimeout(max(0.01, end - time.time()))
+    try: peer, _ = server.accept()
+    except TimeoutError: break
+    peer.settimeout(0.5)
+    try: print(peer.recv(65536), flush=True)
+    except OSError: pass
+    peer.close()
+"#;
+
+#[tokio::test]
+async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
+    let mut server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
+    let port: u16 = server.url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+    server.kill_serve();
+    let listening = std::thread::spawn(move || as_other(&format!("python3 -c '{LISTEN}' {port}")));
+    let other: u32 = OTHER.parse().expect("a number");
+    let is_there = || {
+        let owners = lockstep_worker::host::listener_owners([127, 0, 0, 1].into(), port);
+        owners == [other]
+    };
+    server.until("the other account listens", async |_: &Server| is_there()).await;
+    let mut command = lockstep();
+    command.args(["list", "--data-dir", "data"]).current_dir(server.folder().path());
+    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).wrong(&[
+        "another account",
+        &format!("user id {OTHER}"),
+        "--token-file",
+    ]);
+    // The agent that is left tries to find its server again.
+    let log = server.folder().path().join("agent.2.log");
+    let told = async |_: &Server| {
+        let log = fs::read_to_string(&log).expect("a log");
+        log.contains("another account") && log.contains(OTHER)
+    };
+    server.until("the agent says why it waits", told).await;
+    let heard = words(&listening.join().expect("it listened"));
+    assert!(!heard.contains("lockstep_") && !heard.to_lowercase().contains("bearer"), "{heard}");
+    // Its own server comes back, and the agent to it.
+    server.serve_again().await;
+    server.until("the agent is back", async |s: &Server| s.slots().await > 0).await;
+    server.stop().await;
 }
 
 #[tokio::test]

@@ -151,6 +151,18 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
+/// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
+/// server that is away, and gets no token.
+fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
+    const ROOT: u32 = 0;
+    match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
+        None => Ok(()),
+        Some(uid) => {
+            Err(format!("another account (user id {uid}) listens there now, which is not sent the token"))
+        }
+    }
+}
+
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
@@ -192,9 +204,15 @@ impl Agent {
         let mut signals = Signals::new()?;
         let mut pause = RETRY.0;
         let mut complained = false;
+        // Of the server that first accepted this agent, where it is on this machine.
+        let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
-            let connecting = Session::connect(request);
+            let listeners = request.listeners();
+            let connecting = async {
+                same_account(&listeners, &owners)?;
+                Session::connect(request).await
+            };
             let session = tokio::select! {
                 session = connecting => session,
                 let_go = signals.next() => {
@@ -216,6 +234,9 @@ impl Agent {
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
                                 pause = RETRY.0;
+                                if owners.is_empty() {
+                                    owners = listeners;
+                                }
                             }
                             reason
                         }

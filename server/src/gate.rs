@@ -127,6 +127,9 @@ fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another one".into(),
                 Denied::Expired => "that token has expired; ask for another one".into(),
+                Denied::Disabled => {
+                    "the person whose token that is may not use this server; ask an admin".into()
+                }
             })
         });
     }

@@ -14,6 +14,8 @@ pub(crate) struct Credential {
     /// As it was stored.
     pub(super) token: Token,
     pub(super) hash: String,
+    /// What it allows now, within what its owner may do; `None` while the owner may nothing.
+    pub(super) scope: Option<Scope>,
     /// When the browser signed in, for a session.
     pub(super) session_since: Option<Timestamp>,
     pub(super) expires_at: Option<Timestamp>,
@@ -75,7 +77,22 @@ impl Caller {
 
     /// Whether this is enough where `needed` is asked for.
     pub(crate) fn may(&self, needed: Scope) -> bool {
-        self.0.as_ref().is_none_or(|c| c.token.scope.allows(needed))
+        self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
+    }
+
+    /// What it may do now; none under `--no-auth`.
+    pub(crate) fn scope(&self) -> Option<Scope> {
+        self.0.as_ref().and_then(|c| c.scope)
+    }
+
+    /// The person, signed in or by a token of its own.
+    pub(crate) fn person(&self) -> Option<&str> {
+        self.token().and_then(|token| token.owner.as_deref())
+    }
+
+    /// Whose the jobs and datasets are that it makes: a person's or a token's name; none under `--no-auth`.
+    pub(crate) fn owner(&self) -> Option<&str> {
+        self.token().map(|token| token.owner.as_deref().unwrap_or(&token.name))
     }
 
     /// The token, also of a session; none under `--no-auth`.

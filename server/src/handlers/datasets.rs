@@ -115,7 +115,7 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
         Inspected::Done { path, info } => (path, checked(*info)?),
         Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
-    let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
+    let dataset = Dataset { name: new.name, path, info, added_at: crate::now(), owner: None, private: false };
     app.store.add_dataset(&dataset).await?;
     Ok(Registered::Done(Box::new(dataset)))
 }

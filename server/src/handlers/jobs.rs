@@ -68,6 +68,8 @@ impl ListQuery {
         Ok(JobFilter {
             state,
             name: self.name.clone().filter(|n| !n.is_empty()),
+            owner: None,
+            seen_by: None,
             limit,
             cursor: cursor.map_err(Error::BadRequest)?,
         })

@@ -103,6 +103,7 @@ pub(crate) async fn create(
         scope: new.scope,
         agent,
         agent_id,
+        owner: None,
         created_at: now,
         expires_at: new.expires_in_secs.map(|secs| now + Duration::from_secs(secs)),
         revoked_at: None,

@@ -2,6 +2,7 @@
 
 mod agents;
 mod audit;
+mod people;
 mod routes;
 mod sessions;
 mod tokens;

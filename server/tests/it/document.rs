@@ -236,12 +236,16 @@ async fn what_is_answered_is_documented() {
     ] {
         good("get", path, &job, None, 200).await;
     }
-    for path in ["/tokens", "/audit"] {
+    let person = json!({"name": "pictures", "role": "viewer", "password": "correct horse"});
+    good("post", "/people", "", Some(person), 201).await;
+    good("patch", "/people/{name}", "", Some(json!({"role": "member"})), 200).await;
+    for path in ["/tokens", "/audit", "/people"] {
         good("get", path, "", None, 200).await;
     }
     let token = json!({"name": "t", "scope": "read"});
     let token = good("post", "/tokens", "", Some(token), 201).await;
     good("delete", "/tokens/{id}", token["id"].as_str().unwrap(), None, 204).await;
+    good("delete", "/people/{name}", "", None, 204).await;
     good("post", "/login-links", "", None, 201).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
@@ -325,11 +329,12 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }
 
-    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
+    // Sockets are opened elsewhere, a person changes its password there, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
     // minutes, forks with a key are jobs.
     let elsewhere = |call: &str, status: u16| {
         status == 101
             || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
+            || (call, status) == ("post /api/v1/password", 204)
             || (["post /api/v1/datasets", "post /api/v1/datasets/inspect"].contains(&call) && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
     };

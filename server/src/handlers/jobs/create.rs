@@ -88,7 +88,7 @@ pub(in crate::handlers) async fn store(
     write_folder(&folder, &spec).await.map_err(|error| {
         Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
     })?;
-    let new = NewJob { id, spec, at: crate::now(), idempotency: key, fork };
+    let new = NewJob { id, spec, at: crate::now(), idempotency: key, fork, owner: None };
     let created = app.store.create_job(new).await;
     if !matches!(created, Ok(Created::New(_))) {
         let _ = tokio::fs::remove_dir_all(&folder).await;

@@ -9,16 +9,19 @@ use std::time::Instant;
 /// What is open to strangers, to look at.
 const OPEN: [&str; 4] = ["/login", "/static/{*path}", "/healthz", "/readyz"];
 /// What needs `admin`, whatever the method.
-const ADMIN: [&str; 6] = [
+const ADMIN: [&str; 9] = [
     "/api/v1/tokens",
     "/api/v1/tokens/{id}",
+    "/api/v1/people",
+    "/api/v1/people/{name}",
+    "/people",
     "/api/v1/audit",
     "/audit",
     "/api/v1/agents/{id}/drain",
     "/api/v1/agents/{id}/undrain",
 ];
 /// What every signed-in person may do, whatever the method: it concerns nobody else.
-const OWN: [&str; 2] = ["/logout", "/api/v1/login-links"];
+const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
 const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 

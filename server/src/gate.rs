@@ -4,6 +4,7 @@
 //! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
 //! can forget it.
 
+mod ownership;
 mod rules;
 
 pub(crate) use rules::{Needed, needed};
@@ -22,7 +23,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
 };
-use lockstep_protocol::access::Scope;
+use lockstep_protocol::{access::Scope, people::Role};
 
 /// Longest address in the audit log, in characters.
 const OBJECT_CHARS: usize = 300;
@@ -57,8 +58,21 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     };
     match (&caller, needed) {
         (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
-        (None, Needed::Scope(_)) => return asked_to_sign_in(&method, &path, &object),
+        (Some(caller), Needed::AdminOrPerson) if !caller.may(Scope::Admin) && caller.person().is_none() => {
+            return refused(caller, Scope::Admin, &path);
+        }
+        (None, Needed::Scope(_) | Needed::AdminOrPerson) => {
+            return asked_to_sign_in(&method, &path, &object);
+        }
         _ => {}
+    }
+    if let (Some(caller), Some(route)) = (&caller, &route)
+        && let Err(error) = ownership::check(&app, caller, &method, route, &mut request).await
+    {
+        return match is_for_programs(&path) {
+            true => error.into_response(),
+            false => PageError(error).into_response(),
+        };
     }
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
@@ -179,8 +193,14 @@ pub(crate) fn login_address(back: &str) -> String {
 }
 
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
-    let (name, has) = caller.token().map_or(("", "none"), |token| (&token.name, token.scope.as_str()));
-    let detail = if scope == Scope::Agent {
+    let name = caller.token().map_or("", |token| &token.name);
+    let has = caller.scope().map_or("none", Scope::as_str);
+    let detail = if let Some(person) = caller.person().filter(|_| caller.session().is_some()) {
+        let roles = Role::ALL.into_iter().filter(|role| role.scope().allows(scope)).map(Role::as_str);
+        let roles = roles.collect::<Vec<_>>().join(" or ");
+        let what = if roles.is_empty() { "an agent's token".to_owned() } else { format!("the role {roles}") };
+        format!("this needs {what}, which {person} does not have; ask an admin")
+    } else if scope == Scope::Agent {
         format!(
             "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
         )

@@ -2,7 +2,10 @@
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
-use lockstep_protocol::people::{Person, Role};
+use lockstep_protocol::{
+    access::{Scope, Token},
+    people::{Person, Role},
+};
 
 /// `GET /people`.
 #[derive(Debug, Clone, Template)]
@@ -51,6 +54,12 @@ pub struct AccountPage {
     pub person: Option<Person>,
     /// The name of the token, otherwise.
     pub token: String,
+    /// The person's valid tokens.
+    pub tokens: Vec<Token>,
+    /// What a token of the person may be for.
+    pub scopes: Vec<Scope>,
+    /// A token that was made just now, shown this once; empty for none.
+    pub secret: String,
     /// The last change was made.
     pub done: bool,
     /// Why it was not; empty for none.

@@ -100,6 +100,27 @@ impl Caller {
         self.0.as_ref().map(|c| &c.token)
     }
 
+    /// Whether nothing is hidden from it: an admin, or anybody under `--no-auth`.
+    pub(crate) fn sees_all(&self) -> bool {
+        self.may(Scope::Admin)
+    }
+
+    /// Whether it sees what is private or not, and somebody's.
+    pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
+        !private || self.sees_all() || self.owns(owner)
+    }
+
+    /// Whether something is its own.
+    pub(crate) fn owns(&self, owner: Option<&str>) -> bool {
+        owner.is_some() && owner == self.owner()
+    }
+
+    /// As whom it is shown lists: without what is private to others. `None` sees all.
+    pub(crate) fn sees_as(&self) -> Option<String> {
+        // A caller without a name has no scope to come here with; it sees what is nobody's.
+        (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
+    }
+
     /// The hash of the session that this comes by.
     pub(crate) fn session(&self) -> Option<&str> {
         self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())

@@ -182,14 +182,8 @@ fn form(app: &App, next: &str, name: &str, error: Option<&str>) -> Page {
 fn failed(app: &App, from: IpAddr, next: &str, why: &str) -> Page {
     match app.access.sign_in_failed(from) {
         Ok(()) => form(app, next, "", Some(why)),
-        Err(wait) => Err(PageError(too_often(from, wait))),
+        Err(wait) => Err(PageError(people::too_often(from, wait))),
     }
-}
-
-/// The answer to one attempt too many.
-pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
-    let secs = wait.as_secs() + 1;
-    Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
 }
 
 /// Signs a person in whose password was right a moment ago.

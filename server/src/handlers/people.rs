@@ -15,7 +15,7 @@ use lockstep_protocol::{
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
-use std::net::IpAddr;
+use std::{net::IpAddr, time::Duration};
 use utoipa::ToSchema;
 
 /// A person to be added.
@@ -249,7 +249,13 @@ pub(super) async fn set_own(
 pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
     match why {
         NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
-        NotSignedIn::TooOften(wait) => super::login::too_often(from, wait),
+        NotSignedIn::TooOften(wait) => too_often(from, wait),
         NotSignedIn::NotChecked(error) => error.into(),
     }
+}
+
+/// The answer to one attempt too many.
+pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
+    let secs = wait.as_secs() + 1;
+    Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
 }

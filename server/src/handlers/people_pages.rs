@@ -5,6 +5,7 @@ use super::{
     login,
     pages::{Page, html, viewer},
     people::{self, NewPerson, OwnPassword, PersonChange},
+    tokens::{self, NewToken},
 };
 use crate::{
     access::{Caller, Password},
@@ -16,9 +17,9 @@ use axum::{
     Extension, Form,
     extract::State,
     http::StatusCode,
-    response::{IntoResponse, Redirect},
+    response::{IntoResponse, Redirect, Response},
 };
-use lockstep_protocol::people::Role;
+use lockstep_protocol::{access::Scope, people::Role, spec::SpecError};
 use lockstep_web::people::{AccountPage, PeoplePage};
 use serde::Deserialize;
 
@@ -131,40 +132,115 @@ pub(crate) async fn account(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AccountQuery>,
 ) -> Page {
-    account_page(&app, &caller, query.done, "")
+    account_page(&app, &caller, Said { done: query.done, ..Said::default() })
 }
 
-fn account_page(app: &App, caller: &Caller, done: bool, error: &str) -> Page {
+/// What the page of an account says besides what there is.
+#[derive(Default)]
+struct Said {
+    done: bool,
+    error: String,
+    /// A token that was made just now.
+    secret: String,
+}
+
+fn account_page(app: &App, caller: &Caller, said: Said) -> Page {
     let person = caller.person().and_then(|name| app.access.person(name)).map(|row| row.person);
-    let token = caller.token().map(|token| token.name.clone()).unwrap_or_default();
-    html(AccountPage { person, token, done, error: error.to_owned(), viewer: viewer(caller) }.render())
+    let mut tokens = app.access.tokens();
+    tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
+    tokens.retain(|token| token.is_valid(crate::now()));
+    let scopes = [Scope::Submit, Scope::Read, Scope::Admin];
+    html(
+        AccountPage {
+            person,
+            token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
+            tokens,
+            scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
+            secret: said.secret,
+            done: said.done,
+            error: said.error,
+            viewer: viewer(caller),
+        }
+        .render(),
+    )
 }
 
 /// `POST /account`
 #[derive(Debug, Deserialize)]
-pub(crate) struct AccountForm {
-    #[serde(default)]
-    current: Password,
-    #[serde(default)]
-    new: Password,
+#[serde(tag = "action", rename_all = "lowercase")]
+pub(crate) enum AccountForm {
+    Password {
+        current: Password,
+        new: Password,
+    },
+    Token {
+        name: String,
+        scope: Scope,
+        /// Days until it expires; empty for never.
+        #[serde(default)]
+        days: String,
+    },
+    Revoke {
+        id: String,
+    },
 }
 
-/// `POST /account`: another password, and a new session in place of all that there were.
+/// `POST /account`: another password, and a new session in place of all that there were; a token that is made or revoked.
 pub(crate) async fn change_account(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Extension(peer): Extension<Peer>,
     Form(form): Form<AccountForm>,
 ) -> Page {
-    let passwords = OwnPassword { current: form.current, new: form.new };
-    match people::set_own(&app, &caller, peer.address, passwords).await {
-        Ok(row) if caller.session().is_some() => {
-            Ok(login::sign_in_person(&app, &peer, &row, "/account?done=true").await?)
-        }
-        Ok(_) => Ok(Redirect::to("/account?done=true").into_response()),
+    match account_done(&app, &caller, &peer, form).await {
+        Ok(Done::Page(said)) => account_page(&app, &caller, said),
+        Ok(Done::Answer(answer)) => Ok(answer),
         Err(error) => {
-            let (status, words) = in_words(error)?;
-            Ok((status, account_page(&app, &caller, false, &words)?).into_response())
+            let (status, error) = in_words(error)?;
+            let page = account_page(&app, &caller, Said { error, ..Said::default() })?;
+            Ok((status, page).into_response())
+        }
+    }
+}
+
+enum Done {
+    Page(Said),
+    Answer(Response),
+}
+
+async fn account_done(app: &App, caller: &Caller, peer: &Peer, form: AccountForm) -> Result<Done> {
+    let again = || Done::Answer(Redirect::to("/account?done=true").into_response());
+    match form {
+        AccountForm::Password { current, new } => {
+            let row = people::set_own(app, caller, peer.address, OwnPassword { current, new }).await?;
+            match caller.session() {
+                Some(_) => {
+                    Ok(Done::Answer(login::sign_in_person(app, peer, &row, "/account?done=true").await?))
+                }
+                None => Ok(again()),
+            }
+        }
+        AccountForm::Token { name, scope, days } => {
+            if caller.person().is_none() {
+                return Err(Error::Conflict("only people have tokens of their own".into(), None));
+            }
+            let days = match days.trim() {
+                "" => None,
+                days => Some(days.parse::<u32>().map_err(|_| {
+                    Error::Invalid(vec![SpecError {
+                        pointer: "/days".into(),
+                        detail: "must be a number of days, or empty".into(),
+                    }])
+                })?),
+            };
+            let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
+            let new = NewToken { name, scope, agent: None, expires_in_secs };
+            let secret = tokens::make(app, caller, new).await?.secret;
+            Ok(Done::Page(Said { secret, ..Said::default() }))
+        }
+        AccountForm::Revoke { id } => {
+            tokens::end(app, caller, &id).await?;
+            Ok(again())
         }
     }
 }

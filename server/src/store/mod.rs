@@ -177,6 +177,8 @@ pub trait Store: Send + Sync + 'static {
     async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
     /// Whose a job is; `None` when there is none or it was deleted.
     async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;
+    /// Jobs that are private to others than this person or token.
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>>;
     /// Whose a dataset is.
     async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
 

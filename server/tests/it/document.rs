@@ -94,8 +94,12 @@ async fn answer_all(mut agent: Agent) {
 }
 
 /// A job that has run and left a checkpoint, its files and all.
-async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
-    let id = server.submit(|_| {}).await.id.to_string();
+pub async fn a_job(
+    server: &TestServer,
+    agent: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, String) {
+    let id = server.submit(change).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
@@ -126,7 +130,7 @@ async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
 async fn what_is_answered_is_documented() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent).await;
+    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let answering = tokio::spawn(answer_all(agent));
     let (_, document) = server.get("/openapi.json").await;
     let calls: Vec<(String, String, Value)> = document["paths"]

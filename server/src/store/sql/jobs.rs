@@ -356,15 +356,6 @@ impl SqlStore {
         Ok(readable(rows.iter().map(job_row)))
     }
 
-    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
-        let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
-        )
-        .fetch_all(&self.reader)
-        .await?;
-        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
-    }
-
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;

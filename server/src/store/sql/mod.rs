@@ -206,6 +206,9 @@ impl Store for SqlStore {
     async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
         self.read_owned_job(id).await
     }
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        self.list_hidden_from(owner).await
+    }
     async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
         self.read_owned_dataset(name).await
     }

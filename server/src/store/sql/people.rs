@@ -79,6 +79,16 @@ impl SqlStore {
         row.as_ref().map(owned).transpose()
     }
 
+    pub(super) async fn list_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        let ids: Vec<String> = sqlx::query_scalar(
+            "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL",
+        )
+        .bind(plain(owner))
+        .fetch_all(&self.reader)
+        .await?;
+        Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
+    }
+
     pub(super) async fn read_owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
         let row = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1")
             .bind(plain(name))

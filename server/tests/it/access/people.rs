@@ -156,15 +156,12 @@ async fn guessing_is_limited_by_address_and_by_name_and_others_sign_in_meanwhile
 async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
-    let median = async |name: &str, third: u8| {
-        let mut times = Vec::new();
-        for n in 1..=9 {
-            times.push(try_from(&server, [127, 0, third, n], name, "wrong password").await.2);
-        }
-        times.sort();
-        times[4]
-    };
-    let (known, unknown) = (median("ada", 3).await, median("nobody", 4).await);
+    // By turns, and the quickest of each: what else the machine does falls on both.
+    let (mut known, mut unknown) = (Duration::MAX, Duration::MAX);
+    for n in 1..=9 {
+        known = known.min(try_from(&server, [127, 0, 3, n], "ada", "wrong password").await.2);
+        unknown = unknown.min(try_from(&server, [127, 0, 4, n], "nobody", "wrong password").await.2);
+    }
     println!("a wrong password: {known:?}, an unknown name: {unknown:?}");
     assert!(unknown * 2 > known && known * 2 > unknown, "{known:?} {unknown:?}");
     server.stop().await;
@@ -273,11 +270,15 @@ async fn everybody_changes_the_own_password_and_nobody_else_s() {
     let other = server.signed_in("ada").await;
     let mut browser = server.signed_in("ada").await;
     assert!(browser.get("/account").await.text().await.unwrap().contains("own-password"));
-    let answer = browser.post("/account", "current=wrong+password&new=another+password").await;
+    let answer =
+        browser.post("/account", "action=password&current=wrong+password&new=another+password").await;
     assert_eq!(answer.status(), 422);
     assert!(answer.text().await.unwrap().contains("is not the password that you have"));
-    assert_eq!(browser.post("/account", "current=correct+horse&new=short").await.status(), 422);
-    let answer = browser.post("/account", "current=correct+horse&new=another+password").await;
+    assert_eq!(
+        browser.post("/account", "action=password&current=correct+horse&new=short").await.status(),
+        422
+    );
+    let answer = browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
     assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/account?done=true"));
     browser.take_cookie(&answer);
     assert_eq!(browser.get("/jobs").await.status(), 200, "this browser stays");

@@ -35,6 +35,10 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
+/// Put on an answer by a handler: what the request was about, where its address does not say it. The audit log has both.
+#[derive(Debug, Clone)]
+pub(crate) struct Concerns(pub(crate) String);
+
 /// The name of the cookie: browsers send a host's cookies to all its ports, and another server may be there.
 pub(crate) fn cookie_name(app: &App) -> String {
     format!("lockstep_{}", app.config.listen.port())
@@ -91,7 +95,11 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
                 (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
             // A code or a token in an address must not be written down.
-            let object = if route.as_deref() == Some("/login") { path } else { object };
+            let mut object = if route.as_deref() == Some("/login") { path } else { object };
+            if let Some(Concerns(what)) = response.extensions().get::<Concerns>() {
+                object.push_str(": ");
+                object.extend(what.chars().take(OBJECT_CHARS));
+            }
             let (who, token_id) = match (signed_in, token) {
                 (Some(SignedIn { who, token_id }), _) => (who, token_id),
                 (None, Some(token)) => (token.name.clone(), token.id.clone()),

@@ -192,6 +192,9 @@ pub(crate) async fn job(
         .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
         .collect();
     let attempts = app.store.attempts(&id).await?;
+    let may_change = !app.access.has_people()
+        || caller.sees_all()
+        || (caller.may(Scope::Submit) && caller.owns(job.owner.as_deref()));
     let folder = app.job_dir(&id);
     let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
     html(
@@ -204,6 +207,7 @@ pub(crate) async fn job(
             server_url,
             now: crate::now(),
             viewer: viewer(&caller),
+            may_change,
         }
         .render(),
     )

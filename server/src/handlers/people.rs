@@ -5,6 +5,7 @@ use crate::{
     access::{Caller, NotSignedIn, Password, PasswordError},
     app::App,
     error::{Error, Problem, Result},
+    gate::Concerns,
     ingress::Peer,
     store::PersonRow,
 };
@@ -94,8 +95,9 @@ pub(crate) async fn list(State(app): State<App>) -> Json<PersonList> {
 pub(crate) async fn create(
     State(app): State<App>,
     Body(new, _): Body<NewPerson>,
-) -> Result<(StatusCode, Json<Person>)> {
-    Ok((StatusCode::CREATED, Json(add(&app, new, false).await?.person)))
+) -> Result<(StatusCode, Extension<Concerns>, Json<Person>)> {
+    let person = add(&app, new, false).await?.person;
+    Ok((StatusCode::CREATED, Extension(Concerns(person.name.clone())), Json(person)))
 }
 
 /// Adds a person; with `first` only where there is nobody yet.

@@ -11,6 +11,7 @@ use crate::{
     access::{Caller, Password},
     app::App,
     error::{Error, Result},
+    gate::Concerns,
     ingress::Peer,
 };
 use axum::{
@@ -71,11 +72,12 @@ pub(crate) async fn change(
     Form(form): Form<PeopleForm>,
 ) -> Page {
     let name = form.name.trim().to_owned();
+    let concerns = Extension(Concerns(format!("{:?} {name:?}", form.action)));
     match done(&app, &name, form).await {
-        Ok(()) => Ok(Redirect::to("/people").into_response()),
+        Ok(()) => Ok((concerns, Redirect::to("/people")).into_response()),
         Err(error) => {
             let (status, words) = in_words(error)?;
-            Ok((status, people_page(&app, &caller, &name, &words)?).into_response())
+            Ok((status, concerns, people_page(&app, &caller, &name, &words)?).into_response())
         }
     }
 }

@@ -89,7 +89,9 @@ async fn members_change_their_own_jobs_and_admins_all() {
     assert_eq!(server.as_who(&otto, "DELETE", &hers, None).await.0, 403);
     assert_eq!(server.as_who(&otto, "GET", &hers, None).await.0, 200, "it is not private");
     let page = otto.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
-    assert!(page.contains("href=\"/jobs?owner=mona\""), "{page}");
+    assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-others"), "{page}");
+    let page = mona.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
+    assert!(!page.contains("data-others"), "{page}");
     assert_eq!(server.as_who(&ada, "PATCH", &hers, note()).await.0, 200);
     assert_eq!(server.as_who(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
     assert_eq!(server.as_who(&mona, "DELETE", &hers, None).await.0, 204);

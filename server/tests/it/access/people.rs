@@ -323,6 +323,11 @@ async fn the_page_of_people_does_what_the_interface_does() {
     assert_eq!(people["people"][1]["role"], "member", "{people}");
     assert_eq!(post("action=remove&name=bob").await, 303);
     assert_eq!(post("action=remove&name=bob").await, 404);
+    let (_, log) = server.get("/audit").await;
+    for what in ["/people: Disable \"bob\"", "/people: Role \"bob\"", "/api/v1/people: ada"] {
+        let there = log["entries"].as_array().unwrap().iter().any(|entry| entry["object"] == what);
+        assert!(there, "{what}: {log}");
+    }
     // A page of another origin does nothing with this cookie.
     let request = ada.client.post(server.url("/people")).header("cookie", &ada.cookie);
     let request = request.header("origin", "http://evil.example").body("action=remove&name=ada");

@@ -3,7 +3,7 @@
 //! A right token or code is always taken, so nobody is kept out by the attempts of others behind the same address: there, what is
 //! limited is guessing, and what guessing writes into logs. A password is dear to check and may be guessed from many addresses, so an
 //! attempt with one is counted before it is checked, and refused unchecked beyond the limit. So that guessing does not keep a
-//! person out, an address from which the person has signed in before is counted by itself.
+//! person out, an address from which the person has signed in before (since the server's start) is counted by itself.
 
 use std::{
     collections::HashMap,
@@ -105,8 +105,8 @@ impl Attempts {
         if count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt with a name and a password, before it is checked.
-    pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<(), Duration> {
+    /// Counts an attempt with a name and a password, before it is checked; whether the person has signed in from there before.
+    pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = network(from);
         let pair = (name.to_owned(), from);
@@ -115,7 +115,7 @@ impl Attempts {
                 return Err(wait);
             }
             add(&mut counters.familiar, pair);
-            return Ok(());
+            return Ok(true);
         }
         counters.make_room(from)?;
         let waits = [full(&counters.addresses, &from, MOST), full(&counters.names, &pair.0, MOST_OF_A_NAME)];
@@ -127,7 +127,7 @@ impl Attempts {
         }
         add(&mut counters.addresses, from);
         add(&mut counters.names, pair.0);
-        Ok(())
+        Ok(false)
     }
 
     /// The attempt that was counted last was with the right password.
@@ -199,13 +199,13 @@ mod tests {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MOST_OF_A_NAME {
-            assert_eq!(attempts.begin("ada", address(n)), Ok(()), "{n}");
+            assert_eq!(attempts.begin("ada", address(n)), Ok(false), "{n}");
         }
         assert!(attempts.begin("ada", address(MOST_OF_A_NAME)).is_err(), "one past it");
-        assert_eq!(attempts.begin("bob", address(0)), Ok(()), "another name");
+        assert_eq!(attempts.begin("bob", address(0)), Ok(false), "another name");
         if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().names.get_mut("ada").unwrap().1 = long_ago;
-            assert_eq!(attempts.begin("ada", address(MOST_OF_A_NAME)), Ok(()), "a minute later");
+            assert_eq!(attempts.begin("ada", address(MOST_OF_A_NAME)), Ok(false), "a minute later");
         }
     }
 
@@ -213,12 +213,12 @@ mod tests {
     fn where_a_person_has_signed_in_before_guesses_of_others_do_not_count() {
         let attempts = Attempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
-        for _ in 0..100 {
-            assert_eq!(attempts.begin("ada", office), Ok(()), "right passwords are not limited");
+        for n in 0..100 {
+            assert_eq!(attempts.begin("ada", office), Ok(n > 0), "right passwords are not limited");
             attempts.succeeded("ada", office);
         }
         for _ in 0..MOST {
-            assert_eq!(attempts.begin("bob", office), Ok(()));
+            assert_eq!(attempts.begin("bob", office), Ok(false));
         }
         assert!(attempts.begin("bob", office).is_err());
         for n in 3..200 {
@@ -226,11 +226,11 @@ mod tests {
         }
         assert!(attempts.begin("ada", elsewhere).is_err(), "her name is being guessed");
         for n in 0..MOST {
-            assert_eq!(attempts.begin("ada", office), Ok(()), "{n}");
+            assert_eq!(attempts.begin("ada", office), Ok(true), "{n}");
         }
         assert!(attempts.begin("ada", office).is_err(), "there, too, ten guesses and no more");
         attempts.not_checked("ada", office);
-        assert_eq!(attempts.begin("ada", office), Ok(()), "one of them was none");
+        assert_eq!(attempts.begin("ada", office), Ok(true), "one of them was none");
     }
 
     #[test]
@@ -238,7 +238,7 @@ mod tests {
         let attempts = Attempts::default();
         for n in 0..=NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
-            assert_eq!(attempts.begin(&format!("n{n}"), from), Ok(()));
+            assert_eq!(attempts.begin(&format!("n{n}"), from), Ok(false));
             attempts.succeeded(&format!("n{n}"), from);
         }
         let counters = attempts.counters();

@@ -16,7 +16,16 @@ const AT_ONCE: usize = 4;
 /// How many requests may wait for that.
 const WAITING: usize = 100;
 /// The longest wait.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Behind whom a password waits for its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lane {
+    /// Behind everybody's, also those of somebody who guesses.
+    Strangers,
+    /// From where the person has signed in before: behind the few others of that kind.
+    Familiar,
+}
 
 /// Why a password was not hashed.
 #[derive(Debug)]
@@ -43,6 +52,8 @@ impl fmt::Debug for Password {
 pub(super) struct Passwords {
     turns: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
+    /// One of its own, and as many who may wait for it.
+    familiar: (Arc<Semaphore>, Arc<Semaphore>),
 }
 
 impl Default for Passwords {
@@ -51,6 +62,7 @@ impl Default for Passwords {
         Self {
             turns: Arc::new(Semaphore::new((cores / 2).clamp(1, AT_ONCE))),
             waiting: Arc::new(Semaphore::new(WAITING)),
+            familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(WAITING))),
         }
     }
 }
@@ -58,7 +70,7 @@ impl Default for Passwords {
 impl Passwords {
     /// The hash that is stored, with a salt of its own.
     pub(super) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
-        self.work(move || {
+        self.work(Lane::Strangers, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
             hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())
         })
@@ -70,8 +82,9 @@ impl Passwords {
         &self,
         password: Password,
         hash: Option<String>,
+        lane: Lane,
     ) -> Result<bool, PasswordError> {
-        self.work(move || {
+        self.work(lane, move || {
             let Some(hash) = hash else {
                 let mut thrown_away = [0; Params::DEFAULT_OUTPUT_LEN];
                 let hashed = argon2()?.hash_password_into(password.0.as_bytes(), &[0; 16], &mut thrown_away);
@@ -87,9 +100,10 @@ impl Passwords {
 
     async fn work<T: Send + 'static>(
         &self,
+        lane: Lane,
         work: impl FnOnce() -> Result<T, String> + Send + 'static,
     ) -> Result<T, PasswordError> {
-        let turn = self.turn().await?;
+        let turn = self.turn(lane).await?;
         let done = tokio::task::spawn_blocking(move || {
             // Until the work is done, also when nobody waits for it any more.
             let _turn = turn;
@@ -98,9 +112,13 @@ impl Passwords {
         done.await.map_err(|error| PasswordError::Failed(error.to_string()))?.map_err(PasswordError::Failed)
     }
 
-    async fn turn(&self) -> Result<OwnedSemaphorePermit, PasswordError> {
-        let _waiting = self.waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
-        let turn = tokio::time::timeout(PATIENCE, self.turns.clone().acquire_owned()).await;
+    async fn turn(&self, lane: Lane) -> Result<OwnedSemaphorePermit, PasswordError> {
+        let (turns, waiting) = match lane {
+            Lane::Strangers => (&self.turns, &self.waiting),
+            Lane::Familiar => (&self.familiar.0, &self.familiar.1),
+        };
+        let _waiting = waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
+        let turn = tokio::time::timeout(PATIENCE, turns.clone().acquire_owned()).await;
         turn.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
     }
 }
@@ -126,12 +144,17 @@ mod tests {
         let second = passwords.hash(password("correct horse")).await.unwrap();
         assert!(first.starts_with("$argon2id$v=19$m=19456,t=2,p=1$"), "{first}");
         assert_ne!(first, second);
-        assert!(passwords.verify(password("correct horse"), Some(first.clone())).await.unwrap());
+        assert!(
+            passwords.verify(password("correct horse"), Some(first.clone()), Lane::Strangers).await.unwrap()
+        );
         for wrong in ["correct horsf", "", "correct horse "] {
-            assert!(!passwords.verify(password(wrong), Some(first.clone())).await.unwrap(), "{wrong}");
+            assert!(
+                !passwords.verify(password(wrong), Some(first.clone()), Lane::Strangers).await.unwrap(),
+                "{wrong}"
+            );
         }
-        assert!(!passwords.verify(password("correct horse"), None).await.unwrap());
-        assert!(passwords.verify(password("x"), Some("no hash".into())).await.is_err());
+        assert!(!passwords.verify(password("correct horse"), None, Lane::Strangers).await.unwrap());
+        assert!(passwords.verify(password("x"), Some("no hash".into()), Lane::Strangers).await.is_err());
         assert!(!format!("{:?}", password("correct horse")).contains("horse"));
     }
 
@@ -144,13 +167,20 @@ mod tests {
         let waiting: Vec<_> = (0..WAITING)
             .map(|_| {
                 let passwords = passwords.clone();
-                tokio::spawn(async move { passwords.verify(password("x"), None).await.is_ok() })
+                tokio::spawn(
+                    async move { passwords.verify(password("x"), None, Lane::Strangers).await.is_ok() },
+                )
             })
             .collect();
         while passwords.waiting.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
-        assert!(matches!(passwords.verify(password("x"), None).await, Err(PasswordError::Busy)));
+        assert!(matches!(
+            passwords.verify(password("x"), None, Lane::Strangers).await,
+            Err(PasswordError::Busy)
+        ));
+        let familiar = passwords.verify(password("x"), None, Lane::Familiar).await;
+        assert!(familiar.is_ok(), "who has signed in before does not wait behind them");
         for one in waiting.iter().skip(1) {
             one.abort();
         }
@@ -160,6 +190,6 @@ mod tests {
         for aborted in waiting {
             assert!(aborted.await.is_err());
         }
-        assert!(passwords.verify(password("x"), None).await.is_ok(), "and the next do, too");
+        assert!(passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(), "and the next do, too");
     }
 }

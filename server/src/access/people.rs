@@ -4,7 +4,7 @@
 use super::{
     Access, Known,
     caller::{Credential, Usage},
-    passwords::{Password, PasswordError},
+    passwords::{Lane, Password, PasswordError},
 };
 use crate::store::{PersonRow, principal};
 use lockstep_protocol::{
@@ -177,12 +177,15 @@ impl Access {
     ) -> Result<PersonRow, NotSignedIn> {
         // What cannot be a name is counted as one, so that nobody fills the memory with names.
         let counted = if name_mistake(name).is_none() { name } else { "" };
-        self.attempts.begin(counted, from).map_err(NotSignedIn::TooOften)?;
+        let lane = match self.attempts.begin(counted, from).map_err(NotSignedIn::TooOften)? {
+            true => Lane::Familiar,
+            false => Lane::Strangers,
+        };
         if password_mistake(&password.0).is_some() {
             return Err(NotSignedIn::Wrong);
         }
         let row = self.person(name).filter(|row| row.person.disabled_at.is_none());
-        match self.passwords.verify(password, row.as_ref().map(|row| row.hash.clone())).await {
+        match self.passwords.verify(password, row.as_ref().map(|row| row.hash.clone()), lane).await {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {

@@ -156,15 +156,21 @@ async fn guessing_is_limited_by_address_and_by_name_and_others_sign_in_meanwhile
 async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
-    // By turns, and the quickest of each: what else the machine does falls on both.
-    let (mut known, mut unknown) = (Duration::MAX, Duration::MAX);
-    for n in 1..=9 {
-        known = known.min(try_from(&server, [127, 0, 3, n], "ada", "wrong password").await.2);
-        unknown = unknown.min(try_from(&server, [127, 0, 4, n], "nobody", "wrong password").await.2);
+    // By turns, and the quickest of each, since other tests take the cores meanwhile: in one of some rounds they are alike. A name
+    // whose attempts were not hashed would be ten times as quick in all.
+    for round in 1..=6 {
+        let (mut known, mut unknown) = (Duration::MAX, Duration::MAX);
+        for n in 1..=5 {
+            known = known.min(try_from(&server, [127, 3, round, n], "ada", "wrong password").await.2);
+            unknown = unknown.min(try_from(&server, [127, 4, round, n], "nobody", "wrong password").await.2);
+        }
+        eprintln!("a wrong password: {known:?}, an unknown name: {unknown:?}");
+        if unknown * 3 > known * 2 && known * 3 > unknown * 2 {
+            server.stop().await;
+            return;
+        }
     }
-    println!("a wrong password: {known:?}, an unknown name: {unknown:?}");
-    assert!(unknown * 2 > known && known * 2 > unknown, "{known:?} {unknown:?}");
-    server.stop().await;
+    panic!("the one takes longer than the other");
 }
 
 #[tokio::test]

@@ -105,8 +105,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result<()> {
-    let answer = server.api()?.request(Method::PATCH, &path(name)?, Some(body)).await?;
-    show(server, &answer.json().await?)
+    let api = server.api()?;
+    let changed: Value = api.read(api.request(Method::PATCH, &path(name)?, Some(body)).await?).await?;
+    show(server, &changed)
 }
 
 /// The address of a person. What cannot be a name must not become another address.

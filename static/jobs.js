@@ -12,7 +12,7 @@ const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dat
 let notes = {};
 const filter = () => {
   const at = new URL(location.href).searchParams;
-  return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "" };
+  return { state: at.get("state") ?? "", name: at.get("name") ?? "", owner: at.get("owner") ?? "", tag: at.get("tag") ?? "" };
 };
 let asked = 0, next = null, reading = false;
 /** The rows that came with the page are shown before any is changed. */
@@ -20,8 +20,8 @@ const shown = drawn();
 const bulk = new Bulk(rows, jobs, () => annotations());
 
 const tagsOf = (id) => notes[id]?.tags ?? [];
-const matches = (job, { state, name, tag }) =>
-  (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
+const matches = (job, { state, name, owner, tag }) =>
+  (!state || job.state === state) && (!owner || job.owner === owner) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;
@@ -31,13 +31,13 @@ async function annotations() {
 
 /** One part of what matches, after `cursor`. Few have a tag: those are read one by one. */
 async function part(cursor) {
-  const { state, name, tag } = filter();
+  const { state, name, owner, tag } = filter();
   if (tag) {
     await annotations();
     const ids = Object.keys(notes).filter((id) => tagsOf(id).includes(tag)).sort().reverse();
     return { jobs: (await Promise.all(ids.map((id) => ask(`/api/v1/jobs/${id}`).catch(() => null)))).filter((j) => j && matches(j, filter())), next: null };
   }
-  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, cursor, limit: PART }).filter(([, v]) => v))}`);
+  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, owner, cursor, limit: PART }).filter(([, v]) => v))}`);
 }
 
 /** Reads the list again: after a change of the filter, and after a time without the stream. */
@@ -90,12 +90,12 @@ function remove(id) {
 }
 
 function empty() {
-  const { state, name, tag } = filter();
+  const { state, name, owner, tag } = filter();
   // What was shown is gone, and there are older ones: those come into its place.
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const filtered = Boolean(state || name || tag);
+  const filtered = Boolean(state || name || owner || tag);
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;

@@ -31,6 +31,8 @@ CREATE TABLE jobs (
     fencing_secret TEXT,
     parent_job TEXT,
     parent_checkpoint TEXT,
+    owner TEXT,
+    private BIGINT NOT NULL DEFAULT 0,
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
@@ -111,7 +113,9 @@ CREATE TABLE datasets (
     name TEXT COLLATE "C" PRIMARY KEY,
     path TEXT NOT NULL,
     info TEXT NOT NULL,
-    added_at BIGINT NOT NULL
+    added_at BIGINT NOT NULL,
+    owner TEXT,
+    private BIGINT NOT NULL DEFAULT 0
 );
 
 CREATE TABLE agents (
@@ -149,7 +153,16 @@ CREATE TABLE tokens (
     created_at BIGINT NOT NULL,
     expires_at BIGINT,
     revoked_at BIGINT,
-    last_used_at BIGINT
+    last_used_at BIGINT,
+    owner TEXT
+);
+
+CREATE TABLE people (
+    name TEXT COLLATE "C" PRIMARY KEY,
+    hash TEXT NOT NULL,
+    role TEXT NOT NULL,
+    created_at BIGINT NOT NULL,
+    disabled_at BIGINT
 );
 
 CREATE TABLE sessions (

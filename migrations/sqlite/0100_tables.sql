@@ -40,6 +40,9 @@ CREATE TABLE jobs (
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
+    -- Who submitted it: a person, or a token by its name. A private one is seen by its owner and admins alone.
+    owner TEXT,
+    private INTEGER NOT NULL DEFAULT 0,
     -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
     deleted_at INTEGER
 ) STRICT;
@@ -140,7 +143,9 @@ CREATE TABLE datasets (
     name TEXT PRIMARY KEY,
     path TEXT NOT NULL,
     info TEXT NOT NULL,
-    added_at INTEGER NOT NULL
+    added_at INTEGER NOT NULL,
+    owner TEXT,
+    private INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE agents (
@@ -184,7 +189,19 @@ CREATE TABLE tokens (
     expires_at INTEGER,
     revoked_at INTEGER,
     -- To the minute.
-    last_used_at INTEGER
+    last_used_at INTEGER,
+    -- The person whose token it is; NULL for programs' and machines'.
+    owner TEXT
+) STRICT;
+
+-- People who sign in by name and password.
+CREATE TABLE people (
+    name TEXT PRIMARY KEY,
+    -- Of the password: argon2id, as a PHC string.
+    hash TEXT NOT NULL,
+    role TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    disabled_at INTEGER
 ) STRICT;
 
 -- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.

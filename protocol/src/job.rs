@@ -168,6 +168,9 @@ pub struct Job {
     /// What it was forked from.
     #[serde(default)]
     pub parent: Option<Parent>,
+    /// The person who submitted it, or the name of the token that did; absent where nobody is asked who they are.
+    #[serde(default)]
+    pub owner: Option<String>,
     /// What of it is stored in a way that this version of the server does not understand. Such a job is shown as far as
     /// it can be read, and not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]

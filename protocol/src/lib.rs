@@ -11,6 +11,7 @@ pub mod inspect;
 pub mod job;
 pub mod limits;
 pub mod metric;
+pub mod people;
 pub mod pickle;
 pub mod reason;
 pub mod spec;

@@ -37,6 +37,9 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
+    /// Only its owner and admins see the job.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub private: bool,
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
@@ -118,6 +121,7 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
+            private: false,
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),

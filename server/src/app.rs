@@ -6,6 +6,7 @@ use crate::{
     audit::Audit,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
+    dataset_roots::DatasetRoots,
     evaluations::Evaluations,
     hub::Hub,
     inbox::Inbox,
@@ -40,6 +41,7 @@ pub struct Parts {
     /// Who may do what.
     pub(crate) access: Access,
     pub(crate) audit: Audit,
+    pub(crate) dataset_roots: DatasetRoots,
     /// When a client without a token last asked whether jobs can be stored, and the response.
     pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(crate) hub: Arc<Hub>,
@@ -79,6 +81,7 @@ impl App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
             audit,
+            dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
             config,

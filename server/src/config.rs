@@ -70,6 +70,9 @@ pub struct ServeConfig {
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
+    /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
+    /// server; elsewhere only admins register datasets.
+    pub dataset_roots: Vec<PathBuf>,
     /// Entries of the audit log that are kept.
     pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
@@ -101,6 +104,7 @@ impl ServeConfig {
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
             no_auth: false,
+            dataset_roots: Vec::new(),
             audit_entries: 100_000,
             connections: None,
         }

@@ -26,7 +26,7 @@ const LIST_BACKLOG: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
-    list: broadcast::Sender<Arc<str>>,
+    list: broadcast::Sender<Listed>,
     /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
     unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
@@ -38,6 +38,15 @@ struct Watched {
     /// Without a gap.
     recent: VecDeque<Arc<EventRow>>,
     recent_bytes: usize,
+}
+
+/// A frame of the list, and who may read it.
+#[derive(Debug, Clone)]
+pub(crate) struct Listed {
+    pub(crate) text: Arc<str>,
+    pub(crate) owner: Option<Arc<str>>,
+    /// For its owner and admins alone.
+    pub(crate) private: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -129,7 +138,7 @@ impl Hub {
     }
 
     /// Frames of the list, from now.
-    pub(crate) fn list(&self) -> broadcast::Receiver<Arc<str>> {
+    pub(crate) fn list(&self) -> broadcast::Receiver<Listed> {
         self.list.subscribe()
     }
 
@@ -138,13 +147,15 @@ impl Hub {
         loop {
             self.wake.notified().await;
             for (id, job) in std::mem::take(&mut *lock(&self.unpublished)) {
+                let owner = job.as_ref().and_then(|job| job.owner.as_deref()).map(Arc::from);
+                let private = job.as_ref().is_some_and(|job| job.spec.private);
                 let frame = match job {
                     Some(job) => Frame::Job { job: Box::new(job) },
                     None => Frame::JobDeleted { id: id.to_string() },
                 };
                 if let Ok(text) = serde_json::to_string(&frame) {
                     // Nobody listening is no error.
-                    let _ = self.list.send(text.into());
+                    let _ = self.list.send(Listed { text: text.into(), owner, private });
                 }
             }
             tokio::time::sleep(LIST_EVERY).await;

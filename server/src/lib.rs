@@ -11,6 +11,7 @@ mod audit;
 mod audit_log;
 mod compaction_queue;
 pub mod config;
+mod dataset_roots;
 mod dispatch;
 mod document;
 mod error;

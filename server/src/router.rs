@@ -8,7 +8,7 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation, fork,
-        health, jobs, login, logs, metrics, pages, pictures, predict, stream, tokens,
+        health, jobs, login, logs, metrics, pages, people, people_pages, pictures, predict, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -81,6 +81,9 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agent_socket::socket))
         .routes(routes!(tokens::list, tokens::create))
         .routes(routes!(tokens::revoke))
+        .routes(routes!(people::list, people::create))
+        .routes(routes!(people::change, people::delete))
+        .routes(routes!(people::change_own))
         .routes(routes!(login::link))
         .routes(routes!(audit::list))
         .routes(routes!(stream::job_stream))
@@ -105,7 +108,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 12] {
+fn pages() -> [(&'static str, MethodRouter<App>); 14] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
@@ -115,6 +118,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 12] {
         ("/datasets", get(pages::datasets).post(pages::add_dataset)),
         ("/machines", get(pages::machines)),
         ("/audit", get(pages::audit)),
+        ("/people", get(people_pages::all).post(people_pages::change)),
+        ("/account", get(people_pages::account).post(people_pages::change_account)),
         ("/login", get(login::show).post(login::submit)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),

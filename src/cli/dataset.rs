@@ -44,6 +44,9 @@ enum Action {
         /// The folder that the copy is written to; when absent, PATH-SIDE next to a folder PATH
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
+        /// Only you and admins see it
+        #[arg(long)]
+        private: bool,
         #[command(flatten)]
         pictures: prepare::Pictures,
         #[command(flatten)]
@@ -79,14 +82,15 @@ enum Action {
 /// Exit status 2 when the files are no dataset, there is none of the name, or jobs need it, with what is wrong.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Add { name, path, prepare, to, pictures, server } => {
+        Action::Add { name, path, prepare, to, pictures, server, private } => {
             let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
-            let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
+            let dataset =
+                block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
             if server.json {
                 return output::json(&dataset);
             }

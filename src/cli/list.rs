@@ -12,6 +12,9 @@ pub(crate) struct Args {
     /// Only jobs whose name contains this
     #[arg(long)]
     name: Option<String>,
+    /// Only jobs of this person, or of the token with this name
+    #[arg(long)]
+    owner: Option<String>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -25,6 +28,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut jobs = block_on(api.jobs())?;
     jobs.retain(|job| {
         args.state.is_none_or(|state| job.state == state)
+            && (args.owner.is_none() || job.owner == args.owner)
             && args.name.as_ref().is_none_or(|name| job.name.contains(name.as_str()))
     });
     if args.server.json {

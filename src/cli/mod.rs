@@ -31,6 +31,7 @@ pub(crate) mod show;
 pub(crate) mod submit;
 pub(crate) mod token;
 pub(crate) mod train;
+pub(crate) mod user;
 pub(crate) mod validate;
 pub(crate) mod watch;
 

@@ -65,6 +65,10 @@ pub(crate) struct Args {
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
+    /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
+    /// by admins alone where other machines reach the server]
+    #[arg(long, value_name = "DIR")]
+    dataset_root: Vec<PathBuf>,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -100,6 +104,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     });
     config.database = args.database;
     config.no_auth = args.no_auth;
+    config.dataset_roots = args.dataset_root;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),

@@ -29,6 +29,7 @@ mod finetune;
 mod first_loss;
 mod life;
 mod pause;
+mod people;
 mod progressive;
 mod queue;
 mod recipes;

@@ -10,6 +10,8 @@
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
 //! | `GET /login` | [`login::LoginPage`] | |
+//! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
+//! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
 //!
@@ -25,4 +27,5 @@ pub mod layout;
 pub mod login;
 pub mod machines;
 pub mod numbers;
+pub mod people;
 pub mod submit;

@@ -82,7 +82,11 @@ const fn number(min: f64, max: f64) -> Kind {
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
-        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
+        keys: &[
+            ("name", Kind::Text { min: 1, max: 200 }),
+            ("priority", whole(-1000, 1000)),
+            ("private", Kind::Bool),
+        ],
     },
     Section {
         name: "model",

@@ -5,12 +5,13 @@ use super::{
     inspections::{self, Inspected, InspectionProgress, WaitFor},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     store::StoreError,
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::State,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -43,6 +44,19 @@ pub(crate) struct NewDataset {
     pub(crate) name: String,
     /// Absolute, on the machines that train on it.
     pub(crate) path: String,
+    /// Only its owner and admins see it.
+    #[serde(default)]
+    pub(crate) private: bool,
+}
+
+/// The datasets that a caller sees.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn seen_by(app: &App, caller: &Caller) -> Result<Vec<Dataset>> {
+    let mut datasets = app.store.datasets().await?;
+    datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
+    Ok(datasets)
 }
 
 /// Register a dataset
@@ -54,10 +68,11 @@ pub(crate) struct NewDataset {
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitFor>,
     Body(new, _): Body<NewDataset>,
 ) -> Result<Response> {
-    let dataset = match register(&app, new, wait.patience()?).await? {
+    let dataset = match register(&app, &caller, new, wait.patience()?).await? {
         Registered::Done(dataset) => dataset,
         Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
     };
@@ -81,7 +96,12 @@ pub(crate) enum Registered {
 ///
 /// # Errors
 /// Every mistake, with its field.
-pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> Result<Registered> {
+pub(crate) async fn register(
+    app: &App,
+    caller: &Caller,
+    new: NewDataset,
+    patience: Duration,
+) -> Result<Registered> {
     let mut errors = Vec::new();
     let mut mistake = |pointer: &str, detail: &str| {
         errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
@@ -98,6 +118,8 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
     }
     if let Some(detail) = path_mistake(&new.path) {
         mistake("/path", detail);
+    } else if let Err(detail) = app.dataset_roots.check_asked(&new.path, caller).await {
+        mistake("/path", &detail);
     }
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
@@ -112,12 +134,29 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
         ));
     }
     let (path, info) = match inspections::inspect(app, new.path, patience).await? {
-        Inspected::Done { path, info } => (path, checked(*info)?),
+        Inspected::Done { path, info } => {
+            found(app, &path)?;
+            (path, checked(*info)?)
+        }
         Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
-    let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
+    let dataset = Dataset {
+        name: new.name,
+        path,
+        info,
+        added_at: crate::now(),
+        owner: caller.owner().map(str::to_owned),
+        private: new.private,
+    };
     app.store.add_dataset(&dataset).await?;
     Ok(Registered::Done(Box::new(dataset)))
+}
+
+/// # Errors
+/// The files are where datasets may not come from.
+fn found(app: &App, path: &str) -> Result<()> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+    app.dataset_roots.check_found(path).map_err(mistake)
 }
 
 fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
@@ -161,15 +200,20 @@ pub(crate) struct InspectedFolder {
     responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitFor>,
     Body(folder, _): Body<Folder>,
 ) -> Result<Response> {
-    let mistake = path_mistake(&folder.path);
+    let mistake = match path_mistake(&folder.path) {
+        Some(detail) => Some(detail.to_owned()),
+        None => app.dataset_roots.check_asked(&folder.path, &caller).await.err(),
+    };
     if let Some(detail) = mistake {
-        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
+        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]));
     }
     match inspections::inspect(&app, folder.path, wait.patience()?).await? {
         Inspected::Done { path, info } => {
+            found(&app, &path)?;
             Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
         }
         Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
@@ -206,8 +250,11 @@ fn path_mistake(path: &str) -> Option<&'static str> {
 
 /// List datasets
 #[utoipa::path(get, path = "/datasets", tag = "datasets", responses((status = 200, body = DatasetList)))]
-pub(crate) async fn list(State(app): State<App>) -> Result<Json<DatasetList>> {
-    Ok(Json(DatasetList { datasets: app.store.datasets().await? }))
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<DatasetList>> {
+    Ok(Json(DatasetList { datasets: seen_by(&app, &caller).await? }))
 }
 
 /// Show a dataset
@@ -224,12 +271,21 @@ pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Re
 /// is registered under it.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
-pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
+pub(crate) async fn delete(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<StatusCode> {
     match app.store.remove_dataset(&name).await {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(error @ StoreError::DatasetInUse(_)) => {
             let mut jobs = app.store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
+            let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
+            if !jobs.iter().all(seen) {
+                let detail = "jobs of others train on it, some of them private; ask an admin which";
+                return Err(Error::Conflict(detail.into(), None));
+            }
             Err(match jobs.first() {
                 Some(first) => Error::Conflict(needed_by(&jobs), Some(first.state)),
                 // They have ended since.

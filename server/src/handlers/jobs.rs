@@ -12,15 +12,17 @@ use super::{
     fit, to_the_end,
 };
 use crate::{
+    access::Caller,
     app::App,
     dispatch::{self, Wish},
     error::{Error, Problem, Result},
     lifecycle,
     store::JobFilter,
 };
-use axum::{Json, extract::State, http::StatusCode};
-use lockstep_protocol::Job;
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{Job, JobId};
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use utoipa::{IntoParams, ToSchema};
 
 /// Jobs of one answer, at most; as documented at [`ListQuery`], and by the store.
@@ -44,6 +46,8 @@ pub(crate) struct ListQuery {
     state: Option<String>,
     /// Part of the name, at most 200 characters.
     name: Option<String>,
+    /// The person who submitted it, or the name of the token that did.
+    owner: Option<String>,
     /// At most so many: 1 to 1000; 50 when absent.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
@@ -54,7 +58,7 @@ pub(crate) struct ListQuery {
 impl ListQuery {
     /// # Errors
     /// A state, limit or cursor that is none, or a name too long to search for.
-    pub(crate) fn filter(&self) -> Result<JobFilter> {
+    pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         let state = self
             .state
             .as_deref()
@@ -63,11 +67,14 @@ impl ListQuery {
             .transpose()
             .map_err(Error::BadRequest)?;
         search_text("name", self.name.as_deref())?;
+        search_text("owner", self.owner.as_deref())?;
         let cursor = self.cursor.as_deref().map(str::parse).transpose();
         let limit = count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
         Ok(JobFilter {
             state,
             name: self.name.clone().filter(|n| !n.is_empty()),
+            owner: self.owner.clone().filter(|owner| !owner.is_empty()),
+            seen_by: caller.sees_as(),
             limit,
             cursor: cursor.map_err(Error::BadRequest)?,
         })
@@ -77,9 +84,24 @@ impl ListQuery {
 /// List jobs
 #[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
     responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
-pub(crate) async fn list(State(app): State<App>, Query(query): Query<ListQuery>) -> Result<Json<JobList>> {
-    let page = app.store.jobs(&query.filter()?).await?;
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Query(query): Query<ListQuery>,
+) -> Result<Json<JobList>> {
+    let page = app.store.jobs(&query.filter(&caller)?).await?;
     Ok(Json(JobList { jobs: page.jobs, next: page.next.map(|id| id.to_string()) }))
+}
+
+/// Jobs that a caller does not see.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn hidden_from(app: &App, caller: &Caller) -> Result<HashSet<JobId>> {
+    match caller.sees_as() {
+        None => Ok(HashSet::new()),
+        Some(name) => Ok(app.store.jobs_hidden_from(&name).await?.into_iter().collect()),
+    }
 }
 
 /// One job.
@@ -89,6 +111,18 @@ pub(crate) async fn list(State(app): State<App>, Query(query): Query<ListQuery>)
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
     let row = app.store.job(&job_id(id)?).await?;
     row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
+/// One job that is named elsewhere than in the path, where the gate sees it.
+///
+/// # Errors
+/// 404 when there is none that the caller sees.
+pub(super) async fn seen(app: &App, caller: &Caller, id: &str) -> Result<Job> {
+    let job = find(app, id).await?;
+    match caller.sees(job.spec.private, job.owner.as_deref()) {
+        true => Ok(job),
+        false => Err(Error::NotFound("no job has this id".into())),
+    }
 }
 
 /// Show a job

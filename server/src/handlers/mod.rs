@@ -21,6 +21,8 @@ pub(crate) mod login;
 pub(crate) mod logs;
 pub(crate) mod metrics;
 pub(crate) mod pages;
+pub(crate) mod people;
+pub(crate) mod people_pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
 pub(crate) mod server_url;

@@ -335,12 +335,15 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
     loop {
         tokio::select! {
             frame = list.recv() => match frame {
-                Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into()), None).await?,
+                Ok(listed) if !reader.caller.sees(listed.private, listed.owner.as_deref()) => {}
+                Ok(listed) => {
+                    reader.send(Message::Text(Arc::<str>::as_ref(&listed.text).into()), None).await?;
+                }
                 Err(RecvError::Closed) => return Ok(()),
                 // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: REPLAY, ..JobFilter::default() };
+                    let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
                     let page = app.store.jobs(&filter).await.map_err(|_| Gone)?;
                     for job in page.jobs {
                         reader.frame(&Frame::Job { job: Box::new(job) }).await?;

@@ -1,7 +1,7 @@
 //! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
 //! matter before the job runs.
 
-use crate::{agent_requests, agents::RequestError, app::App, dispatch, error::Result};
+use crate::{access::Caller, agent_requests, agents::RequestError, app::App, dispatch, error::Result};
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
@@ -64,7 +64,12 @@ pub(super) enum Weights {
 ///
 /// # Errors
 /// The database.
-pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> Result<Weights> {
+pub(super) async fn pretrained(
+    app: &App,
+    caller: &Caller,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Result<Weights> {
     let Some(given) = &spec.model.pretrained else { return Ok(Weights::Fit) };
     let mistake =
         |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
@@ -75,7 +80,13 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
         );
     }
     let weights = if dispatch::is_checkpoint_id(given) {
-        match app.store.checkpoint(given).await? {
+        let row = app.store.checkpoint(given).await?;
+        let job = match &row {
+            Some(row) => app.store.owned_job(&row.job).await?,
+            None => None,
+        };
+        let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
+        match row.filter(|_| is_seen) {
             Some(row) => app.checkpoint_dir(&row).to_string_lossy().into_owned(),
             None => {
                 return mistake(format!(

@@ -21,10 +21,11 @@ mod values;
 pub use error::{Result, StoreError};
 pub use location::Location;
 
+pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
     Cursor, EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
-    Page, Place, Report, SessionRow, Stored, TokenRow,
+    Owned, Page, PersonRow, Place, Report, SessionRow, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -167,6 +168,19 @@ pub trait Store: Send + Sync + 'static {
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
+
+    /// Every person, by name.
+    async fn people(&self) -> Result<Vec<PersonRow>>;
+    /// Stores a person, in place of the one with this name, and removes the person's sessions.
+    async fn put_person(&self, person: &PersonRow) -> Result<()>;
+    /// Removes a person and the person's sessions, and revokes the person's tokens.
+    async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
+    /// Whose a job is; `None` when there is none or it was deleted.
+    async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;
+    /// Jobs that are private to others than this person or token.
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>>;
+    /// Whose a dataset is.
+    async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
 
     /// Every token, also those that are no longer valid, in the order in which they were made.
     async fn tokens(&self) -> Result<Vec<TokenRow>>;

@@ -5,6 +5,7 @@ mod attempts;
 mod events;
 mod jobs;
 mod metrics;
+mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
@@ -12,6 +13,8 @@ pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use jobs::{Changed, Created, Cursor, JobFilter, NewJob, Page};
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
+pub(crate) use people::principal;
+pub use people::{Owned, PersonRow};
 
 use jiff::Timestamp;
 use lockstep_protocol::{

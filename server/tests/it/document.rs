@@ -94,8 +94,12 @@ async fn answer_all(mut agent: Agent) {
 }
 
 /// A job that has run and left a checkpoint, its files and all.
-async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
-    let id = server.submit(|_| {}).await.id.to_string();
+pub async fn a_job(
+    server: &TestServer,
+    agent: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, String) {
+    let id = server.submit(change).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
@@ -126,7 +130,7 @@ async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
 async fn what_is_answered_is_documented() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent).await;
+    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let answering = tokio::spawn(answer_all(agent));
     let (_, document) = server.get("/openapi.json").await;
     let calls: Vec<(String, String, Value)> = document["paths"]
@@ -236,12 +240,16 @@ async fn what_is_answered_is_documented() {
     ] {
         good("get", path, &job, None, 200).await;
     }
-    for path in ["/tokens", "/audit"] {
+    let person = json!({"name": "pictures", "role": "viewer", "password": "correct horse"});
+    good("post", "/people", "", Some(person), 201).await;
+    good("patch", "/people/{name}", "", Some(json!({"role": "member"})), 200).await;
+    for path in ["/tokens", "/audit", "/people"] {
         good("get", path, "", None, 200).await;
     }
     let token = json!({"name": "t", "scope": "read"});
     let token = good("post", "/tokens", "", Some(token), 201).await;
     good("delete", "/tokens/{id}", token["id"].as_str().unwrap(), None, 204).await;
+    good("delete", "/people/{name}", "", None, 204).await;
     good("post", "/login-links", "", None, 201).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
@@ -325,11 +333,12 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }
 
-    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
+    // Sockets are opened elsewhere, a person changes its password there, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
     // minutes, forks with a key are jobs.
     let elsewhere = |call: &str, status: u16| {
         status == 101
             || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
+            || (call, status) == ("post /api/v1/password", 204)
             || (["post /api/v1/datasets", "post /api/v1/datasets/inspect"].contains(&call) && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
     };

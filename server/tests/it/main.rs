@@ -9,6 +9,7 @@ mod test_server;
 
 mod access;
 mod databases;
+mod dataset_roots;
 mod datasets;
 mod deletion;
 mod dispatching;

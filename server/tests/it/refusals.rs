@@ -206,7 +206,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     let id = server.submit(|_| {}).await.id.to_string();
     let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
     for (path, words) in [
-        ("/jobs?bogus=1".to_owned(), "\"bogus\" here; the parameters are state, name, limit, cursor"),
+        ("/jobs?bogus=1".to_owned(), "\"bogus\" here; the parameters are state, name, owner, limit, cursor"),
         ("/jobs?stat=queued".to_owned(), "did you mean \"state\"?"),
         (of_job("logs?Limit=5"), "did you mean \"limit\"?"),
         (of_job("metrics?names=loss"), "did you mean \"name\"?"),

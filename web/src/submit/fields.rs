@@ -58,6 +58,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("name", "Name", Kind::Text, ""),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
+            more("private", "Private", Kind::Switch, "only you and admins see the job"),
             field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),

@@ -22,6 +22,8 @@ pub struct NewJob {
     pub idempotency: Option<(String, String)>,
     /// The checkpoint of another job that it continues from.
     pub fork: Option<Fork>,
+    /// Who submits it: a person's or a token's name.
+    pub owner: Option<String>,
 }
 
 /// The job after a change, and the events that the change stored.
@@ -49,6 +51,10 @@ pub struct JobFilter {
     pub state: Option<JobState>,
     /// Part of the name.
     pub name: Option<String>,
+    /// Of this person or token.
+    pub owner: Option<String>,
+    /// As this person or token sees them: without what is private to others. `None` sees all.
+    pub seen_by: Option<String>,
     /// At most so many; 0 counts as 50.
     pub limit: u32,
     /// Older than this.

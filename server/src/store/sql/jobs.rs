@@ -43,6 +43,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let (mut spec, flaw) = read_spec(row.try_get("spec")?);
     flaws.extend(flaw);
     spec.name = row.try_get("name")?;
+    // The column decides who sees it, also when the specification cannot be read.
+    spec.private = row.try_get::<i64, _>("private")? != 0;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     let state: String = row.try_get("state")?;
     let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
@@ -75,6 +77,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         reason: optional("reason")?,
         cause: optional("cause")?.and_then(|text| read(&id, "cause", &text)),
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+        owner: optional("owner")?,
         batch: flaws.is_empty().then(|| Batch::of(&spec)),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
@@ -279,8 +282,8 @@ impl SqlStore {
         }
         datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
-            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint) \
-             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8)",
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
+             owner, private) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -290,6 +293,8 @@ impl SqlStore {
         .bind(new.at.as_millisecond())
         .bind(new.fork.as_ref().map(|fork| &fork.parent.job))
         .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
+        .bind(new.owner.as_deref().map(plain))
+        .bind(i64::from(new.spec.private))
         .execute(&mut *db)
         .await?;
         if let Some((key, request)) = &new.idempotency {
@@ -319,13 +324,16 @@ impl SqlStore {
         let rows = sqlx::query(
             "SELECT * FROM jobs WHERE deleted_at IS NULL AND ($1 IS NULL OR state = $1) \
              AND ($2 IS NULL OR lower(name) LIKE lower($2) ESCAPE '!') \
-             AND ($3 IS NULL OR (created_at, id) < ($3, $4)) ORDER BY created_at DESC, id DESC LIMIT $5",
+             AND ($3 IS NULL OR (created_at, id) < ($3, $4)) AND ($6 IS NULL OR owner = $6) \
+             AND ($7 IS NULL OR private = 0 OR owner = $7) ORDER BY created_at DESC, id DESC LIMIT $5",
         )
         .bind(filter.state.map(JobState::as_str))
         .bind(filter.name.as_deref().filter(|n| !n.is_empty()).map(part_of))
         .bind(filter.cursor.as_ref().map(|c| c.created_at))
         .bind(filter.cursor.as_ref().map(|c| c.id.as_str()))
         .bind(i64::from(limit) + 1)
+        .bind(filter.owner.as_deref().map(plain))
+        .bind(filter.seen_by.as_deref().map(plain))
         .fetch_all(&self.reader)
         .await?;
         // Counts rows, not jobs: an unreadable one does not end the list.
@@ -346,15 +354,6 @@ impl SqlStore {
         .fetch_all(&self.reader)
         .await?;
         Ok(readable(rows.iter().map(job_row)))
-    }
-
-    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
-        let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
-        )
-        .fetch_all(&self.reader)
-        .await?;
-        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
     }
 
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {

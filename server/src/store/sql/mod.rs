@@ -16,6 +16,7 @@ mod datasets;
 mod events;
 mod ingest;
 mod jobs;
+mod people;
 mod purge;
 mod reads;
 
@@ -25,7 +26,7 @@ use super::dialect::{
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
     Created, EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Page, Report, Result, SessionRow, Store, TokenRow,
+    MetricPage, NewJob, Owned, Page, PersonRow, Report, Result, SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -192,6 +193,24 @@ impl Store for SqlStore {
     }
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         self.write_draining(agent, draining).await
+    }
+    async fn people(&self) -> Result<Vec<PersonRow>> {
+        self.list_people().await
+    }
+    async fn put_person(&self, person: &PersonRow) -> Result<()> {
+        self.upsert_person(person).await
+    }
+    async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()> {
+        self.delete_person(person, at).await
+    }
+    async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
+        self.read_owned_job(id).await
+    }
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        self.list_hidden_from(owner).await
+    }
+    async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
+        self.read_owned_dataset(name).await
     }
     async fn tokens(&self) -> Result<Vec<TokenRow>> {
         self.list_tokens().await

@@ -7,6 +7,7 @@ pub mod agent;
 pub mod attempt;
 pub mod dataset;
 pub mod fault;
+pub mod history;
 pub mod inspect;
 pub mod job;
 pub mod limits;
@@ -15,6 +16,7 @@ pub mod pickle;
 pub mod reason;
 pub mod spec;
 pub mod stream;
+pub mod throughput;
 pub mod unseen;
 pub mod wire;
 

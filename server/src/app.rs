@@ -13,6 +13,7 @@ use crate::{
     inspections::Inspections,
     leases::Leases,
     store::{Changed, CheckpointRow, Location, Store},
+    wait_reasons::WaitReasons,
 };
 use std::{
     ops::Deref,
@@ -45,6 +46,7 @@ pub struct Parts {
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
+    pub(crate) wait_reasons: WaitReasons,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
@@ -81,6 +83,7 @@ impl App {
             audit,
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
+            wait_reasons: WaitReasons::default(),
             config,
             store,
             ingress,

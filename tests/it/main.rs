@@ -33,6 +33,7 @@ mod progressive;
 mod queue;
 mod recipes;
 mod streams;
+mod throughput;
 mod tls;
 mod train;
 mod world_size;

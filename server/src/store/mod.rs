@@ -23,8 +23,8 @@ pub use location::Location;
 
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
-    Page, Place, Report, SessionRow, Stored, TokenRow,
+    Cursor, EventRow, HistoryRows, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter,
+    MetricPage, NewJob, Page, Place, Report, SessionRow, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -77,6 +77,8 @@ pub trait Store: Send + Sync + 'static {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
+    /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
+    async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// Jobs that wait for slots, in the order in which they get them.
     async fn waiting(&self) -> Result<Vec<JobRow>>;
     /// Jobs that are not over.

@@ -124,9 +124,9 @@ describe("side by side", () => {
     assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and priority differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
-    await page.getByRole("button", { name: "final loss" }).click();
+    await page.locator("#results-head").getByRole("button", { name: "loss", exact: true }).click();
     const down = await order();
-    await page.getByRole("button", { name: "final loss" }).click();
+    await page.locator("#results-head").getByRole("button", { name: "loss", exact: true }).click();
     await until("the table sorts", async () => (await order()) !== down);
     assert.equal(await page.locator("#parallel .job").count(), 2);
     assert.match(await page.locator("#parallel").textContent(), /train\.lr/);

@@ -5,7 +5,7 @@ use crate::{
     test_server::{TestServer, client},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Source},
+    agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
     reason::{Facts, Reason, ReasonCode},
@@ -60,6 +60,7 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
         assert_eq!(asked.status().as_u16(), 202, "{}", asked.text().await.unwrap());
     };
     ask("pause").await;
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&second.attempt, Ending::Stopped).await;
     assert_eq!(server.job(&id).await.state, JobState::Paused);
     ask("resume").await;
@@ -138,6 +139,7 @@ async fn a_waiting_job_has_a_place_and_says_what_it_waits_for_now() {
 
     // A resumed job keeps the words about its last attempt, and its history what it waits for today.
     assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&start.attempt, Ending::Stopped).await;
     let next = agent.started().await;
     assert_eq!(next.attempt.job.as_str(), urgent);

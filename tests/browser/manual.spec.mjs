@@ -124,9 +124,9 @@ describe("side by side", () => {
     assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and priority differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
-    await page.locator("#results-head").getByRole("button", { name: "loss", exact: true }).click();
+    await page.locator("#results-head button", { hasText: /^loss$/ }).click();
     const down = await order();
-    await page.locator("#results-head").getByRole("button", { name: "loss", exact: true }).click();
+    await page.locator("#results-head button", { hasText: /^loss$/ }).click();
     await until("the table sorts", async () => (await order()) !== down);
     assert.equal(await page.locator("#parallel .job").count(), 2);
     assert.match(await page.locator("#parallel").textContent(), /train\.lr/);

@@ -85,6 +85,8 @@ export class Columns {
 
   /** The cells of a row that are not the list's own. */
   fill(row, job, tags) {
+    if (!this.#extra.length && !row.dataset.extra) return;
+    row.dataset.extra = this.#extra.join(",");
     const cells = row.querySelectorAll(".c-extra"), before = row.querySelector(".c-age");
     if (cells.length !== this.#extra.length || this.#extra.some((key, i) => cells[i].dataset.key !== key)) {
       for (const cell of cells) cell.remove();

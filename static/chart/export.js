@@ -100,6 +100,12 @@ export async function save(chart, kind, name, title) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
+/** Where a chart's menus belong: among its controls, where it has any. */
+export function headOf(root) {
+  const head = root.closest(".card").querySelector(".card-head");
+  return head.querySelector(".controls") ?? head;
+}
+
 /** A chart's menus, which stay together. */
 export function tools(...menus) {
   const box = document.createElement("div");

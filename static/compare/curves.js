@@ -4,7 +4,7 @@ import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
-import { saveMenu, tools } from "../chart/export.js";
+import { headOf, saveMenu, tools } from "../chart/export.js";
 import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
@@ -34,7 +34,7 @@ export class Curves {
       empty: () => "None of these jobs has a point of it yet.",
       onNote: (note) => text(byId("compare-note"), note),
     });
-    byId("compare-chart").closest(".card").querySelector(".card-head").append(tools(rangeMenu(this.chart, "compare"), saveMenu(this.chart, () => `compare-${this.metric}`, () => `${this.metric}, ${this.jobs().map((j) => j.name).join(", ")}`)));
+    headOf(byId("compare-chart")).append(tools(rangeMenu(this.chart, "compare"), saveMenu(this.chart, () => `compare-${this.metric}`, () => `${this.metric}, ${this.jobs().map((j) => j.name).join(", ")}`)));
   }
 
   #series(job) { return this.#known.get(`${job.id}:${this.metric}`)?.series ?? new Series(this.metric, null, 16); }

@@ -4,7 +4,7 @@ import { byId, press, text } from "../page.js";
 import { bytes, clock, count, millis, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
-import { saveMenu, tools } from "../chart/export.js";
+import { headOf, saveMenu, tools } from "../chart/export.js";
 import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
@@ -161,7 +161,7 @@ export class Charts {
     for (const [name, chart] of Object.entries(this.all)) {
       const title = () => `${this.job().name} · ${chart === this.all.lr ? OTHERS[this.other][0] : chart.label}`;
       const metricOf = () => (chart === this.all.lr ? this.other : name);
-      chart.root.closest(".card").querySelector(".card-head").append(tools(rangeMenu(chart, name, name === "accuracy" ? 0.01 : 1), saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
+      headOf(chart.root).append(tools(rangeMenu(chart, name, name === "accuracy" ? 0.01 : 1), saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
         `/api/v1/jobs/${this.job().id}/metrics.csv${name === "lr" ? "" : `?name=${name}`}`)));
     }
   }

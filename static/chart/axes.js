@@ -1,5 +1,7 @@
 // The frame around the data: grid, tick labels and the marks where an attempt starts.
 
+import { clockTicks, linearTicks } from "./scale.js";
+
 /** Draws grid and labels into `plot` ({left, top, right, bottom} in pixels). */
 export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colours }) {
   ctx.font = colours.font;
@@ -66,4 +68,43 @@ function fitting(ctx, label, why, room) {
 export function labelWidth(ctx, labels, colours, least) {
   ctx.font = colours.font;
   return Math.ceil(Math.max(least, ...labels.map((l) => ctx.measureText(l).width)));
+}
+
+/** What `draw` draws, but only from `left` to `right`. */
+export function within(ctx, left, right, draw) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(left, 0, right - left, ctx.canvas.height);
+  ctx.clip();
+  draw();
+  ctx.restore();
+}
+
+/** Ticks and labels of the horizontal axis. */
+export function xAxis(view, low, high, wanted) {
+  const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
+  if (view.axis === "time") {
+    const label = (s) => {
+      const two = (n) => String(Math.floor(n)).padStart(2, "0");
+      if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
+      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
+    };
+    return { xTicks: clockTicks(low, high, wanted), xLabel: label };
+  }
+  if (view.axis === "epoch" && view.stepsPerEpoch) {
+    const k = view.stepsPerEpoch;
+    return { xTicks: linearTicks(low / k, high / k, wanted).map((e) => e * k), xLabel: (v) => grouped(v / k) };
+  }
+  return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
+}
+
+/** Where each attempt but the first starts. */
+export function attemptStarts(parts) {
+  const starts = new Map();
+  for (const { segment, xs } of parts) {
+    const before = starts.get(segment.attempt) ?? Infinity;
+    starts.set(segment.attempt, Math.min(before, xs[0]));
+  }
+  const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
+  return sorted.slice(1);
 }

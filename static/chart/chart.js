@@ -7,11 +7,11 @@
 // What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
 // one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
-import { drawAttempts, drawAxes, labelWidth } from "./axes.js";
+import { attemptStarts, drawAttempts, drawAxes, labelWidth, within, xAxis } from "./axes.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
 import { withoutOutliers } from "./range.js";
 import { onThemeChange, palette } from "./palette.js";
-import { clockTicks, linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -426,42 +426,4 @@ export class Chart {
     const i = Math.max(1, Math.min(part.segment.length - 1, part.segment.find(at, part.xs)));
     return Math.max(pixel, part.segment.length > 1 ? part.xs[i] - part.xs[i - 1] : pixel);
   }
-}
-
-function within(ctx, left, right, draw) {
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(left, 0, right - left, ctx.canvas.height);
-  ctx.clip();
-  draw();
-  ctx.restore();
-}
-
-/** Ticks and labels of the horizontal axis. */
-function xAxis(view, low, high, wanted) {
-  const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
-  if (view.axis === "time") {
-    const label = (s) => {
-      const two = (n) => String(Math.floor(n)).padStart(2, "0");
-      if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
-      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
-    };
-    return { xTicks: clockTicks(low, high, wanted), xLabel: label };
-  }
-  if (view.axis === "epoch" && view.stepsPerEpoch) {
-    const k = view.stepsPerEpoch;
-    return { xTicks: linearTicks(low / k, high / k, wanted).map((e) => e * k), xLabel: (v) => grouped(v / k) };
-  }
-  return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
-}
-
-/** Where each attempt but the first starts. */
-function attemptStarts(parts) {
-  const starts = new Map();
-  for (const { segment, xs } of parts) {
-    const before = starts.get(segment.attempt) ?? Infinity;
-    starts.set(segment.attempt, Math.min(before, xs[0]));
-  }
-  const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
-  return sorted.slice(1);
 }

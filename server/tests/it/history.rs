@@ -32,7 +32,8 @@ async fn history(server: &TestServer, id: &str) -> Value {
 /// What each entry is, in order.
 fn story(history: &Value) -> Vec<String> {
     let entries = history["entries"].as_array().unwrap();
-    let times: Vec<_> = entries.iter().map(|e| e["at"].as_str().unwrap()).collect();
+    let times: Vec<jiff::Timestamp> =
+        entries.iter().map(|e| e["at"].as_str().unwrap().parse().unwrap()).collect();
     assert!(times.is_sorted(), "{times:?}");
     let number = |e: &Value| e["attempt"].as_u64().map(|n| format!(" {n}")).unwrap_or_default();
     entries.iter().map(|e| format!("{}{}", e["what"].as_str().unwrap(), number(e))).collect()

@@ -1,5 +1,6 @@
 // Datasets: an inspection while a path is typed, registering without leaving the page, and the pictures.
 
+import "./bundled.js";
 import { ask, byId, confirmThen, Problem, sentence, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { Gallery } from "./datasets/gallery.js";

@@ -37,6 +37,8 @@ CREATE TABLE jobs (
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
+-- Forks of a job.
+CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -68,6 +70,8 @@ CREATE TABLE events (
 CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
+-- Changes of state, of which a job has few: its history.
+CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
 CREATE TABLE acknowledged (
     job_id TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,

@@ -48,6 +48,8 @@ CREATE TABLE jobs (
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
+-- Forks of a job.
+CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -89,6 +91,8 @@ CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 -- Log lines stand between a run's many points: found by their number without a look at those.
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
+-- Changes of state, of which a job has few: its history.
+CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
 -- How many records of each source of an attempt are stored; written with the events themselves.
 CREATE TABLE acknowledged (

@@ -195,7 +195,10 @@ pub struct Job {
     /// Optimizer steps of the whole run; 0 until its ranks have read the dataset.
     pub total_steps: u64,
     pub steps_per_epoch: u64,
+    /// Pictures of the newest attempt that has trained, of all ranks, over the time that its steps took: evaluations, checkpoints,
+    /// pauses and the steps of earlier attempts or of a fork's parent do not count. It stays when the job is over.
     pub images_per_second: Option<f64>,
+    /// Time that the steps left take at that speed; absent unless it trains.
     pub eta_secs: Option<f64>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,

@@ -7,6 +7,7 @@ pub mod agent;
 pub mod attempt;
 pub mod dataset;
 pub mod fault;
+pub mod history;
 pub mod inspect;
 pub mod job;
 pub mod limits;
@@ -16,6 +17,7 @@ pub mod pickle;
 pub mod reason;
 pub mod spec;
 pub mod stream;
+pub mod throughput;
 pub mod unseen;
 pub mod wire;
 

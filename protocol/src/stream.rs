@@ -20,8 +20,25 @@ pub enum Frame {
     Job { job: Box<Job> },
     /// On `/api/v1/stream` only: the job is no more.
     JobDeleted { id: String },
+    /// On a job's stream only, once it is live and at most four times a second: how fast and how far the job is, as
+    /// `GET /jobs/{id}` says it. It is no event and has no number.
+    Progress(Pace),
     #[serde(untagged)]
     Event(Event),
+}
+
+/// How fast and how far a job is: fields of [`Job`] that change with its steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Pace {
+    pub step: u64,
+    pub images_per_second: Option<f64>,
+    pub eta_secs: Option<f64>,
+}
+
+impl From<&Job> for Pace {
+    fn from(job: &Job) -> Self {
+        Self { step: job.step, images_per_second: job.images_per_second, eta_secs: job.eta_secs }
+    }
 }
 
 /// A stored event of a job. Sequence numbers start at 1 and have no gap.

@@ -14,6 +14,7 @@ use crate::{
     inspections::Inspections,
     leases::Leases,
     store::{Changed, CheckpointRow, Location, Store},
+    wait_reasons::WaitReasons,
 };
 use std::{
     ops::Deref,
@@ -47,6 +48,7 @@ pub struct Parts {
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
+    pub(crate) wait_reasons: WaitReasons,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
@@ -84,6 +86,7 @@ impl App {
             dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
+            wait_reasons: WaitReasons::default(),
             config,
             store,
             ingress,

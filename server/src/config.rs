@@ -5,6 +5,7 @@ use crate::{
     addresses::{Network, PublicUrl},
 };
 use std::{
+    borrow::Cow,
     net::{IpAddr, SocketAddr, TcpListener},
     path::PathBuf,
     sync::Arc,
@@ -77,6 +78,17 @@ pub struct ServeConfig {
     pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
+    /// Pictures that come with the program, for a server that has no dataset yet.
+    pub bundled: Option<Bundled>,
+}
+
+/// A dataset that is part of the program.
+#[derive(Debug, Clone, Copy)]
+pub struct Bundled {
+    /// It is registered under this name.
+    pub name: &'static str,
+    /// Names and contents of its files.
+    pub files: fn() -> Vec<(String, Cow<'static, [u8]>)>,
 }
 
 impl ServeConfig {
@@ -107,6 +119,7 @@ impl ServeConfig {
             dataset_roots: Vec::new(),
             audit_entries: 100_000,
             connections: None,
+            bundled: None,
         }
     }
 }

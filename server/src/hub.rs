@@ -5,7 +5,7 @@
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
     job::{Job, JobId},
-    stream::Frame,
+    stream::{Frame, Pace},
 };
 use std::{
     collections::{HashMap, VecDeque},
@@ -17,8 +17,8 @@ use tokio::sync::{Notify, broadcast, watch};
 /// Newest events kept for each watched job: so many, and together at most so large.
 const RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
-/// Between two updates of one job on the list.
-const LIST_EVERY: Duration = Duration::from_millis(250);
+/// Between two updates of one job on the list, and between two of its pace on its own stream.
+pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
 /// Updates of the list that a reader may be behind before it is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
 
@@ -38,6 +38,8 @@ struct Watched {
     /// Without a gap.
     recent: VecDeque<Arc<EventRow>>,
     recent_bytes: usize,
+    /// With the newest event that was published.
+    pace: Option<Pace>,
 }
 
 /// A frame of the list, and who may read it.
@@ -81,6 +83,7 @@ impl Hub {
                     let Some(oldest) = watched.recent.pop_front() else { break };
                     watched.recent_bytes -= oldest.bytes();
                 }
+                watched.pace = Some(Pace::from(&changed.job));
                 watched.last_seq.send_replace(last.seq);
             }
         }
@@ -105,11 +108,14 @@ impl Hub {
                 watched.recent.clear();
                 watched.recent_bytes = 0;
             }
-            watched.last_seq.send_if_modified(|last| {
+            let moved = watched.last_seq.send_if_modified(|last| {
                 let behind = *last < job.last_seq;
                 *last = job.last_seq.max(*last);
                 behind
             });
+            if moved {
+                watched.pace = Some(Pace::from(job));
+            }
         }
     }
 
@@ -127,6 +133,7 @@ impl Hub {
             last_seq: watch::channel(0).0,
             recent: VecDeque::new(),
             recent_bytes: 0,
+            pace: None,
         });
         let last_seq = watched.last_seq.subscribe();
         Subscription { hub: self.clone(), id: id.clone(), last_seq }
@@ -181,6 +188,11 @@ impl Subscription {
         }
         let skip = recent.partition_point(|row| row.seq <= seq);
         (skip < recent.len()).then(|| recent.iter().skip(skip).cloned().collect())
+    }
+
+    /// How fast and how far the job is, once anything has been published since the first subscription.
+    pub(crate) fn pace(&self) -> Option<Pace> {
+        lock(&self.hub.jobs).get(&self.id)?.pace
     }
 
     /// Waits until there is an event after `seq`. False when the job is deleted.

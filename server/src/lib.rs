@@ -42,10 +42,11 @@ mod slow_body;
 pub mod store;
 pub mod tls;
 mod token_file;
+mod wait_reasons;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
-pub use config::{ServeConfig, ServeError, TlsConfig};
+pub use config::{Bundled, ServeConfig, ServeError, TlsConfig};
 pub use private::keep_files_private;
 pub use router::{openapi, page_paths};
 pub use running::Running;

@@ -7,8 +7,9 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation, fork,
-        health, jobs, login, logs, metrics, pages, people, people_pages, pictures, predict, stream, tokens,
+        agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets,
+        evaluation, fork, health, history, jobs, login, logs, metrics, pages, people, people_pages, pictures,
+        predict, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -51,6 +52,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::check::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
         .routes(routes!(attempts::list))
+        .routes(routes!(history::show))
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
         .routes(routes!(jobs::cancel))
@@ -72,6 +74,7 @@ fn api() -> OpenApiRouter<App> {
                 .layer(DefaultBodyLimit::max(predict::BODY_BYTES)),
         )
         .routes(routes!(datasets::list, datasets::create))
+        .routes(routes!(bundled::register))
         .routes(routes!(datasets::inspect))
         .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))

@@ -90,6 +90,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("info");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
+    config.bundled = Some(super::bundled::PICTURES);
     config.tls = match (args.tls_cert, args.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
         _ => args.tls_own_ca.then_some(TlsConfig::OwnCa),

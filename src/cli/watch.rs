@@ -192,7 +192,7 @@ struct Progress {
     step: u64,
     /// The newest loss of each rank.
     losses: BTreeMap<u32, f32>,
-    images_per_second: Option<f32>,
+    images_per_second: Option<f64>,
     last_line: Option<Instant>,
 }
 
@@ -215,7 +215,7 @@ impl Progress {
             total_steps: 0,
             step: job.step,
             losses: BTreeMap::new(),
-            images_per_second: None,
+            images_per_second: job.images_per_second,
             last_line: None,
         };
         this.plan(job.total_steps, job.steps_per_epoch, job.step);
@@ -235,7 +235,14 @@ impl Progress {
         if self.json {
             return output::line(serde_json::to_string(frame)?);
         }
-        let Frame::Event(event) = frame else { return Ok(()) };
+        let event = match frame {
+            Frame::Event(event) => event,
+            Frame::Progress(pace) => {
+                self.images_per_second = pace.images_per_second;
+                return Ok(());
+            }
+            _ => return Ok(()),
+        };
         match &event.body {
             EventBody::State { state, reason, .. } => {
                 if let Some(bar) = &self.bar {
@@ -251,15 +258,10 @@ impl Progress {
             }
             EventBody::Metrics { rank, name, steps, values, .. } => {
                 let Some((step, value)) = steps.last().zip(values.last()) else { return Ok(()) };
-                let value = value.unwrap_or(f32::NAN);
-                match name.as_str() {
-                    "loss" => {
-                        self.losses.insert(*rank, value);
-                        self.step = self.step.max(*step);
-                        self.moved()?;
-                    }
-                    "images_per_second" => self.images_per_second = Some(value),
-                    _ => {}
+                if name == "loss" {
+                    self.losses.insert(*rank, value.unwrap_or(f32::NAN));
+                    self.step = self.step.max(*step);
+                    self.moved()?;
                 }
             }
             EventBody::Evaluation { evaluation, .. } => {

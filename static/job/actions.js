@@ -1,6 +1,6 @@
 // What a person does to a job: pause, resume, cancel, retry, fork, delete, and annotate it.
 
-import { ask, byId, confirmThen, sentence, text } from "../page.js";
+import { ask, byId, confirmThen, sentence, sentences, text } from "../page.js";
 import { bytes, count, plural } from "../numbers.js";
 
 /** In which states a button is there. */
@@ -82,7 +82,7 @@ export class Actions {
         const words = line.slice(cut + 1).trim();
         try { set[line.slice(0, cut).trim()] = JSON.parse(words); } catch { set[line.slice(0, cut).trim()] = words; }
       }
-      try { location.href = `/jobs/${(await this.#post("fork", { checkpoint: choice.value, set })).id}`; } catch (e) { text(error, sentence(e)); }
+      try { location.href = `/jobs/${(await this.#post("fork", { checkpoint: choice.value, set })).id}`; } catch (e) { text(error, sentences(e)); }
     };
     dialog.showModal();
   }

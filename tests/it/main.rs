@@ -35,6 +35,7 @@ mod queue;
 mod recipes;
 mod second_account;
 mod streams;
+mod throughput;
 mod tls;
 mod train;
 mod world_size;

@@ -5,7 +5,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    hub::Subscription,
+    hub::{LIST_EVERY, Subscription},
     store::{EventRow, JobFilter, JobRow},
 };
 use axum::{
@@ -18,13 +18,13 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame};
+use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, Pace};
 use serde::Deserialize;
 use std::{
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
-use tokio::sync::broadcast::error::RecvError;
+use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
 /// Pings detect proxies and sleeping laptops whose connection is dead.
@@ -57,7 +57,8 @@ fn accept(
 
 /// A job's events, live
 ///
-/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
+/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
+/// `progress` with the job's speed and time left.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
@@ -241,8 +242,10 @@ async fn follow(
     // for that number would withhold every event until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
+    let pace = Pace::from(&row.job);
     reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
     let mut live = false;
+    let (mut told, mut due) = (Some(pace), Instant::now());
     loop {
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
@@ -281,6 +284,14 @@ async fn follow(
         }
         loop {
             let sent = reader.sent;
+            let news = subscription.pace().filter(|pace| live && told != Some(*pace));
+            if let Some(pace) = news
+                && Instant::now() >= due
+            {
+                reader.frame(&Frame::Progress(pace)).await?;
+                (told, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                continue;
+            }
             tokio::select! {
                 known = subscription.wait(sent) => {
                     if !known {
@@ -301,6 +312,7 @@ async fn follow(
                     reader.close(1001, "the server is stopping").await;
                     return Ok(());
                 }
+                () = tokio::time::sleep_until(due), if news.is_some() => {}
                 () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
             }
         }

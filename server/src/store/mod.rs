@@ -24,8 +24,8 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
-    Owned, Page, PersonRow, Place, Report, SessionRow, Stored, TokenRow,
+    Cursor, EventRow, HistoryRows, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter,
+    MetricPage, NewJob, Owned, Page, PersonRow, Place, Report, SessionRow, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -78,6 +78,8 @@ pub trait Store: Send + Sync + 'static {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
+    /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
+    async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// Jobs that wait for slots, in the order in which they get them.
     async fn waiting(&self) -> Result<Vec<JobRow>>;
     /// Jobs that are not over.

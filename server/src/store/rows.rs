@@ -3,6 +3,7 @@
 mod access;
 mod attempts;
 mod events;
+mod history;
 mod jobs;
 mod metrics;
 mod people;
@@ -11,6 +12,7 @@ pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
+pub use history::HistoryRows;
 pub use jobs::{Changed, Created, Cursor, JobFilter, NewJob, Page};
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;

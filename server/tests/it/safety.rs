@@ -97,6 +97,8 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /jobs/validate",
         "get /jobs/{id}",
         "get /jobs/{id}/attempts",
+        "get /jobs/{id}/history",
+        "post /datasets/bundled",
         "delete /jobs/{id}",
         "post /jobs/{id}/cancel",
         "post /jobs/{id}/retry",

@@ -14,6 +14,7 @@ mod chunks;
 pub(in crate::store) mod copy;
 mod datasets;
 mod events;
+mod history;
 mod ingest;
 mod jobs;
 mod people;
@@ -25,8 +26,8 @@ use super::dialect::{
 };
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Owned, Page, PersonRow, Report, Result, SessionRow, Store, TokenRow,
+    Created, EventRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, Report, Result, SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -80,6 +81,9 @@ impl Store for SqlStore {
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
+    }
+    async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
+        self.read_history(job, with_requests).await
     }
     async fn waiting(&self) -> Result<Vec<JobRow>> {
         self.list_waiting().await

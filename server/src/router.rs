@@ -7,8 +7,8 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation, fork,
-        health, jobs, login, logs, metrics, pages, pictures, predict, stream, tokens,
+        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, docs, evaluation,
+        fork, health, jobs, login, logs, metrics, pages, pictures, predict, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -105,7 +105,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 12] {
+fn pages() -> [(&'static str, MethodRouter<App>); 14] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
@@ -115,6 +115,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 12] {
         ("/datasets", get(pages::datasets).post(pages::add_dataset)),
         ("/machines", get(pages::machines)),
         ("/audit", get(pages::audit)),
+        ("/docs", get(docs::index)),
+        ("/docs/{*path}", get(docs::page)),
         ("/login", get(login::show).post(login::submit)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),

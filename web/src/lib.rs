@@ -9,6 +9,7 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
@@ -19,6 +20,7 @@
 pub mod audit;
 pub mod compare;
 pub mod datasets;
+pub mod docs;
 pub mod job;
 pub mod jobs;
 pub mod layout;

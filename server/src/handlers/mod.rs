@@ -10,6 +10,7 @@ mod bundle;
 pub(crate) mod checkpoints;
 mod conditional;
 pub(crate) mod datasets;
+pub(crate) mod docs;
 pub(crate) mod evaluation;
 pub(crate) mod extract;
 mod fit;

@@ -32,13 +32,13 @@ const ROWS: u32 = 25;
 
 pub(super) type Page = Result<Response, PageError>;
 
-fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
+pub(super) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
     Ok(Html(html).into_response())
 }
 
 /// Who looks at a page.
-fn viewer(caller: &Caller) -> Viewer {
+pub(super) fn viewer(caller: &Caller) -> Viewer {
     Viewer { signed_in: caller.session().is_some(), is_admin: caller.may(Scope::Admin) }
 }
 

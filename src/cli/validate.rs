@@ -61,13 +61,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let asks = args.server.is_some() || block_on(async { Ok(api.answers().await) })?;
-    if asks && is_path(&document) {
-        let named = block_on(submit::name_dataset(&api, &mut document, false));
-        // One that happens to run on this machine may refuse to answer.
-        if args.server.is_some() {
-            named?;
-        }
+    let asks = args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
+    if asks {
+        block_on(submit::name_dataset(&api, &mut document, false))?;
     }
     if !asks || is_path(&document) {
         let spec = own?;

@@ -142,7 +142,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
 }
 
 /// A command whose standard streams are a terminal that somebody types `typed` into; its exit status, and all it shows.
-fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
+pub(crate) fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
     // Types once a question is there, as the terminal drops nothing but a person would not answer before it either.
     const TERMINAL: &str = "import os, pty, sys\n\
         typed, seen, pid_fd = sys.argv[1].encode(), b'', pty.fork()\n\

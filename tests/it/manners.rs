@@ -1,6 +1,7 @@
 //! What the command line says and asks: the first job file, all mistakes at once, what Ctrl-C does, which job has answered.
 
 use crate::{
+    commands::on_a_terminal,
     pictures,
     server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
     specs,
@@ -60,11 +61,22 @@ async fn init_writes_a_file_that_train_and_submit_take() {
         }
     }
     assert!(server.cli(&["dataset", "list"]).ok().contains(root));
+    // On a terminal it is shown without being asked for.
+    let file = file.to_str().expect("UTF-8");
+    let (status, said) = on_a_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
+    assert!(status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded: "), "{status}: {said}");
+    let (status, said) = on_a_terminal(&server, &["dataset", "remove", "folder"], "n\n");
+    assert!(
+        status == 2 && said.contains("Remove folder?") && said.contains("dataset folder stays as it is"),
+        "{said}"
+    );
+    server.cli(&["dataset", "inspect", "folder"]).ok();
+
     let detached = server.cli(&[&["submit", "lockstep.toml", "--detach"][..], &QUICK].concat());
     assert!(detached.ok().lines().count() == 1 && detached.ok().starts_with('j'), "{}", detached.stdout);
     server.cli(&["submit", "lockstep.toml", "--detach", "--watch"]).wrong(&["--detach", "--watch"]);
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
-    server.succeeded(&id).await;
+    server.cli(&["watch", &id]).ok();
 
     // Whoever names no job and whoever does both read which one has answered.
     let picture =

@@ -33,6 +33,7 @@ function help() {
     for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
     const actions = Object.assign(document.createElement("div"), { className: "actions" });
     if ("Notification" in window) actions.append(notifyButton());
+    actions.append(Object.assign(document.createElement("a"), { href: "/docs", className: "button", textContent: "Documentation" }));
     const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
     close.addEventListener("click", () => dialog.close());
     actions.append(close);

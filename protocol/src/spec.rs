@@ -12,10 +12,11 @@ mod mistake;
 mod model;
 mod named;
 mod recipe;
+mod reference;
 mod renamed;
 mod train;
 
-pub use check::{from_json, from_toml, read_leniently};
+pub use check::{from_json, from_toml, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
@@ -23,6 +24,7 @@ pub use keys::{KEYS, Kind, Section, nearest};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use recipe::Recipe;
+pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
 pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
@@ -56,6 +58,7 @@ pub struct JobSpec {
 pub struct ParallelSpec {
     /// Processes that train in lockstep, one a slot; 1 to 1024.
     pub ranks: u32,
+    /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
     /// Only `data` today.
     pub mode: String,
@@ -83,6 +86,7 @@ pub struct CheckpointSpec {
     /// 1 when neither this nor `every_steps` is given; 0 writes only the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_epochs: Option<u32>,
+    /// Steps between two checkpoints, instead of `every_epochs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_steps: Option<u64>,
     /// The newest ones kept, never fewer than 2.
@@ -95,6 +99,7 @@ pub struct CheckpointSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecoverySpec {
+    /// How often a job continues from its newest checkpoint by itself after a failure that a restart may repair.
     pub max_restarts: u32,
     /// A rank with no progress for this long is dead.
     pub stall_timeout_secs: u32,
@@ -104,7 +109,7 @@ pub struct RecoverySpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvaluateSpec {
-    /// 0: only at the end.
+    /// Epochs between two validations; 0: only at the end.
     pub every_epochs: u32,
 }
 
@@ -112,7 +117,7 @@ pub struct EvaluateSpec {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
-    /// 0: at most 10 a second and the last of each epoch; 1: every step.
+    /// Steps between two loss lines of a rank. 0: at most 10 a second and the last of each epoch; 1: every step.
     pub every_steps: u64,
 }
 

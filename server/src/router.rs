@@ -7,7 +7,7 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets,
+        agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
         evaluation, fork, health, history, jobs, login, logs, metrics, pages, people, people_pages, pictures,
         predict, stream, tokens,
     },
@@ -123,6 +123,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 14] {
         ("/audit", get(pages::audit)),
         ("/people", get(people_pages::all).post(people_pages::change)),
         ("/account", get(people_pages::account).post(people_pages::change_account)),
+        ("/docs", get(docs::index)),
+        ("/docs/{*path}", get(docs::page)),
         ("/login", get(login::show).post(login::submit)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),

@@ -39,8 +39,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
+        announce(&job);
         to_the_end(&api, job, args.server.json).await
     })
+}
+
+/// Says what Ctrl-C does and what it does not.
+pub(crate) fn announce(job: &Job) {
+    if !job.state.is_final() {
+        output::warn(format_args!(
+            "Ctrl-C ends this display and not the job: `lockstep watch {0}` shows it again, `lockstep cancel {0}` stops it",
+            job.id
+        ));
+    }
 }
 
 /// Shows a job's progress until it is over, then how it ended. With `json`, every frame of its stream

@@ -9,6 +9,7 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`] | |
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
 //! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
@@ -21,6 +22,7 @@
 pub mod audit;
 pub mod compare;
 pub mod datasets;
+pub mod docs;
 pub mod job;
 pub mod jobs;
 pub mod layout;

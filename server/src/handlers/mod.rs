@@ -11,6 +11,7 @@ pub(crate) mod bundled;
 pub(crate) mod checkpoints;
 mod conditional;
 pub(crate) mod datasets;
+pub(crate) mod docs;
 pub(crate) mod evaluation;
 pub(crate) mod extract;
 mod fit;

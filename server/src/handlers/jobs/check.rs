@@ -73,16 +73,11 @@ pub(in crate::handlers) async fn check(
     document: &Value,
     begins: bool,
 ) -> Result<Checked> {
-    let (mut errors, mut not_checked) = (Vec::new(), None);
-    let mut spec = match spec::from_json(document) {
-        Ok(spec) => Some(spec),
-        Err(found) => {
-            errors = found;
-            None
-        }
-    };
+    let mut not_checked = None;
+    // Also of a document with mistakes: people mend all at once.
+    let (mut spec, mut errors) = spec::read(document);
+    let own = Own(errors.iter().map(|e| e.pointer.clone()).collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
-    // Also of a document with other mistakes: people mend all at once.
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
     let datasets = datasets::seen_by(app, caller).await?;
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
@@ -94,7 +89,9 @@ pub(in crate::handlers) async fn check(
         submission::choose_validation(spec, dataset, given);
     }
     if let Some(spec) = &spec {
-        errors.extend(slots_mistake(app, spec));
+        if !own.concern(&["/parallel", "/train/precision"]) {
+            errors.extend(slots_mistake(app, spec));
+        }
     }
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
         // Its evaluations and its page show pictures.
@@ -105,8 +102,9 @@ pub(in crate::handlers) async fn check(
             );
             errors.push(at("/private", detail));
         }
-        errors.extend(dataset_mistakes(spec, dataset));
-        if begins {
+        let found = dataset_mistakes(spec, dataset);
+        errors.extend(found.into_iter().filter(|mistake| !own.may_cause(mistake)));
+        if begins && !own.concern(&["/model", "/data", "/train/recipe"]) {
             match submission::pretrained(app, caller, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
@@ -121,6 +119,30 @@ pub(in crate::handlers) async fn check(
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
+struct Own(Vec<String>);
+
+impl Own {
+    /// Whether one of them is at one of these places, or below it.
+    fn concern(&self, places: &[&str]) -> bool {
+        let at = |pointer: &str, place: &str| {
+            pointer.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.0.iter().any(|pointer| places.iter().any(|place| at(pointer, place)))
+    }
+
+    /// Whether a mistake of the job as it is checked may be none of the job that was meant.
+    fn may_cause(&self, mistake: &SpecError) -> bool {
+        match mistake.pointer.as_str() {
+            "/train/batch_size" | "/train/global_batch_size" => {
+                self.concern(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
+            }
+            // A recipe sets sizes, means and what measures.
+            pointer => self.concern(&[pointer, "/train/recipe", "/data/image_size"]),
+        }
     }
 }
 

@@ -111,7 +111,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 14] {
+fn pages() -> [(&'static str, MethodRouter<App>); 16] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),

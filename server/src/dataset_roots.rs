@@ -9,6 +9,8 @@ use std::path::{Component, Path, PathBuf};
 pub(crate) struct DatasetRoots {
     /// As given, absolute, and without links as this machine sees them.
     roots: Vec<(PathBuf, PathBuf)>,
+    /// Where the server itself unpacks the pictures that come with the program.
+    bundled: Option<PathBuf>,
     /// Others than the people of this machine reach the server.
     shared: bool,
 }
@@ -23,7 +25,11 @@ impl DatasetRoots {
         let shared = !config.listen.ip().is_loopback()
             || !config.trusted_proxies.is_empty()
             || config.public_url.is_some();
-        Self { roots: config.dataset_roots.iter().map(absolute).collect(), shared }
+        let bundled = config.bundled.as_ref().map(|bundled| {
+            let data_dir = std::path::absolute(&config.data_dir).unwrap_or_else(|_| config.data_dir.clone());
+            resolved(&data_dir).join("datasets").join(bundled.name)
+        });
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, shared }
     }
 
     /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
@@ -32,6 +38,9 @@ impl DatasetRoots {
     /// # Errors
     /// Why not, and what would do.
     pub(crate) async fn check_asked(&self, path: &str, caller: &Caller) -> Result<(), String> {
+        if self.bundled.as_deref() == Some(Path::new(path)) {
+            return Ok(());
+        }
         if self.roots.is_empty() {
             return if self.shared && !caller.sees_all() {
                 Err("can be registered by admins alone: this server can be reached from other machines and names no folders \
@@ -57,7 +66,9 @@ impl DatasetRoots {
     /// # Errors
     /// They may not, and which may.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
-        match self.roots.is_empty() || self.has(&plain(Path::new(path))) {
+        let path_found = plain(Path::new(path));
+        let is_bundled = self.bundled.as_ref() == Some(&path_found);
+        match self.roots.is_empty() || is_bundled || self.has(&path_found) {
             true => Ok(()),
             false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
         }

@@ -35,7 +35,7 @@ fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
     let mut pages = 1;
     // Clap adds a `help` to each command that has commands.
     let nested = command.get_display_name().is_some_and(|name| name != "lockstep");
-    for inner in command.get_subcommands().filter(|c| !c.is_hide_set() && !(nested && c.get_name() == "help"))
+    for inner in command.get_subcommands().filter(|c| !(c.is_hide_set() || nested && c.get_name() == "help"))
     {
         pages += write(inner, folder)?;
     }

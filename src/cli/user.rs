@@ -8,7 +8,7 @@ use anyhow::Context;
 use lockstep_protocol::people::{Person, Role, password_mistake};
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::io::{self, BufRead, IsTerminal, Read};
+use std::io::{self, BufRead, IsTerminal};
 
 /// Bytes of standard input that may be a password's line, at most.
 const LINE_BYTES: u64 = 8192;

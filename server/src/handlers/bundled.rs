@@ -5,12 +5,13 @@ use super::{
     inspections::{InspectionProgress, LONGEST_WAIT},
 };
 use crate::{
+    access::Caller,
     app::App,
     config::Bundled,
     error::{Error, Problem, Result},
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::State,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -28,7 +29,10 @@ use std::{
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"),
         (status = 404, body = Problem, description = "This server has none"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
-pub(crate) async fn register(State(app): State<App>) -> Result<Response> {
+pub(crate) async fn register(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Response> {
     let Some(bundled) = app.config.bundled else {
         return Err(Error::NotFound("this server has no bundled pictures".into()));
     };
@@ -42,7 +46,8 @@ pub(crate) async fn register(State(app): State<App>) -> Result<Response> {
         Ok(Err(error)) => return Err(Error::Internal(format!("the pictures cannot be unpacked: {error}"))),
         Err(error) => return Err(Error::Internal(error.to_string())),
     };
-    match datasets::register(&app, NewDataset { name: bundled.name.into(), path }, LONGEST_WAIT).await? {
+    let new = NewDataset { name: bundled.name.into(), path, private: false };
+    match datasets::register(&app, &caller, new, LONGEST_WAIT).await? {
         Registered::Done(dataset) => Ok((
             StatusCode::CREATED,
             [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],

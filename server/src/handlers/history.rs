@@ -54,6 +54,7 @@ pub(crate) async fn show(
                 Ok(id) => app.store.job(&id).await?,
                 Err(_) => None,
             };
+            let known = known.filter(|row| sees(&caller, &row.job));
             Some(Relative {
                 job: parent.job.clone(),
                 name: known.as_ref().map(|row| row.job.name.clone()),
@@ -62,7 +63,7 @@ pub(crate) async fn show(
             })
         }
     };
-    let forks = rows.forks.into_iter().filter_map(|fork| {
+    let forks = rows.forks.into_iter().filter(|fork| sees(&caller, fork)).filter_map(|fork| {
         let checkpoint = fork.parent?.checkpoint;
         Some(Relative {
             job: fork.id.to_string(),
@@ -74,6 +75,10 @@ pub(crate) async fn show(
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
     let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
     Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
+}
+
+fn sees(caller: &Caller, job: &Job) -> bool {
+    caller.sees(job.spec.private, job.owner.as_deref())
 }
 
 fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {

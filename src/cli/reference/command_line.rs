@@ -29,7 +29,7 @@ pub(super) fn markdown(mut program: Command) -> String {
 /// Commands for people; those that the program starts itself are hidden. Clap's own `help` within a command is none of ours.
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
     let nested = command.get_name() != "lockstep";
-    command.get_subcommands().filter(move |c| !c.is_hide_set() && !(nested && c.get_name() == "help"))
+    command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
 }
 
 fn section(text: &mut String, command: &Command, parent: &str, level: usize) {

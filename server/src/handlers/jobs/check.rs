@@ -88,10 +88,10 @@ pub(in crate::handlers) async fn check(
         let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
         submission::choose_validation(spec, dataset, given);
     }
-    if let Some(spec) = &spec {
-        if !own.concern(&["/parallel", "/train/precision"]) {
-            errors.extend(slots_mistake(app, spec));
-        }
+    if let Some(spec) = &spec
+        && !own.concern(&["/parallel", "/train/precision"])
+    {
+        errors.extend(slots_mistake(app, spec));
     }
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
         // Its evaluations and its page show pictures.

@@ -2,8 +2,8 @@
 
 import { ask, Problem, sentence, text } from "./page.js";
 
-for (const button of document.querySelectorAll("[data-bundled]")) {
-  button.addEventListener("click", async () => {
+export function offerBundled() {
+  for (const button of document.querySelectorAll("[data-bundled]")) button.addEventListener("click", async () => {
     const label = button.textContent;
     button.disabled = true;
     text(button, "Unpacking …");

@@ -95,7 +95,7 @@ function empty() {
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or note` : ""}${tag ? ` is tagged “${tag}”` : ""}.`);
+  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or note` : ""}${tag ? ` is tagged “${tag}”` : ""}${owner ? ` is of ${owner}` : ""}.`);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
 }
@@ -138,6 +138,7 @@ byId("tag-filter").addEventListener("click", (event) => { event.preventDefault()
 addEventListener("popstate", () => { search.value = filter().text; mark(); columns.fromAddress(); load(); });
 setInterval(fillAll, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
+search.value = filter().text;
 mark();
 
 let frame = 0;

@@ -1,9 +1,11 @@
 // The form for a new job: checked while typing, every mistake next to its field, and the same job as a
 // file to copy. Without this script the form posts itself and the server answers with the mistakes.
 
-import "./bundled.js";
+import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
 import { count } from "./numbers.js";
+
+offerBundled();
 
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];

@@ -41,6 +41,9 @@ impl DatasetRoots {
         if self.bundled.as_deref() == Some(Path::new(path)) {
             return Ok(());
         }
+        if leads_astray(Path::new(path)) {
+            return Err("has .. behind a {, which leads elsewhere than it reads; write the folder out".into());
+        }
         if self.roots.is_empty() {
             return if self.shared && !caller.sees_all() {
                 Err("can be registered by admins alone: this server can be reached from other machines and names no folders \
@@ -68,7 +71,8 @@ impl DatasetRoots {
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
         let path_found = plain(Path::new(path));
         let is_bundled = self.bundled.as_ref() == Some(&path_found);
-        match self.roots.is_empty() || is_bundled || self.has(&path_found) {
+        let is_below = self.has(&path_found) && !leads_astray(Path::new(path));
+        match self.roots.is_empty() || is_bundled || is_below {
             true => Ok(()),
             false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
         }
@@ -86,6 +90,12 @@ impl DatasetRoots {
             roots.join(", ")
         )
     }
+}
+
+/// Whether `..` follows a pattern's brace: what is in braces may hold a `/`, and `..` then leads elsewhere than it reads.
+fn leads_astray(path: &Path) -> bool {
+    let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
+    behind.into_iter().any(|part| part == Component::ParentDir)
 }
 
 /// A path without `.`, `..` and links, as far as it exists on this machine.
@@ -127,6 +137,16 @@ mod tests {
         config.listen = listen.parse().unwrap();
         config.dataset_roots = folders.iter().map(|folder| folder.to_path_buf()).collect();
         DatasetRoots::new(&config)
+    }
+
+    #[tokio::test]
+    async fn what_is_in_braces_leads_nowhere_else() {
+        let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
+        for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
+            assert!(roots.check_asked(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
+            assert!(roots.check_found(path).is_err(), "{path}");
+        }
+        assert!(roots.check_asked("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
     }
 
     #[tokio::test]

@@ -5,7 +5,7 @@ use lockstep_worker::host;
 use std::{
     fs,
     io::ErrorKind,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -59,8 +59,9 @@ impl AccessArgs {
 /// Another account listens there.
 fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     const ROOT: u32 = 0;
-    let Some((address, port)) = url(server).as_ref().and_then(address_of) else { return Ok(()) };
-    let owners = host::listener_owners(address, port);
+    let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
+    let owners: Vec<u32> =
+        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect();
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
         Some(uid) => Err(wrong(format!(
@@ -94,7 +95,7 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
 
 /// Whether an address is this machine's loopback: a token of a data directory goes nowhere else.
 fn is_this_machine(server: &str) -> bool {
-    url(server).as_ref().is_some_and(|url| address_of(url).is_some())
+    url(server).as_ref().is_some_and(|url| addresses_of(url).is_some())
 }
 
 fn url(server: &str) -> Option<reqwest::Url> {
@@ -102,15 +103,16 @@ fn url(server: &str) -> Option<reqwest::Url> {
     reqwest::Url::parse(&with_scheme).ok()
 }
 
-/// Address and port of a URL whose host is this machine's loopback.
-fn address_of(url: &reqwest::Url) -> Option<(IpAddr, u16)> {
+/// Addresses and port of a URL whose host is this machine's loopback.
+fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
-    let address = if host.eq_ignore_ascii_case("localhost") {
-        IpAddr::V4(Ipv4Addr::LOCALHOST)
+    let addresses = if host.eq_ignore_ascii_case("localhost") {
+        // Either may be connected to.
+        vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
     } else {
-        host.parse().ok().filter(IpAddr::is_loopback)?
+        vec![host.parse().ok().filter(IpAddr::is_loopback)?]
     };
-    Some((address, url.port_or_known_default()?))
+    Some((addresses, url.port_or_known_default()?))
 }
 
 #[cfg(test)]

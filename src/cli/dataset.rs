@@ -188,7 +188,12 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Exit status 2 when the name is another dataset's.
-pub(super) async fn register_as(api: &Api, name: &str, path: &Path) -> anyhow::Result<Dataset> {
+pub(super) async fn register_as(
+    api: &Api,
+    name: &str,
+    path: &Path,
+    private: bool,
+) -> anyhow::Result<Dataset> {
     match find(api, name).await? {
         Some(there) if Path::new(&there.path) == path => Ok(there),
         Some(other) => Err(wrong(format!(
@@ -196,7 +201,7 @@ pub(super) async fn register_as(api: &Api, name: &str, path: &Path) -> anyhow::R
             other.path,
             path.display()
         ))),
-        None => register(api, &json!({ "name": name, "path": path })).await,
+        None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
     }
 }
 

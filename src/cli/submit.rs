@@ -92,6 +92,7 @@ async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError
 /// Puts the name of the dataset that is registered at a path in the place of that path. One that is not is registered under the name
 /// of its folder if it `may` be: the file that `lockstep init` writes is for `train` and for this.
 pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+    let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
     let Some(path) = given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
     else {
@@ -102,7 +103,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
         None if may && path.is_dir() => {
             let name = dataset_name(&path);
             output::warn(format_args!("registering {} as the dataset {name}", path.display()));
-            dataset::register_as(api, &name, &path).await?
+            dataset::register_as(api, &name, &path, private).await?
         }
         None => return Ok(()),
     };

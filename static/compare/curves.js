@@ -63,7 +63,7 @@ export class Curves {
       const key = `${job.id}:${metric}`;
       if (this.#known.has(key) && !this.#known.get(key).stale) return;
       const speeds = metric === "images_per_second";
-      const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${speeds ? "step_ms" : metric}${speeds ? "&ranks=1" : ""}&points=${this.chart.pixels}`).catch(() => null);
+      const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${speeds ? "step_ms" : metric}${speeds ? "&ranks=0" : ""}&points=${this.chart.pixels}`).catch(() => null);
       if (!answer) return;
       const each = EACH.has(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
       const attempts = Map.groupBy(answer.series, (s) => s.attempt);

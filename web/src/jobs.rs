@@ -15,6 +15,8 @@ pub struct JobFilter {
     pub state: Option<JobState>,
     /// `?name=cifar`: jobs whose name contains it; empty for all.
     pub name: String,
+    /// `?owner=ada`: jobs of a person or a token; empty for all.
+    pub owner: String,
 }
 
 /// `GET /jobs`.
@@ -195,7 +197,7 @@ mod tests {
 
         let filtered = JobsPage {
             any: true,
-            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into() },
+            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into(), owner: String::new() },
             ..page
         };
         let html = filtered.render().expect("renders");

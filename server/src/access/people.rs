@@ -111,7 +111,22 @@ impl Access {
             old.credential.ended.cancel();
         }
         known.renew_tokens_of(&name);
+        // Also those that signed in with a token of the person's.
+        known.sessions.retain(|_, session| {
+            let is_its = session.token.owner.as_deref() == Some(name.as_str());
+            if is_its {
+                session.ended.cancel();
+            }
+            !is_its
+        });
+        let its: Vec<String> = known
+            .tokens
+            .values()
+            .filter(|c| c.token.owner.as_deref() == Some(name.as_str()))
+            .map(|c| c.token.id.clone())
+            .collect();
         drop(known);
+        its.iter().for_each(|token| self.codes.forget(token));
         self.codes.forget(&principal(&name));
     }
 

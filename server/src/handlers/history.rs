@@ -106,7 +106,11 @@ fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {
 
 /// What changes of state tell that attempts do not.
 fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
-    let mut entries = Vec::new();
+    let begin = match &job.parent {
+        Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
+        None => What::Submitted,
+    };
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: None }];
     let mut before: Option<(JobState, Option<ReasonCode>)> = None;
     for Event { seq, at, body } in states {
         let EventBody::State { state, cause, .. } = body else { continue };
@@ -115,19 +119,20 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         if before == now {
             continue;
         }
-        let was_active = before.as_ref().is_some_and(|(state, _)| state.is_active());
+        // What became of a lost attempt is told by the attempt.
+        let was_active =
+            before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+        let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
         let moved = before.as_ref().is_none_or(|(old, _)| old != state);
         before = now;
         let (what, action) = match (state, code) {
-            (JobState::Queued, _) if *seq == 1 => match &job.parent {
-                Some(parent) => (What::Forked { checkpoint: parent.checkpoint.clone() }, None),
-                None => (What::Submitted, None),
-            },
+            // Told above: among many changes of state it may not be here.
+            (JobState::Queued, _) if *seq == 1 => continue,
             (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
             (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),
             (JobState::Pausing, _) if moved => (What::PauseRequested, Some("pause")),
             (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
-            (_, Some(ReasonCode::Cancelling)) => (What::CancelRequested, Some("cancel")),
+            (_, Some(ReasonCode::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
             (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),
             (JobState::Failed, _) if moved && !was_active => (What::Failed { reason: cause.clone() }, None),
             (JobState::Running, Some(ReasonCode::PrecisionFallback)) => {

@@ -43,7 +43,7 @@ pub(crate) struct JobList {
 #[into_params(parameter_in = Query)]
 pub(crate) struct ListQuery {
     /// One of the states.
-    state: Option<String>,
+    pub(crate) state: Option<String>,
     /// Part of the name, at most 200 characters.
     name: Option<String>,
     /// The person who submitted it, or the name of the token that did.
@@ -162,9 +162,10 @@ pub(crate) async fn pause(State(app): State<App>, Path(id): Path<String>) -> Res
         (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
 pub(crate) async fn resume(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&app, &find(&app, &id).await?).await?;
+    fit::check_newest(&app, &caller, &find(&app, &id).await?).await?;
     let at = crate::now();
     let changed =
         app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
@@ -178,8 +179,12 @@ pub(crate) async fn resume(
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over"),
         (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
-pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&app, &find(&app, &id).await?).await?;
+pub(crate) async fn retry(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    fit::check_newest(&app, &caller, &find(&app, &id).await?).await?;
     let at = crate::now();
     let changed = app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::retry(row, at))).await?;
     app.announce(&changed);

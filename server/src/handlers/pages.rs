@@ -56,8 +56,12 @@ pub(crate) async fn jobs(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     ServerUrl(server_url): ServerUrl,
-    PageQuery(query): PageQuery<ListQuery>,
+    PageQuery(mut query): PageQuery<ListQuery>,
 ) -> Page {
+    // The page's script asks for several states one by one.
+    if query.state.as_deref().is_some_and(|states| states.contains(',')) {
+        query.state = None;
+    }
     // An invalid filter in the address shows everything.
     let mut filter = query
         .filter(&caller)
@@ -76,7 +80,11 @@ pub(crate) async fn jobs(
     html(
         jobs_views::JobsPage {
             jobs: page.jobs,
-            filter: jobs_views::JobFilter { state: filter.state, name: filter.name.unwrap_or_default() },
+            filter: jobs_views::JobFilter {
+                state: filter.state,
+                name: filter.name.unwrap_or_default(),
+                owner: filter.owner.unwrap_or_default(),
+            },
             any,
             next: page.next.map(|id| id.to_string()),
             server_url,

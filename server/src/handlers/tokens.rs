@@ -18,6 +18,9 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use utoipa::ToSchema;
 
+/// Valid tokens of one person: nobody uses up those of all.
+const TOKENS_OF_A_PERSON: usize = 50;
+
 /// A token to be made.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -135,6 +138,13 @@ pub(super) async fn make(app: &App, caller: &Caller, new: NewToken) -> Result<Ma
     if owner.is_none() && new.scope != Scope::Agent && app.access.person(&new.name).is_some() {
         let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
         return Err(Error::Conflict(detail, None));
+    }
+    let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
+    if app.access.tokens().iter().filter(|token| is_its(token)).count() >= TOKENS_OF_A_PERSON {
+        return Err(Error::Conflict(
+            format!("you have {TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"),
+            None,
+        ));
     }
     if app.access.valid_tokens() >= TOKENS {
         return Err(Error::Conflict(

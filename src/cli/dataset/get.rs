@@ -47,6 +47,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
     let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
+    // Without a slash at its end.
+    let to: std::path::PathBuf = to.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
     let path = data::canonical(&to)?;
@@ -64,7 +66,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             "register it with `{by_hand}`, or train from the folder with `lockstep train`"
         ));
     }
-    let dataset = block_on(register_as(&api, known.name, &path))?;
+    let dataset = block_on(register_as(&api, known.name, &path, false))?;
     if args.server.json {
         return output::json(&dataset);
     }

@@ -2,7 +2,7 @@
 
 use crate::{host, tls};
 use std::{
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
 };
 use tokio_tungstenite::{
@@ -72,14 +72,14 @@ impl Address {
     /// the server is elsewhere.
     pub(super) fn listeners(&self) -> Vec<u32> {
         let uri = self.request.uri();
-        let address = match uri.host().unwrap_or_default().trim_matches(['[', ']']) {
-            host if host.eq_ignore_ascii_case("localhost") => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
-            host => host.parse().ok(),
+        let addresses: Vec<IpAddr> = match uri.host().unwrap_or_default().trim_matches(['[', ']']) {
+            // Either may be connected to.
+            host if host.eq_ignore_ascii_case("localhost") => {
+                vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+            }
+            host => host.parse().ok().filter(IpAddr::is_loopback).into_iter().collect(),
         };
         let port = uri.port_u16().unwrap_or(if uri.scheme_str() == Some("wss") { 443 } else { 80 });
-        match address.filter(IpAddr::is_loopback) {
-            Some(address) => host::listener_owners(address, port),
-            None => Vec::new(),
-        }
+        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect()
     }
 }

@@ -49,10 +49,13 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         // What signed in as the person was before the change.
-        sqlx::query("DELETE FROM sessions WHERE token_id = $1")
-            .bind(row.principal())
-            .execute(&mut *db)
-            .await?;
+        sqlx::query(
+            "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
+        )
+        .bind(row.principal())
+        .bind(&row.person.name)
+        .execute(&mut *db)
+        .await?;
         Ok(db.commit().await?)
     }
 

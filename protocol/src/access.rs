@@ -97,6 +97,14 @@ pub struct Token {
 }
 
 impl Token {
+    /// What the audit log calls whoever shows it: a person's token has a name that the person chose, so the person stands first.
+    pub fn who(&self) -> String {
+        match &self.owner {
+            Some(owner) if *owner != self.name => format!("{owner} ({})", self.name),
+            _ => self.name.clone(),
+        }
+    }
+
     /// Whether it is neither revoked nor expired.
     pub fn is_valid(&self, now: jiff::Timestamp) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|at| now < at)

@@ -277,7 +277,7 @@ impl Access {
 
     /// What people call a token or a person, by what its sessions stand for.
     pub(crate) fn name_of(&self, id: &str) -> Option<String> {
-        self.read().stands_for(id).map(|credential| credential.token.name.clone())
+        self.read().stands_for(id).map(|credential| credential.token.who())
     }
 
     /// A code that signs a browser in once, within ten minutes, as whoever has a token, or as a person.

@@ -102,7 +102,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
             }
             let (who, token_id) = match (signed_in, token) {
                 (Some(SignedIn { who, token_id }), _) => (who, token_id),
-                (None, Some(token)) => (token.name.clone(), token.id.clone()),
+                (None, Some(token)) => (token.who(), token.id.clone()),
                 (None, None) => Default::default(),
             };
             app.audit.put(AuditEntry {

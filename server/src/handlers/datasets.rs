@@ -113,8 +113,11 @@ pub(crate) async fn register(
     {
         mistake("/name", &name_mistake(&new.name));
     }
-    if new.name == "inspect" {
-        mistake("/name", "is taken: /api/v1/datasets/inspect inspects a folder; choose another name");
+    if ["inspect", "bundled"].contains(&new.name.as_str()) {
+        mistake(
+            "/name",
+            "is taken: /api/v1/datasets/inspect and /datasets/bundled are calls; choose another name",
+        );
     }
     if let Some(detail) = path_mistake(&new.path) {
         mistake("/path", detail);

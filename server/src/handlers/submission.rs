@@ -10,7 +10,10 @@ use lockstep_protocol::{
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
-use std::time::Duration;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 /// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
 const HEADER: Duration = Duration::from_secs(5);
@@ -79,6 +82,11 @@ pub(super) async fn pretrained(
                 .into(),
         );
     }
+    if !caller.sees_all() && is_below(&app.config.data_dir, given).await {
+        return mistake(
+            "is a file of the server's own data directory, where private weights are, too: give the checkpoint's id instead".into(),
+        );
+    }
     let weights = if dispatch::is_checkpoint_id(given) {
         let row = app.store.checkpoint(given).await?;
         let job = match &row {
@@ -120,4 +128,16 @@ pub(super) async fn pretrained(
     Ok(Weights::NotChecked(format!(
         "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
     )))
+}
+
+/// Whether a path leads into a folder, links followed.
+async fn is_below(folder: &Path, path: &str) -> bool {
+    let (folder, path) = (folder.to_owned(), PathBuf::from(path));
+    // A file system that does not respond must not hold up others.
+    let looked = tokio::task::spawn_blocking(move || {
+        let folder = folder.canonicalize()?;
+        Ok::<_, std::io::Error>(path.canonicalize()?.starts_with(folder))
+    });
+    // What is not there on this machine is not in its folder.
+    matches!(looked.await, Ok(Ok(true)))
 }

@@ -53,14 +53,15 @@ async fn answer_plain(mut stream: TcpStream) {
     let detail = "this port speaks HTTPS and the request came as plain HTTP; write https:// instead of http:// in the address";
     let response = Error::BadRequest(detail.into()).into_response();
     let Ok(body) = axum::body::to_bytes(response.into_body(), HEAD_BYTES).await else { return };
-    let answer = format!(
+    let head = format!(
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\ncontent-length: {}\r\ncache-control: \
          no-store\r\nconnection: close\r\n\r\n",
         body.len()
     );
+    // In one packet: a client of websockets takes no more of an answer than comes with its head.
+    let answer = [head.as_bytes(), &body].concat();
     let told = async {
-        stream.write_all(answer.as_bytes()).await?;
-        stream.write_all(&body).await?;
+        stream.write_all(&answer).await?;
         stream.shutdown().await?;
         // Closing with something unread would take the answer from its reader.
         let mut rest = [0; 1024];

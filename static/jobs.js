@@ -12,7 +12,7 @@ const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dat
 let notes = {};
 const filter = () => {
   const at = new URL(location.href).searchParams;
-  return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "" };
+  return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "", project: at.get("project") ?? "" };
 };
 let asked = 0, next = null, reading = false;
 /** The rows that came with the page are shown before any is changed. */
@@ -20,8 +20,8 @@ const shown = drawn();
 const bulk = new Bulk(rows, jobs, () => annotations());
 
 const tagsOf = (id) => notes[id]?.tags ?? [];
-const matches = (job, { state, name, tag }) =>
-  (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
+const matches = (job, { state, name, tag, project }) =>
+  (!project || job.project === project) && (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;
@@ -31,13 +31,13 @@ async function annotations() {
 
 /** One part of what matches, after `cursor`. Few have a tag: those are read one by one. */
 async function part(cursor) {
-  const { state, name, tag } = filter();
+  const { state, name, tag, project } = filter();
   if (tag) {
     await annotations();
     const ids = Object.keys(notes).filter((id) => tagsOf(id).includes(tag)).sort().reverse();
     return { jobs: (await Promise.all(ids.map((id) => ask(`/api/v1/jobs/${id}`).catch(() => null)))).filter((j) => j && matches(j, filter())), next: null };
   }
-  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, cursor, limit: PART }).filter(([, v]) => v))}`);
+  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, project, cursor, limit: PART }).filter(([, v]) => v))}`);
 }
 
 /** Reads the list again: after a change of the filter, and after a time without the stream. */
@@ -90,16 +90,18 @@ function remove(id) {
 }
 
 function empty() {
-  const { state, name, tag } = filter();
+  const { state, name, tag, project } = filter();
   // What was shown is gone, and there are older ones: those come into its place.
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const filtered = Boolean(state || name || tag);
+  const filtered = Boolean(state || name || tag || project);
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}${tag ? ` is tagged “${tag}”` : ""}.`);
+  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}${tag ? ` is tagged “${tag}”` : ""}${project ? ` is in project “${project}”` : ""}.`);
+  byId("project-filter").hidden = !project;
+  text(byId("project-name"), project);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
 }
@@ -116,10 +118,10 @@ function filterBy(change) {
 }
 
 function mark() {
-  const { state, name } = filter();
+  const { state, name, project } = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     if (a.dataset.state === state) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams(Object.entries({ state: a.dataset.state, name }).filter(([, v]) => v));
+    const to = new URLSearchParams(Object.entries({ state: a.dataset.state, name, project }).filter(([, v]) => v));
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -135,6 +137,7 @@ let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => filterBy({ name: search.value.trim() }), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); filterBy({ name: search.value.trim() }); });
 byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ tag: "" }); });
+byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ project: "" }); });
 addEventListener("popstate", () => { search.value = filter().name; mark(); load(); });
 setInterval(() => { for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id)); }, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));

@@ -9,6 +9,7 @@ pub mod dataset;
 pub mod fault;
 pub mod inspect;
 pub mod job;
+pub mod labels;
 pub mod limits;
 pub mod metric;
 pub mod pickle;

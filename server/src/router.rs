@@ -7,8 +7,9 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation, fork,
-        health, jobs, login, logs, metrics, pages, pictures, predict, stream, tokens,
+        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation,
+        events, fork, health, jobs, login, logs, metrics, metrics_query, pages, pictures, predict, projects,
+        stream, tokens,
     },
     request_id, slow_body,
 };
@@ -47,12 +48,13 @@ struct Document;
 /// What programs rely on.
 fn api() -> OpenApiRouter<App> {
     let v1 = OpenApiRouter::new()
-        .routes(routes!(jobs::list, jobs::create::create))
+        .routes(routes!(jobs::list::list, jobs::create::create))
         .routes(routes!(jobs::check::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
         .routes(routes!(attempts::list))
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
+        .routes(routes!(projects::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
         .routes(routes!(jobs::pause))
@@ -60,7 +62,9 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(fork::fork))
         .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
+        .routes(routes!(metrics_query::find))
         .routes(routes!(logs::query))
+        .routes(routes!(events::list))
         .routes(routes!(checkpoints::list))
         .routes(routes!(checkpoints::show))
         .routes(routes!(checkpoints::file))

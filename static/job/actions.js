@@ -97,14 +97,14 @@ export class Actions {
         text(status, "Saved");
       } catch (error) { text(status, sentence(error)); }
     };
-    note.addEventListener("change", () => save({ note: note.value }));
+    note.addEventListener("change", () => save({ notes: note.value }));
     tags.addEventListener("change", () => save({ tags: tags.value.split(",") }));
     priority.addEventListener("change", () => save({ priority: Number(priority.value) }));
     // What is typed before the answer comes stays.
     const touched = new Set();
     for (const field of [note, tags]) field.addEventListener("input", () => touched.add(field));
     const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));
-    if (!touched.has(note)) note.value = jobs[job.id]?.note ?? "";
+    if (!touched.has(note)) note.value = jobs[job.id]?.notes ?? "";
     if (!touched.has(tags)) tags.value = (jobs[job.id]?.tags ?? []).join(", ");
   }
 }

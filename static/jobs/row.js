@@ -22,7 +22,7 @@ export function fill(row, job, tags = []) {
   text(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`);
+  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
   text(at("reason"), job.reason ?? "");
   at("reason").title = job.reason ?? "";
   at("bar").max = job.total_steps || 1;

@@ -6,7 +6,10 @@ use crate::{
 };
 use askama::Template;
 use jiff::Timestamp;
-use lockstep_protocol::job::{Job, JobState};
+use lockstep_protocol::{
+    job::{Job, JobState},
+    labels::DEFAULT_PROJECT,
+};
 
 /// The filter of the list; part of its address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -15,6 +18,8 @@ pub struct JobFilter {
     pub state: Option<JobState>,
     /// `?name=cifar`: jobs whose name contains it; empty for all.
     pub name: String,
+    /// `?project=vision`: jobs of this project; empty for all.
+    pub project: String,
 }
 
 /// `GET /jobs`.
@@ -107,13 +112,17 @@ impl JobRow {
             state: job.state.to_string(),
             name: job.name.clone(),
             about: format!(
-                "{} · {} · {}{}",
+                "{} · {} · {}{}{}",
                 job.spec.model.arch.name(),
                 job.spec.data.dataset,
                 plural(job.ranks.into(), "rank"),
                 match job.spec.priority {
                     0 => String::new(),
                     n => format!(" · priority {n}"),
+                },
+                match job.project.as_str() {
+                    DEFAULT_PROJECT => String::new(),
+                    project => format!(" · {project}"),
                 }
             ),
             reason: job.reason.clone().unwrap_or_default(),
@@ -195,7 +204,7 @@ mod tests {
 
         let filtered = JobsPage {
             any: true,
-            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into() },
+            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into(), project: String::new() },
             ..page
         };
         let html = filtered.render().expect("renders");

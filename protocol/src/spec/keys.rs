@@ -4,7 +4,7 @@ use super::{
     Arch, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
 };
-use crate::limits::KEY_BYTES;
+use crate::{labels, limits::KEY_BYTES};
 use serde_json::Value;
 
 /// What a key may hold.
@@ -15,6 +15,12 @@ pub enum Kind {
         min: usize,
         max: usize,
     },
+    /// A project's name.
+    Project,
+    /// A list of tags.
+    Tags,
+    /// Free text, also over several lines.
+    Notes,
     /// One of these words.
     Word(&'static [&'static str]),
     Bool,
@@ -82,7 +88,13 @@ const fn number(min: f64, max: f64) -> Kind {
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
-        keys: &[("name", Kind::Text { min: 1, max: 200 }), ("priority", whole(-1000, 1000))],
+        keys: &[
+            ("name", Kind::Text { min: 1, max: 200 }),
+            ("priority", whole(-1000, 1000)),
+            ("project", Kind::Project),
+            ("tags", Kind::Tags),
+            ("notes", Kind::Notes),
+        ],
     },
     Section {
         name: "model",
@@ -192,6 +204,22 @@ impl Kind {
                     Err(format!("must have {min} to {max} characters, has {}", t.trim().chars().count()))
                 }
                 Some(_) => Ok(()),
+            },
+            Kind::Project => match value.as_str() {
+                Some(name) => labels::project_mistake(name)
+                    .map_or(Ok(()), |mistake| Err(format!("{mistake}; is {}", shown(value)))),
+                None => is("text"),
+            },
+            Kind::Tags => {
+                match value.as_array().map(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>())
+                {
+                    Some(Some(tags)) => labels::tags_mistake(&tags).map_or(Ok(()), Err),
+                    _ => is("a list of texts, such as [\"baseline\", \"sweep\"]"),
+                }
+            }
+            Kind::Notes => match value.as_str() {
+                Some(notes) => labels::notes_mistake(notes).map_or(Ok(()), Err),
+                None => is("text"),
             },
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),

@@ -1,18 +1,20 @@
 //! Registered datasets. The server opens none itself: an agent inspects the files.
 
 use super::{
+    conditional::tagged,
     extract::{Body, Path, Query},
     inspections::{self, Inspected, InspectionProgress, WaitFor},
+    list::{List, ListParams},
 };
 use crate::{
     app::App,
-    error::{Error, Problem, Result},
+    error::{Code, Error, Problem, Result},
     store::StoreError,
 };
 use axum::{
     Json,
     extract::State,
-    http::{StatusCode, header},
+    http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
@@ -31,9 +33,28 @@ const JOBS_NAMED: usize = 10;
 
 /// All registered datasets.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct DatasetList {
+    /// By name, unless `sort` says otherwise.
     datasets: Vec<Dataset>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: datasets on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Dataset> = List {
+    name: "datasets",
+    fields: &["name", "path", "info", "added_at"],
+    sorts: &[
+        ("name", |dataset| dataset.name.as_str().into()),
+        ("created", |dataset| dataset.added_at.into()),
+    ],
+    default_sort: "name",
+    id: |dataset| &dataset.name,
+    created: Some(|dataset| dataset.added_at),
+};
 
 /// A dataset to register.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
@@ -103,13 +124,11 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
         return Err(Error::Invalid(errors));
     }
     if app.store.dataset(&new.name).await?.is_some() {
-        return Err(Error::Conflict(
-            format!(
-                "a dataset is already called {:?}; choose another name, or remove that one first",
-                new.name
-            ),
-            None,
-        ));
+        let detail = format!(
+            "a dataset is already called {:?}; choose another name, or remove that one first",
+            new.name
+        );
+        return Err(Error::Of(Code::NameTaken, detail));
     }
     let (path, info) = match inspections::inspect(app, new.path, patience).await? {
         Inspected::Done { path, info } => (path, checked(*info)?),
@@ -205,17 +224,28 @@ fn path_mistake(path: &str) -> Option<&'static str> {
 }
 
 /// List datasets
-#[utoipa::path(get, path = "/datasets", tag = "datasets", responses((status = 200, body = DatasetList)))]
-pub(crate) async fn list(State(app): State<App>) -> Result<Json<DatasetList>> {
-    Ok(Json(DatasetList { datasets: app.store.datasets().await? }))
+///
+/// `sort`: `name`, `created` (when it was registered).
+#[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
+    responses((status = 200, body = DatasetList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Query(params): Query<ListParams>,
+) -> Result<Response> {
+    tagged(&headers, &LIST.page(app.store.datasets().await?, &params)?)
 }
 
 /// Show a dataset
 #[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 200, body = Dataset), (status = 404, body = Problem)))]
-pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Result<Json<Dataset>> {
+    responses((status = 200, body = Dataset), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Path(name): Path<String>,
+) -> Result<Response> {
     let found = app.store.dataset(&name).await?;
-    found.map(Json).ok_or_else(|| Error::NotFound("no dataset has this name".into()))
+    tagged(&headers, &found.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?)
 }
 
 /// Remove a dataset
@@ -231,8 +261,8 @@ pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> 
             let mut jobs = app.store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             Err(match jobs.first() {
-                Some(first) => Error::Conflict(needed_by(&jobs), Some(first.state)),
-                // They have ended since.
+                // They may have ended since.
+                Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),
                 None => error.into(),
             })
         }

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
-    error::{Error, PageError},
+    error::{Code, Error, PageError},
     store::JobFilter,
 };
 use axum::{
@@ -65,9 +65,13 @@ pub(crate) async fn jobs(
     html(
         jobs_views::JobsPage {
             jobs: page.jobs,
-            filter: jobs_views::JobFilter { state: filter.state, name: filter.name.unwrap_or_default() },
+            filter: jobs_views::JobFilter {
+                state: filter.states.first().copied(),
+                name: filter.name.unwrap_or_default(),
+                project: filter.project.unwrap_or_default(),
+            },
             any,
-            next: page.next.map(|id| id.to_string()),
+            next: query.next_cursor(page.next.as_ref())?,
             server_url,
             now: crate::now(),
             viewer: viewer(&caller),
@@ -263,7 +267,7 @@ pub(crate) async fn add_dataset(
             }
             StatusCode::UNPROCESSABLE_ENTITY
         }
-        Err(Error::Conflict(detail, _)) => {
+        Err(Error::Conflict(detail, _) | Error::Of(Code::NameTaken, detail)) => {
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }
@@ -314,7 +318,7 @@ pub(crate) async fn audit(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<audit::AuditQuery>,
 ) -> Page {
-    let audit::AuditPage { entries, next } = audit::page(&app, &query).await?;
+    let audit::AuditPage { entries, next, .. } = audit::page(&app, &query).await?;
     let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
         at: entry.at,
         who: entry.who,

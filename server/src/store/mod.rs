@@ -23,8 +23,8 @@ pub use location::Location;
 
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, NewJob,
-    Page, Place, Report, SessionRow, Stored, TokenRow,
+    Cursor, EventRow, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter,
+    MetricPage, NewJob, Page, Place, ProjectRow, Report, SessionRow, SortBy, SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -73,8 +73,10 @@ pub trait Store: Send + Sync + 'static {
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job with what only the server knows about it; `None` when there is none or it was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
-    /// Newest first, after the filter's cursor.
+    /// In the order of the filter, after its cursor.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
+    /// How many jobs a filter finds, whatever its limit and cursor are.
+    async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// Jobs that wait for slots, in the order in which they get them.
@@ -159,10 +161,15 @@ pub trait Store: Send + Sync + 'static {
 
     /// Notes and tags of every job that has any.
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
-    /// Replaces a job's note, its tags or both; what is `None` stays. Returns what it has now.
-    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation>;
+    /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
+    async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
+    -> Result<Annotation>;
     /// Changes a job's priority, in its specification too.
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
+    /// Moves a job to another project, in its specification too.
+    async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
+    /// Every project, with how many of its jobs are in each state; by name.
+    async fn projects(&self) -> Result<Vec<ProjectRow>>;
     /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.

@@ -3,6 +3,7 @@
 mod access;
 mod attempts;
 mod events;
+mod job_list;
 mod jobs;
 mod metrics;
 
@@ -10,7 +11,8 @@ pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
-pub use jobs::{Changed, Created, Cursor, JobFilter, NewJob, Page};
+pub use job_list::{Cursor, JobFilter, JobSort, Page, ProjectRow, SortBy, SortValue};
+pub use jobs::{Changed, Created, NewJob};
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 
 use jiff::Timestamp;
@@ -40,7 +42,7 @@ pub struct CheckpointRow {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Annotation {
     /// Free text; may be empty.
-    pub note: String,
+    pub notes: String,
     /// Sorted, each once.
     pub tags: Vec<String>,
 }

@@ -18,6 +18,7 @@ mod ingest;
 mod life;
 mod limits;
 mod listening;
+mod lists;
 mod metrics;
 mod proxies;
 mod quarantine;

@@ -14,6 +14,8 @@ pub(super) enum Kind {
     NumberOrText,
     /// Numbers with commas between them.
     Numbers,
+    /// Words with commas between them.
+    Words,
     /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
     Sizes,
     Switch,
@@ -57,6 +59,9 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         "Job",
         &[
             field("name", "Name", Kind::Text, ""),
+            more("project", "Project", Kind::Text, "what the job belongs to; empty: default"),
+            more("tags", "Tags", Kind::Words, "with commas between"),
+            more("notes", "Notes", Kind::Text, "for people"),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
             field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
@@ -211,7 +216,8 @@ impl Kind {
         let list = || serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from);
         match self {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
-            Kind::Sizes | Kind::Numbers if text.starts_with('[') => or_text(list()),
+            Kind::Sizes | Kind::Numbers | Kind::Words if text.starts_with('[') => or_text(list()),
+            Kind::Words => text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect(),
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),
             Kind::Number | Kind::NumberOrText => or_text(number(text)),
             Kind::Switch => or_text(text.parse::<bool>().ok().map(Value::from)),
@@ -240,6 +246,7 @@ impl Kind {
             Kind::Number => "number",
             Kind::NumberOrText => "number-or-text",
             Kind::Numbers => "numbers",
+            Kind::Words => "words",
             Kind::Sizes => "sizes",
             Kind::Switch => "switch",
         }

@@ -6,7 +6,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{extract::Document, to_the_end},
     lifecycle::Fork,
-    store::{Created, NewJob},
+    store::{Annotation, Created, NewJob},
 };
 use axum::{
     Json,
@@ -15,7 +15,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use lockstep_protocol::{Job, JobId, JobSpec};
+use lockstep_protocol::{Job, JobId, JobSpec, labels};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
@@ -79,16 +79,21 @@ pub(in crate::handlers) async fn made_before(
 pub(in crate::handlers) async fn store(
     app: &App,
     id: JobId,
-    spec: JobSpec,
+    mut spec: JobSpec,
     key: Option<(String, String)>,
     fork: Option<Fork>,
 ) -> Result<(StatusCode, Job)> {
+    // Beside the specification, where they can be changed later.
+    let annotation = Annotation {
+        notes: std::mem::take(&mut spec.notes),
+        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
+    };
     // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
     let folder = app.job_dir(&id);
     write_folder(&folder, &spec).await.map_err(|error| {
         Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
     })?;
-    let new = NewJob { id, spec, at: crate::now(), idempotency: key, fork };
+    let new = NewJob { id, spec, annotation, at: crate::now(), idempotency: key, fork };
     let created = app.store.create_job(new).await;
     if !matches!(created, Ok(Created::New(_))) {
         let _ = tokio::fs::remove_dir_all(&folder).await;

@@ -15,6 +15,7 @@ pub(in crate::store) mod copy;
 mod datasets;
 mod events;
 mod ingest;
+mod job_list;
 mod jobs;
 mod purge;
 mod reads;
@@ -25,7 +26,7 @@ use super::dialect::{
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
     Created, EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Page, Report, Result, SessionRow, Store, TokenRow,
+    MetricPage, NewJob, Page, ProjectRow, Report, Result, SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -76,6 +77,9 @@ impl Store for SqlStore {
     }
     async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         self.list_jobs(filter).await
+    }
+    async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64> {
+        self.count_jobs(filter).await
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
@@ -181,11 +185,22 @@ impl Store for SqlStore {
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
         self.read_annotations().await
     }
-    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation> {
-        self.write_annotation(job, note, tags).await
+    async fn annotate(
+        &self,
+        job: &JobId,
+        notes: Option<&str>,
+        tags: Option<&[String]>,
+    ) -> Result<Annotation> {
+        self.write_annotation(job, notes, tags).await
     }
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         self.write_priority(job, priority).await
+    }
+    async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
+        self.write_project(job, project).await
+    }
+    async fn projects(&self) -> Result<Vec<ProjectRow>> {
+        self.list_projects().await
     }
     async fn draining(&self) -> Result<Vec<String>> {
         self.read_draining().await

@@ -21,7 +21,7 @@ const bulk = new Bulk(rows, jobs, () => annotations());
 
 const tagsOf = (id) => notes[id]?.tags ?? [];
 const matches = (job, { state, name, tag, project }) =>
-  (!project || job.project === project) && (!state || job.state === state) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
+  (!project || job.project === project) && (!state || state.split(",").includes(job.state)) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;

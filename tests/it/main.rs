@@ -30,6 +30,7 @@ mod first_loss;
 mod life;
 mod pause;
 mod progressive;
+mod projects;
 mod queue;
 mod recipes;
 mod streams;

@@ -98,8 +98,8 @@ const LIST: List<Checkpoint> = List {
     sorts: &[
         ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
         ("created", |checkpoint| checkpoint.created_at.into()),
-        ("val_accuracy", |checkpoint| checkpoint.info.val_accuracy.map(f64::from).into()),
-        ("val_loss", |checkpoint| checkpoint.info.val_loss.map(f64::from).into()),
+        ("val_accuracy", |checkpoint| checkpoint.info.val_accuracy.into()),
+        ("val_loss", |checkpoint| checkpoint.info.val_loss.into()),
         ("size", |checkpoint| Some(checkpoint.info.size_bytes as f64).into()),
     ],
     default_sort: "-step",

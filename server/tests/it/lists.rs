@@ -277,6 +277,8 @@ async fn what_is_known_is_not_sent_again() {
     let _agent = Agent::with_pictures(&server, 2).await;
     let ids = jobs(&server, &[("a", 0.1, "")]).await;
     let job = format!("/jobs/{}", ids[0]);
+    // Over, nothing but a request changes it.
+    assert_eq!(server.post(&format!("{job}/cancel"), &json!({})).await.0, 202);
     for path in [&job, "/datasets", "/datasets/pictures", &format!("{job}/checkpoints")] {
         let url = server.url(&format!("/api/v1{path}"));
         let first = server.http.get(&url).send().await.unwrap();

@@ -11,12 +11,10 @@ use crate::{
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::{
-    Job, labels,
-    limits::TAGS,
+    Job, JobState, labels,
     spec::{KEYS, Kind, shortened},
 };
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 50;
@@ -127,10 +125,15 @@ impl ListQuery {
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
-        let states = parts(self.state.as_deref()).map(FromStr::from_str);
-        let states: std::result::Result<Vec<_>, _> = states.take(TAGS).collect();
+        let mut states: Vec<JobState> = Vec::new();
+        for state in parts(self.state.as_deref()) {
+            let state = state.parse().map_err(Error::BadRequest)?;
+            if !states.contains(&state) {
+                states.push(state);
+            }
+        }
         Ok(JobFilter {
-            states: states.map_err(Error::BadRequest)?,
+            states,
             name: self.name.clone().filter(|n| !n.is_empty()),
             project,
             tags,

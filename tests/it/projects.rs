@@ -33,8 +33,8 @@ async fn jobs_of_a_shell_have_projects_and_are_listed_by_them() {
     server.cli(&["submit", file, "--tag", "a,b"]).wrong(&["tags", "without commas"]);
 
     let listed = |arguments: &[&str]| server.cli(&[&["list", "--json"][..], arguments].concat()).json();
-    for (arguments, expected) in [
-        (&[][..], &["a", "b", "holder"][..]),
+    let cases: [(&[&str], &[&str]); 9] = [
+        (&[], &["a", "b", "holder"]),
         (&["--project", "vision", "--sort", "-name"], &["b", "a"]),
         (&["--project", "default"], &["holder"]),
         (&["--tag", "file", "--tag", "one"], &["b"]),
@@ -43,7 +43,8 @@ async fn jobs_of_a_shell_have_projects_and_are_listed_by_them() {
         (&["--sort", "-spec.train.lr", "--limit", "1"], &["a"]),
         (&["--created-before", "2020-01-01T00:00:00Z"], &[]),
         (&["--name", "OLD"], &["holder"]),
-    ] {
+    ];
+    for (arguments, expected) in cases {
         assert_eq!(names(&listed(arguments)), expected, "{arguments:?}");
     }
     let shown = server.cli(&["show", "b"]);
